@@ -12,7 +12,7 @@ from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable, TrainingStopped
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch import attempt, driver
+from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
 from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.signals import StopRequest
@@ -140,28 +140,6 @@ def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_p
     starts = [f"step {step}" if step else "its first step" for step in steps]
     assert all(each in caplog.text for each in starts)
     assert "was lost" not in caplog.text
-
-
-def test_a_slow_node_that_is_replaced_costs_no_step_and_no_restart(tmp_path, monkeypatch, caplog):
-    slow = events.Straggler(0, "", "", "data", 0.3, 0.1, 0.6, 0.4)
-    monkeypatch.setattr(attempt, "PaceWatch", lambda *rest: SimpleNamespace(slow={0: slow}, note=lambda *rest: None))
-
-    class Replacing(OwnPlace):
-        """It replaces its slow node once."""
-
-        def replace(self, node, why):
-            if self.faults and self.step == 7:
-                self.faults.clear()
-                node.leave(30.0, why)
-
-    undisturbed, place, seen = Replacing(), Replacing((99, LEAVES)), []
-    train(undisturbed, tmp_path / "undisturbed")
-    place.max_restarts = 0
-    train(place, tmp_path / "replaced", listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)])
-    assert place.weights == undisturbed.weights
-    (ended,) = (event for event in seen if isinstance(event, AttemptEnded))
-    assert (ended.step, ended.num_leaving, ended.reason) == (7, 1, str(slow))
-    assert f"{slow}: the gang ended at step 7 and restarts from there" in caplog.text
 
 
 @pytest.mark.parametrize("outcome", ["done", "killed"])
