@@ -36,7 +36,8 @@ CHEAPER = (
     (r"\bmake (train|train-multi-node)\b", r"""make \1 PROCESSES=1 CONFIG='{"epochs": 1}'"""),
     (r"\b((?!script_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
-    (r'"parallel": "fsdp", "epochs": 1', r'\g<0>, "recipe_options": {"layers": 1, "width": 32, "context": 32}'),
+    (r'"parallel": "fsdp", "epochs": 1', r'\g<0>, "sample_size": 64, "recipe_options": {"layers": 1, "width": 32}'),
+    (r'"recipe_options": \{"layers": 2, "context": 64\}', r'"sample_size": 64, \g<0>'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
     (r"--num_processes \d+", ""),
