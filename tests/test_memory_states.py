@@ -135,12 +135,13 @@ class Outage:
 
 
 @pytest.mark.slow
-def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server):
+@pytest.mark.parametrize("how", ["refusing", "hanging"])
+def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server, how):
     """It has the best epoch's checkpoint. What is saved is held until it is back."""
     best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
     plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
-    place, options = LocalPlace(2, max_restarts=3), {"checkpoints": "s3://bucket/run", "memory_interval": 2, **best}
-    outage = Outage(store_server.hanging(), tmp_path / "lost" / "orders")
+    place, options = LocalPlace(2, max_restarts=3), {"checkpoints": f"s3://bucket/{how}", "memory_interval": 2, **best}
+    outage = Outage(getattr(store_server, how)(), tmp_path / "lost" / "orders")
     run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
     ((step, place),) = resumed
     assert place == "this node's memory"

@@ -65,6 +65,15 @@ class Store:
         self.server._server.server_close()
 
     @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse connections while the block runs."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self._start(self.host, self.port)
+
+    @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
         """Take requests and answer none while the block runs."""
         self._answers.clear()
