@@ -290,8 +290,6 @@ def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
         for key, value in values.items():
             check(f"grid.{name}.{key}", value, bool if key == "log" else number)
         try:
-            if not all(map(math.isfinite, values.values())):
-                raise ValueError("low, high and step must be finite numbers")
             distributions[name] = (IntDistribution if number is int else FloatDistribution)(**values)
         except (TypeError, ValueError, OverflowError) as error:
             expected = 'a range such as {"low": 0.001, "high": 0.1} with optional "log": true or "step"'
