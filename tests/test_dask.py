@@ -186,7 +186,7 @@ def test_the_loss_of_the_scheduler_is_not_blamed_on_a_node(monkeypatch, now, exp
     """Without it, no message of a healthy node arrives."""
     monkeypatch.setattr(nodes, "scheduler_id", lambda client: now)
     lost = NodeLost("node 0 (w at h) was lost: its task was cancelled", "")
-    cause = nodes.DaskNodes.explain(SimpleNamespace(client=None, _scheduler_id="Scheduler-1"), lost)
+    cause = nodes.DaskNodes.explain(SimpleNamespace(client=None, scheduler_id="Scheduler-1"), lost)
     assert str(cause) == expected
     assert isinstance(cause, NodeLost)
 

@@ -397,8 +397,8 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
     ("name", "value", "expected"),
     [
         ("NOTIFY_EMAILS", "somebody", "NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'"),
-        ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected a JSON object, got '{'"),
-        ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected a JSON object, got []"),
+        ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected an object with strings as keys, got '{'"),
+        ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected an object with strings as keys, got []"),
         ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "retrain_inputs: expected champion, recipe"),
         ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs.recipe: expected a string, got 3"),
         ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs.data: expected a URL, got 'here'"),
