@@ -14,7 +14,7 @@ from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
 from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.storage.weights import split_pin
 from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
@@ -57,7 +57,8 @@ def prepare(
     """
     with flyte_errors():
         if trains_here and not is_flyte_task():
-            start_server(slow_imports(given(config)))
+            built_in = get_recipe(recipe) if recipe in BUILTIN else None  # to import another may take as long
+            start_server(slow_imports(given(config), built_in))
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)
         check_urls(data=location(source))

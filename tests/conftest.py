@@ -155,8 +155,8 @@ def start_worker():
 
 @pytest.fixture(scope="module")
 def server_with_compiler():
-    """Ranks that have imported torch's compiler, as those of a process whose first run splits its model."""
-    start_server_anew(recipe_program("digits", resolve({}, {"parallel": "fsdp"})).slow_imports)
+    """Ranks that have imported torch's compiler and transformers, as those of a process whose first run is of text."""
+    start_server_anew(recipe_program("text", resolve({}, {"parallel": "fsdp"})).slow_imports)
     yield
     start_server_anew(["torch"])
 

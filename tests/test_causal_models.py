@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -77,8 +76,6 @@ def train_all(world, store, data, directory):
         dist.barrier()
         resumed = train_recipe(world, spaces[1], "text", config, data[model], str(place / "resumed"))
         found[model, parallel] = events, resumed
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert "transformers" in sys.modules
     return found
 
 

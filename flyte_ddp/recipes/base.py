@@ -41,6 +41,9 @@ class Recipe:
     replaced_options: ClassVar[Mapping[str, str]] = {}
     """Options that there are no more, each with what takes its place, for the error."""
 
+    slow_imports: ClassVar[Sequence[str]] = ()
+    """Modules that the ranks import and that take seconds: a machine then imports them once for all of its ranks."""
+
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 

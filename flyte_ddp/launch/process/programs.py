@@ -149,7 +149,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
     Raises:
         ConfigError: an unknown recipe or option of it.
     """
-    has_metrics = type(get_recipe(recipe, config.recipe_options)).metrics is not Recipe.metrics
+    named = get_recipe(recipe, config.recipe_options)
     needs_gpus = ""
     if config.backend == "nccl":
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
@@ -162,7 +162,7 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
-        slow_imports=slow_imports(dataclasses.asdict(config), has_metrics),
+        slow_imports=slow_imports(dataclasses.asdict(config), named),
         may_exit=False,
         repeats_bugs=False,
         describes_itself=True,
@@ -174,16 +174,16 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
     )
 
 
-def slow_imports(config: Mapping[str, Any], has_metrics: bool = False) -> tuple[str, ...]:
+def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tuple[str, ...]:
     """Return the modules that the ranks of a recipe import, by its config, or by the fields that are known so far.
 
     Args:
-        has_metrics: the recipe names metrics of its own.
+        recipe: None where it is not known so far.
     """
-    modules = ["torch"]
+    modules = ["torch", *(recipe.slow_imports if recipe else ())]
     if config.get("compile") or config.get("parallel") == "fsdp":
         modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
-    if has_metrics and importlib.util.find_spec("torchmetrics"):
+    if recipe and type(recipe).metrics is not Recipe.metrics and importlib.util.find_spec("torchmetrics"):
         modules.append("torchmetrics")
     return tuple(modules)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, make_config
+from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, leave_hub, make_config
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
 MAX_TOKENS = 100_000  # of one text
@@ -59,6 +59,7 @@ def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
     """
     from transformers import AutoModelForCausalLM
 
+    leave_hub()
     if not any(file.suffix == WEIGHTS for file in directory.iterdir()):
         values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         return TextModel(

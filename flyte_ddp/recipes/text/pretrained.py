@@ -49,6 +49,13 @@ def _download(name: str, expected: str) -> str:
         raise ConfigError(f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}") from error
 
 
+def leave_hub() -> None:
+    """Keep this process from the Hub: a rank has all that it needs."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+
+
 def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: int = 0) -> Any:
     """Return the config of transformers with these values.
 

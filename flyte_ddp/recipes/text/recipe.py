@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,6 +61,7 @@ class Text(Recipe):
     prompt: str = field("")  # beginning of the text shown after each epoch
 
     changeable_options = ("prompt", "vocabulary_of")  # the tokenizer is part of the data
+    slow_imports = ("transformers.models.llama.modeling_llama",)  # most of it is what all models need
     defaults = {
         "epochs": 3,
         "global_batch_size": 16,
@@ -147,7 +147,6 @@ class Text(Recipe):
         from flyte_ddp.recipes.text.shards import FACTS, HELD_OUT, TRAIN, read_windows
         from flyte_ddp.recipes.text.tokens import read_tokenizer
 
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import of transformers: all that it needs is here
         # For `model` and what is shown.
         self._directory = directory
         self._bytes_per_token = json.loads((directory / FACTS).read_text(encoding="utf-8"))
