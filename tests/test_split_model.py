@@ -92,7 +92,7 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     language_model = build_model(recipe, config, world)
     _, replica = replicate(language_model, config, world, recipe)
     types = []
-    block = language_model.model.transformer.h[0]
+    block = language_model.model.model.layers[0]
     block.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     outputs = replica(torch.zeros(1, 4, dtype=torch.int64))
     outputs.sum().backward()
@@ -126,7 +126,7 @@ def test_weights_of_a_split_model_are_drawn_one_by_one(inside):
 
 
 def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(inside):
-    assert inside["compiled"] == ["model.transformer.h.0", "model.transformer.h.1"]
+    assert inside["compiled"] == ["model.model.layers.0", "model.model.layers.1"]
     assert inside["types"] == [torch.bfloat16, torch.float32, torch.float32]
 
 

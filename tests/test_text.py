@@ -361,8 +361,12 @@ def test_columns_and_folders_without_text_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"width": 30, "heads": 4}, r"recipe_options.width: expected a multiple of 4 \(heads\), got 30"),
-        ({"pretrained": "a", "architecture": {"model_type": "llama"}}, "recipe_options: expected pretrained or arch"),
+        ({"width": 36, "heads": 4}, r"recipe_options.width: expected a multiple of 8 \(2 x heads\), got 36"),
+        (
+            {"pretrained": "a", "architecture": {"model_type": "llama"}},
+            "recipe_options: expected one of pretrained, architecture and sizes, got .'pretrained', 'architecture'.",
+        ),
+        ({"pretrained": "a", "layers": 2}, "recipe_options: expected one of .* got .'pretrained', 'layers'."),
         ({"tokens": "words"}, "recipe_options.tokens: expected one of auto, bytes, bpe, got 'words'"),
         ({"context": 0}, "recipe_options.context: expected a whole number of at least 1, got 0"),
         ({"held_out": 1}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),

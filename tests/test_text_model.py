@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,11 @@ from torch.nn import functional
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.process.programs import recipe_program
 from flyte_ddp.rank import evaluation
 from flyte_ddp.rank.evaluation import FlopsUtilization
 from flyte_ddp.rank.optim import build_optimizer
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.world import World
 from tests.support import sample_run
 from tests.support.text_recipe import prepared
@@ -40,6 +43,12 @@ def test_fresh_model_is_as_good_as_guessing_and_learns(tmp_path):
     torch.testing.assert_close(recipe.num_correct(model(inputs), targets), right)
 
 
+def test_a_machine_imports_transformers_once_for_its_ranks():
+    modules = recipe_program("text", config_of("text", {})).slow_imports
+    assert modules == ("torch", *get_recipe("text").slow_imports)
+    assert all(map(importlib.util.find_spec, modules))
+
+
 def test_norms_and_embeddings_do_not_decay(tmp_path):
     recipe, _, _ = prepared(tmp_path)
     model = recipe.model()
@@ -47,8 +56,8 @@ def test_norms_and_embeddings_do_not_decay(tmp_path):
     decays = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
     kept = {name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0}
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
-    assert kept >= {"model.transformer.wte.weight", "model.transformer.wpe.weight", "model.transformer.ln_f.weight"}
-    assert kept & matrices == {"model.transformer.wte.weight", "model.transformer.wpe.weight"}
+    assert kept >= {"model.model.embed_tokens.weight", "model.model.norm.weight"}
+    assert kept & matrices == {"model.model.embed_tokens.weight"}
     assert {decays[id(each)] for name, each in model.named_parameters() if name not in kept} == {0.5}
 
 

@@ -17,6 +17,8 @@ from tests.support.commands import run_command
 from tests.support.text_recipe import prepared
 from workflows.text import generate_text_wf
 
+pytestmark = pytest.mark.usefixtures("server_with_compiler")
+
 REPOSITORY = Path(__file__).parents[1]
 SMALL = {
     "epochs": 2,
@@ -110,7 +112,7 @@ def test_a_file_that_is_no_language_model_is_refused_in_one_line(contents, model
     file = tmp_path / "model_state.pt"
     if contents == "cut":  # of a model that says it has more layers
         contents = model.state_dict()
-        contents["_extra_state"]["config"]["n_layer"] = 3
+        contents["_extra_state"]["config"]["num_hidden_layers"] = 3
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
     with pytest.raises(InputError, match="^model_state: expected .* of .*recipe text, got [^\n]+$"):
         generate_text_wf(model_state=FlyteFile(str(file)))

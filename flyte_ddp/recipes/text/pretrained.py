@@ -23,7 +23,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         source: path or URL of a directory, or the name of a model on the Hub.
 
     Raises:
-        ConfigError: there is no such model, or none with weights in safetensors, or it is no causal one.
+        ConfigError: there is no such model, or none with weights in safetensors.
     """
     expected = f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got {redact_url(source)!r}"
     place = source if "://" in source or Path(source).is_dir() else _download(source, expected)
@@ -35,7 +35,6 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
     for name in names:
         fetch_file(f"{place.rstrip('/')}/{name}", directory / name, FIELD)
     config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    make_config(config, FIELD)  # before anything else is read from the files
     return config
 
 

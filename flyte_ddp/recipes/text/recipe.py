@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
+SIZES = ("layers", "width", "heads", "dropout")  # of the default model
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95  # of the text shown after each epoch
 SHOWN_TOKENS, SHOWN_SCORES = 24, 10  # of a prediction in the report
 
@@ -44,10 +45,10 @@ class Text(Recipe):
 
     pretrained: str = field("")  # name of a model on the Hub, or path or URL of a directory, to train on
     architecture: dict[str, Any] = field(factory=dict)  # config of transformers, with its model_type, of a fresh model
-    layers: int = field(4, minimum=1)  # of the fresh GPT-2 that is trained without these, as the next three
-    width: int = field(128, minimum=1)  # of the residual stream; a multiple of heads
+    layers: int = field(4, minimum=1)  # of the fresh Llama that is trained without these, as the next three
+    width: int = field(128, minimum=1)  # of the residual stream; a multiple of 2 x heads
     heads: int = field(4, minimum=1)  # of attention in each layer
-    dropout: float = field(0.0, minimum=0, below=1)
+    dropout: float = field(0.0, minimum=0, below=1)  # of attention
     context: int = field(128, minimum=1)  # tokens that the model sees at once: the window of a sample
     tokens: str = field(
         "auto", choices=("auto", "bytes", "bpe")
@@ -74,10 +75,14 @@ class Text(Recipe):
 
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
-        if self.width % self.heads:
-            raise ConfigError(f"recipe_options.width: expected a multiple of {self.heads} (heads), got {self.width}")
-        if self.pretrained and self.architecture:
-            raise ConfigError("recipe_options: expected pretrained or architecture, got both")
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), got {self.width}"
+            )
+        sizes = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]
+        given = [name for name in ("pretrained", "architecture") if getattr(self, name)] + sizes
+        if len(given) > 1 and given != sizes:
+            raise ConfigError(f"recipe_options: expected one of pretrained, architecture and sizes, got {given}")
         if self.vocabulary_of and self.tokens != "bpe":
             raise ConfigError(
                 f'recipe_options.vocabulary_of: expected {{"tokens": "bpe"}} with it, got {self.tokens!r}'
@@ -111,7 +116,7 @@ class Text(Recipe):
             else:
                 tokenizer = tokens.train_tokenizer(sample_texts(corpus, self.held_out), self.vocabulary)
             if not self.pretrained:
-                config = {"vocab_size": tokenizer.size, **(self.architecture or self._gpt2())}
+                config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
                 config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
                 model.mkdir()
                 (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
@@ -126,10 +131,18 @@ class Text(Recipe):
                 f"0x{error.object[error.start]:02x} in {corpus.name}; convert it"
             ) from error
 
-    def _gpt2(self) -> dict[str, Any]:
-        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.context}
-        dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout)
-        return {"model_type": "gpt2", "activation_function": "gelu_pytorch_tanh", **sizes, **dropouts}
+    def _llama(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "intermediate_size": 32 * math.ceil(self.width / 12),  # two thirds of 4 x width, as SwiGLU has it
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": True,
+            "attention_dropout": self.dropout,
+        }
 
     def data_license(self, source: str) -> str:
         return "" if source else "PSF-2.0"  # Python's documentation
