@@ -285,9 +285,9 @@ def test_preflight_lists_each_missing_permission(namespace: Namespace) -> None:
 
 def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
     # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
-    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=15), "time.sleep(600)"))
+    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=40), "time.sleep(600)"))
     namespace.wait_for_line("killed", "the cluster is up")
-    time.sleep(40)
+    time.sleep(60)
     assert len(namespace.clusters()) == 1, "gone with a driver that lives"
     namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     namespace.wait_for_end("killed")
