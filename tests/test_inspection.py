@@ -76,7 +76,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
         raise ZeroDivisionError("broken on purpose")
 
     monkeypatch.setattr("flyte_ddp.rank.inspection.take_histograms", broken)
-    trainer = new_trainer(new_run(tmp_path), epochs=1)
+    trainer = new_trainer(new_run(tmp_path), epochs=1, memory_interval=0)
     trainer.recipe.figures = trainer.recipe.generate_sample = broken
     with caplog.at_level(logging.WARNING):
         trainer.fit()

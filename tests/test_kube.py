@@ -822,7 +822,8 @@ def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> N
 
 
 def test_an_api_server_that_stays_away_is_recoverable(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
+    for function in (api.call, api.find):
+        monkeypatch.setitem(function.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
     with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
         start()
