@@ -23,7 +23,7 @@ import yaml
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
 from flyte_ddp.cluster.connect import worker_end
-from flyte_ddp.cluster.kubernetes import api, lifecycle, preflight
+from flyte_ddp.cluster.kubernetes import api, checks, lifecycle, preflight
 from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -822,8 +822,8 @@ def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> N
 
 
 def test_an_api_server_that_stays_away_is_recoverable(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (api.call, api.find):
-        monkeypatch.setitem(function.__kwdefaults__, "patience", 1.0)
+    monkeypatch.setattr(checks, "API_PATIENCE", 1.0)
+    monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
     with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
         start()
