@@ -1,1 +1,3 @@
-"""Performance as ratios, each pair measured in one run: `make bench`. No test depends on any of it."""
+"""Performance as ratios, each pair measured in one run: `make bench`. No test depends on any of
+it.
+"""

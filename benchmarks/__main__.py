@@ -1,4 +1,5 @@
-"""Measure this package against its alternatives and print the table: `python -m benchmarks`, or `--only start`.
+"""Measure this package against its alternatives and print the table: `python -m benchmarks`, or
+`--only start`.
 
 GPUs are hidden from both sides: the table is for CPUs. Nothing else should run at the same time.
 """
@@ -19,14 +20,21 @@ from flyte_ddp.recipes.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]
 NUM_BATCHES, NUM_BATCHES_QUICK = 100, 10  # per epoch
-# Without this, glibc returns a step's memory to the kernel in some runs and not in others, and the page faults make the
-# step up to a third slower, so the floor would vary. The alternatives keep the default, which is what their users get.
-KEEP_FREED_MEMORY = ("env", f"MALLOC_TRIM_THRESHOLD_={1 << 30}", f"MALLOC_MMAP_THRESHOLD_={1 << 30}")
+# Without this, glibc returns a step's memory to the kernel in some runs and not in others, and the
+# page faults make the step up to a third slower, so the floor would vary. The alternatives keep the
+# default, which is what their users get.
+KEEP_FREED_MEMORY = (
+    "env",
+    f"MALLOC_TRIM_THRESHOLD_={1 << 30}",
+    f"MALLOC_MMAP_THRESHOLD_={1 << 30}",
+)
 BUSY_LOAD = 0.5  # load average above which the machine is not idle
 
 
 def rows(data: Path) -> dict[str, list[Row]]:
-    """Return all rows of the table by the names that `--only` takes. Add further comparisons here."""
+    """Return all rows of the table by the names that `--only` takes. Add further comparisons
+    here.
+    """
 
     def variant(name: str, num_ranks: int = 1, precision: str = "fp32") -> Variant:
         options = ("--data", str(data), "--precision", precision, "--ranks", str(num_ranks))
@@ -34,16 +42,27 @@ def rows(data: Path) -> dict[str, list[Row]]:
         if name == "floor":
             launcher = (*KEEP_FREED_MEMORY, *launcher)
         if name == "torchrun":
-            launcher += ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+            launcher += (
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(num_ranks),
+            )
         command = (*launcher, "-m", "benchmarks.variants", name, *options)
         return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks))
 
     def script(module: str, *arguments: str) -> tuple[Variant, Variant]:
         """Return a script under our launcher and under torchrun."""
-        launchers = {"flyte_ddp": ("flyte_ddp", "run"), "torchrun": ("torch.distributed.run", "--standalone")}
+        launchers = {
+            "flyte_ddp": ("flyte_ddp", "run"),
+            "torchrun": ("torch.distributed.run", "--standalone"),
+        }
         flags = ("--nproc-per-node", "2", "-m", f"benchmarks.{module}", *arguments)
         ours, theirs = (
-            Variant(f"{module} by {name}", (sys.executable, "-m", *launcher, *flags), num_threads(2))
+            Variant(
+                f"{module} by {name}", (sys.executable, "-m", *launcher, *flags), num_threads(2)
+            )
             for name, launcher in launchers.items()
         )
         return ours, theirs
@@ -52,41 +71,95 @@ def rows(data: Path) -> dict[str, list[Row]]:
         command = (sys.executable, "-m", "benchmarks.checkpoints", name)
         return Variant(f"checkpoints {name}", command, num_threads(1))
 
-    ours, ours_bf16, ours_twice = variant("ours"), variant("ours", precision="bf16"), variant("ours", 2)
+    ours, ours_bf16, ours_twice = (
+        variant("ours"),
+        variant("ours", precision="bf16"),
+        variant("ours", 2),
+    )
     tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
     speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
     return {
         "floor": [
             Row("throughput / the floor, 1 rank, fp32", speed, ours, variant("floor"), ">= 0.95"),
             Row(
-                "throughput / the floor, 1 rank, bf16", speed, ours_bf16, variant("floor", precision="bf16"), ">= 0.95"
+                "throughput / the floor, 1 rank, bf16",
+                speed,
+                ours_bf16,
+                variant("floor", precision="bf16"),
+                (">= 0.95"),
             ),
         ],
         "tutorial": [
             Row("throughput / tutorial loop, 1 rank, fp32", speed, ours, tutorial, ">= 2"),
-            Row("throughput in bf16 / tutorial loop in fp32, 1 rank", speed, ours_bf16, tutorial, ">= 3.5"),
+            Row(
+                "throughput in bf16 / tutorial loop in fp32, 1 rank",
+                speed,
+                ours_bf16,
+                tutorial,
+                (">= 3.5"),
+            ),
             Row("peak memory of the rank / tutorial loop", memory, ours, tutorial, "<= 1.10"),
-            Row("peak memory with its supervisor / tutorial loop", "memory_with_supervisor_bytes", ours, tutorial, ""),
+            Row(
+                "peak memory with its supervisor / tutorial loop",
+                "memory_with_supervisor_bytes",
+                ours,
+                tutorial,
+                "",
+            ),
         ],
         "torchrun": [
             Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours_twice, torchrun, ">= 1.0"),
         ],
         "start": [
-            Row("command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"),
-            Row("`pyflyte run` to first step / torchrun DDP, 2 ranks", start, _pyflyte(), torchrun, ""),
+            Row(
+                "command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"
+            ),
+            Row(
+                "`pyflyte run` to first step / torchrun DDP, 2 ranks",
+                start,
+                _pyflyte(),
+                torchrun,
+                "",
+            ),
         ],
         "script": [
-            Row("command to the first line of a script / torchrun, 2 ranks", start, *script("first_line"), "<= 0.5"),
+            Row(
+                "command to the first line of a script / torchrun, 2 ranks",
+                start,
+                *script("first_line"),
+                ("<= 0.5"),
+            ),
             Row(
                 "throughput of a script / the same under torchrun, 2 ranks, fp32",
                 speed,
-                *script("variants", "torchrun", "--data", str(data), "--precision", "fp32", "--ranks", "2"),
+                *script(
+                    "variants",
+                    "torchrun",
+                    "--data",
+                    str(data),
+                    "--precision",
+                    "fp32",
+                    "--ranks",
+                    "2",
+                ),
                 ">= 0.98",
             ),
         ],
         "dask": [
-            Row("throughput on two Dask nodes / torchrun DDP", speed, variant("dask", 2), torchrun, ">= 0.98"),
-            Row("Dask workers ready to first step / torchrun's start-up", start, variant("dask", 2), torchrun, "<= 1"),
+            Row(
+                "throughput on two Dask nodes / torchrun DDP",
+                speed,
+                variant("dask", 2),
+                torchrun,
+                (">= 0.98"),
+            ),
+            Row(
+                "Dask workers ready to first step / torchrun's start-up",
+                start,
+                variant("dask", 2),
+                torchrun,
+                ("<= 1"),
+            ),
         ],
         "checkpoints": [
             Row(
@@ -113,7 +186,9 @@ def num_threads(num_ranks: int) -> int:
 
 
 def _pyflyte() -> Variant:
-    """Return the whole command that users type; it includes flytekit's start and the preparation of the data."""
+    """Return the whole command that users type; it includes flytekit's start and the preparation of
+    the data.
+    """
     return Variant(
         "pyflyte run",
         (
@@ -135,22 +210,36 @@ def _pyflyte() -> Variant:
 def main() -> int:
     comparisons = list(rows(Path()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side of each pair (%(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=comparisons, default=comparisons, metavar="NAME", help=", ".join(comparisons)
+        "--rounds", type=int, default=5, help=("runs of each side of each pair (%(default)s)")
     )
-    parser.add_argument("--quick", action="store_true", help="one short round, to check that everything runs")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=comparisons,
+        default=comparisons,
+        metavar="NAME",
+        help=", ".join(comparisons),
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=("one short round, to check that everything runs")
+    )
     arguments = parser.parse_args()
     num_samples = BATCH_SIZE * (NUM_BATCHES_QUICK if arguments.quick else NUM_BATCHES)
     load = os.getloadavg()[0]
     if load > BUSY_LOAD:
-        _log(f"the load average is {load:.1f}: something else runs on this machine and will distort the ratios")
+        _log(
+            f"the load average is {load:.1f}: something else runs on this machine and will "
+            "distort the ratios"
+        )
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as directory:
         data = Path(directory)
         (data / PREPARED).mkdir()
         prepare_data(MnistLike(), str(num_samples), data / PREPARED)
         write_idx_files(num_samples, data)
-        chosen = [row for name, group in rows(data).items() if name in arguments.only for row in group]
+        chosen = [
+            row for name, group in rows(data).items() if name in arguments.only for row in group
+        ]
         environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         rounds, results, num_shown = 1 if arguments.quick else arguments.rounds, [], 0
         for pair in dict.fromkeys((row.ours, row.theirs) for row in chosen):

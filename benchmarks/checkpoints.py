@@ -1,13 +1,15 @@
 """The cost of checkpoints: `python -m benchmarks.checkpoints stall`; or copy, training, memory.
 
-The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the time for which a save
-keeps the training, and `copy` a plain copy of the same bytes into memory that was written to before. `training` trains
-with a checkpoint every 50 steps. The first ten steps after a save have its whole cost, and the other forty none. The
-time of each of the fifty is its median over all saves, because the machine is slower for some seconds now and then.
+The model has 100 million parameters, and AdamW two more numbers for each: 1.2 GB. `stall` is the
+time for which a save keeps the training, and `copy` a plain copy of the same bytes into memory that
+was written to before. `training` trains with a checkpoint every 50 steps. The first ten steps after
+a save have its whole cost, and the other forty none. The time of each of the fifty is its median
+over all saves, because the machine is slower for some seconds now and then.
 
-`memory` trains with a state in memory every 5 steps for 20 steps, without any for as many, and so on, while a store of
-50 MB/s takes the checkpoints of both. The steps in which the state of the phase before may still be written are left
-out, and each of the others is its median over all phases of its kind.
+`memory` trains with a state in memory every 5 steps for 20 steps, without any for as many, and so
+on, while a store of 50 MB/s takes the checkpoints of both. The steps in which the state of the
+phase before may still be written are left out, and each of the others is its median over all phases
+of its kind.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 SIZES = (784, 6000, 6000, 6000, 4000, 10)  # of the layers: 100.8 million parameters
 BATCH_SIZE = 128  # global
 SAVE_INTERVAL = 50  # steps
-NUM_AFFECTED = 10  # steps after a save, in which it is copied and written: twice as many as that takes
+# steps after a save, in which it is copied and written: twice as many as that takes
+NUM_AFFECTED = 10
 NUM_SAVES = 5
 NUM_SAVES_IN_TRAINING = 9
 PHASE = 20  # steps with states in memory, and as many without
@@ -54,7 +57,9 @@ class Wide(MnistLike):
 
 
 class Alternating(Wide):
-    """Keeps states in memory in every other phase alone, and writes to its checkpoints' directory slowly."""
+    """Keeps states in memory in every other phase alone, and writes to its checkpoints' directory
+    slowly.
+    """
 
     def model(self) -> nn.Module:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -84,7 +89,9 @@ class Alternating(Wide):
 
 
 def stall() -> float:
-    """Return the median time that `save` takes, each when the one before is written; without the first."""
+    """Return the median time that `save` takes, each when the one before is written; without the
+    first.
+    """
     from flyte_ddp.checkpoints.store import CheckpointStore
 
     model, optimizer = trained()
@@ -93,7 +100,11 @@ def stall() -> float:
         store = CheckpointStore(directory, num_kept=1)
         for step in range(1 + NUM_SAVES):
             started = time.perf_counter()
-            store.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step + 1, best=False)
+            store.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                step + 1,
+                best=False,
+            )
             seconds.append(time.perf_counter() - started)
             store.wait()
     return statistics.median(seconds[1:])
@@ -117,11 +128,17 @@ def copy() -> float:
 
 
 def train() -> dict[str, float]:
-    """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those without any."""
-    steps = step_seconds("Wide", BATCH_SIZE, (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL, SAVE_INTERVAL)
-    # Not the steps before the second save: they are the model's first, and the first save needs new memory.
+    """Return the samples per second with a checkpoint every `SAVE_INTERVAL` steps, and those
+    without any.
+    """
+    steps = step_seconds(
+        "Wide", BATCH_SIZE, (1 + NUM_SAVES_IN_TRAINING) * SAVE_INTERVAL, SAVE_INTERVAL
+    )
+    # Not the steps before the second save: they are the model's first, and the first save needs new
+    # memory.
     seconds = [
-        statistics.median(steps[position::SAVE_INTERVAL]) for position in range(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
+        statistics.median(steps[position::SAVE_INTERVAL])
+        for position in range(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
     ]
     return {
         "samples_per_second": BATCH_SIZE / statistics.fmean(seconds),
@@ -130,14 +147,18 @@ def train() -> dict[str, float]:
 
 
 def train_in_memory() -> dict[str, float]:
-    """Return the samples per second with a state in memory every `MEMORY_INTERVAL` steps, and those without any."""
+    """Return the samples per second with a state in memory every `MEMORY_INTERVAL` steps, and those
+    without any.
+    """
     num_steps, interval = 2 * (1 + NUM_ROUNDS) * PHASE, {"memory_interval": MEMORY_INTERVAL}
     steps = step_seconds("Alternating", MEMORY_BATCH_SIZE, num_steps, PHASE, **interval)
 
     def mean(first: int) -> float:
         """Of the steps of the phases that begin with this step."""
         affected = range(first + MEMORY_INTERVAL, first + PHASE)
-        return statistics.fmean(statistics.median(steps[position :: 2 * PHASE]) for position in affected)
+        return statistics.fmean(
+            statistics.median(steps[position :: 2 * PHASE]) for position in affected
+        )
 
     return {
         "samples_per_second": MEMORY_BATCH_SIZE / mean(3 * PHASE),
@@ -145,22 +166,35 @@ def train_in_memory() -> dict[str, float]:
     }
 
 
-def step_seconds(recipe: str, batch_size: int, num_steps: int, interval: int, **overrides: Any) -> list[float]:
-    """Train a recipe of this module with a checkpoint every `interval` steps; return the seconds of each step."""
+def step_seconds(
+    recipe: str, batch_size: int, num_steps: int, interval: int, **overrides: Any
+) -> list[float]:
+    """Train a recipe of this module with a checkpoint every `interval` steps; return the seconds of
+    each step.
+    """
     from flyte_ddp.config import resolve
     from flyte_ddp.launch import driver
     from flyte_ddp.launch.local import LocalPlace
     from flyte_ddp.launch.process.programs import Job, recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
-    config = {"global_batch_size": batch_size, "epochs": 1, "log_interval": 1, "checkpoint_interval": interval}
-    program = recipe_program(f"benchmarks.checkpoints.{recipe}", resolve(Wide.defaults, {**config, **overrides}))
+    config = {
+        "global_batch_size": batch_size,
+        "epochs": 1,
+        "log_interval": 1,
+        "checkpoint_interval": interval,
+    }
+    program = recipe_program(
+        f"benchmarks.checkpoints.{recipe}", resolve(Wide.defaults, {**config, **overrides})
+    )
     steps = Steps(batch_size)
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
         data.mkdir()
         prepare_data(Wide(), str(num_steps * batch_size), data)
-        driver.run(Job(program, f"{directory}/run", time.time()), LocalPlace(1), lambda: str(data), [steps])
+        driver.run(
+            Job(program, f"{directory}/run", time.time()), LocalPlace(1), lambda: str(data), [steps]
+        )
     return steps.seconds
 
 

@@ -1,7 +1,8 @@
-"""A recipe whose model counts how often each training sample is seen, for runs in which something fails.
+"""A recipe whose model counts how often each training sample is seen, for runs in which something
+fails.
 
-Each sample has a parameter of its own, whose gradient is the same each time it is seen. Its ranks import this module
-with each restart, so it imports only what a recipe does.
+Each sample has a parameter of its own, whose gradient is the same each time it is seen. Its ranks
+import this module with each restart, so it imports only what a recipe does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ SAVE_STEPS = 8  # optimizer steps between two checkpoints
 
 
 class Counting(Recipe):
-    """A small model, and for each training sample a number that grows by one step each time it is seen."""
+    """A small model, and for each training sample a number that grows by one step each time it is
+    seen.
+    """
 
     defaults = {
         "global_batch_size": BATCH_SIZE,
@@ -44,7 +47,11 @@ class Counting(Recipe):
         for split, size in (("train", NUM_SAMPLES), ("test", 40)):
             inputs = draw.standard_normal((size, NUM_FEATURES + 1)).astype(np.float32)
             inputs[:, -1] = np.arange(size)  # the sample's number
-            np.savez(directory / f"{split}.npz", images=inputs, labels=draw.randint(NUM_CLASSES, size=size))
+            np.savez(
+                directory / f"{split}.npz",
+                images=inputs,
+                labels=draw.randint(NUM_CLASSES, size=size),
+            )
         return f"{NUM_SAMPLES} samples of noise"
 
     def datasets(self, directory: Path) -> Any:
@@ -57,7 +64,9 @@ class Counting(Recipe):
         class Model(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES))
+                self.layers = nn.Sequential(
+                    nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, NUM_CLASSES)
+                )
                 self.seen = nn.Parameter(torch.zeros(NUM_SAMPLES))
 
             def forward(self, inputs: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Measure the cost of the driver and the scheduler at many nodes: `python -m benchmarks.many_nodes`, or `--nodes 4 16`.
+"""Measure the cost of the driver and the scheduler at many nodes: `python -m
+benchmarks.many_nodes`, or `--nodes 4 16`.
 
-The driver and the Dask scheduler are real, and so are the messages between them and the nodes' supervisors. The nodes
-are light: Dask workers that share one process, each with a supervisor process that has no ranks. It sends a heartbeat
-a second; the first node also reports a step each second, and the last one is a process of its own, which is killed.
+The driver and the Dask scheduler are real, and so are the messages between them and the nodes'
+supervisors. The nodes are light: Dask workers that share one process, each with a supervisor
+process that has no ranks. It sends a heartbeat a second; the first node also reports a step each
+second, and the last one is a process of its own, which is killed.
 """
 
 from __future__ import annotations
@@ -44,13 +46,18 @@ NUM_NODES = (4, 16, 64)
 WINDOW = 10.0  # seconds over which the costs are taken
 START_TIMEOUT = 180.0  # seconds for all nodes to report
 STEPS_PER_SECOND = 10
-SUPERVISOR = "import sys; sys.path.insert(0, sys.argv[1]); from benchmarks.many_nodes import supervise; supervise()"
+SUPERVISOR = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from benchmarks.many_nodes import "
+    "supervise; supervise()"
+)
 ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a gang of one size while it trains, and the time from the loss of a node to the next attempt."""
+    """The cost of a gang of one size while it trains, and the time from the loss of a node to the
+    next attempt.
+    """
 
     num_nodes: int
     driver: float  # share of a core
@@ -60,7 +67,9 @@ class Cost:
 
 
 def supervise() -> None:
-    """Run the supervisor of a node without ranks, with the arguments of `flyte_ddp.launch.dask.node.main`."""
+    """Run the supervisor of a node without ranks, with the arguments of
+    `flyte_ddp.launch.dask.node.main`.
+    """
     commands, messages = os.fdopen(int(sys.argv[3]), "rb"), os.fdopen(int(sys.argv[4]), "wb")
     job = NodeJob.from_line(commands.readline().decode())
     link = DriverLink(messages, job.driver_timeout)
@@ -80,7 +89,9 @@ def supervise() -> None:
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
     reason = link.stop.reason
-    link.send("end", outcome="killed" if link.is_killed else "stopped", message=reason, reason=reason)
+    link.send(
+        "end", outcome="killed" if link.is_killed else "stopped", message=reason, reason=reason
+    )
     os._exit(0)
 
 
@@ -88,7 +99,9 @@ async def run_workers(address: str, count: int) -> None:
     """Run `count` Dask workers in this process until its standard input ends."""
     from distributed import Worker
 
-    workers = [Worker(address, nthreads=1, name=f"node-{index}", dashboard=False) for index in range(count)]
+    workers = [
+        Worker(address, nthreads=1, name=f"node-{index}", dashboard=False) for index in range(count)
+    ]
     await asyncio.gather(*workers)
     await asyncio.to_thread(sys.stdin.read)
     os._exit(0)
@@ -127,13 +140,36 @@ def measure(num_nodes: int) -> Cost:
         file = Path(directory, "scheduler.json")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         try:
-            address = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
+            address = (
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+                "--no-dashboard",
+                "--scheduler-file",
+                str(file),
+            )
             scheduler = start("-m", "dask", "scheduler", *address, **quiet)
             while not (file.exists() and file.read_text().endswith("}")):
                 time.sleep(0.1)
             url = str(json.loads(file.read_text())["address"])
-            start("-m", "benchmarks.many_nodes", "--workers", url, str(num_nodes - 1), stdin=subprocess.PIPE, **quiet)
-            last = ("--name", f"node-{num_nodes - 1}", "--nthreads", "1", "--no-nanny", "--no-dashboard")
+            start(
+                "-m",
+                "benchmarks.many_nodes",
+                "--workers",
+                url,
+                str(num_nodes - 1),
+                stdin=subprocess.PIPE,
+                **quiet,
+            )
+            last = (
+                "--name",
+                f"node-{num_nodes - 1}",
+                "--nthreads",
+                "1",
+                "--no-nanny",
+                "--no-dashboard",
+            )
             victim = start("-m", "dask", "worker", url, *last, **quiet)
             return _measure(num_nodes, url, scheduler.pid, victim.pid)
         finally:
@@ -145,7 +181,11 @@ def measure(num_nodes: int) -> Cost:
 
 def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> Cost:
     cluster = ClusterConfig(
-        kind="existing", scheduler_address=url, num_nodes=num_nodes, min_nodes=num_nodes - 1, return_timeout=0.1
+        kind="existing",
+        scheduler_address=url,
+        num_nodes=num_nodes,
+        min_nodes=num_nodes - 1,
+        return_timeout=0.1,
     )
     messages = CountedMessages()
     watch, stop = Watch(), StopRequest()
@@ -154,7 +194,13 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
     def run() -> None:
         with open_cluster(cluster, "many-nodes") as client:
             with contextlib.suppress(TrainingStopped):
-                driver.run(Job(program, "", time.time()), DaskPlace(client, cluster), None, [watch], stop=stop)
+                driver.run(
+                    Job(program, "", time.time()),
+                    DaskPlace(client, cluster),
+                    None,
+                    [watch],
+                    stop=stop,
+                )
 
     thread = threading.Thread(target=run, name="driver")
     thread.start()
@@ -162,10 +208,17 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
         _wait_until(thread, lambda: len(messages.senders) == num_nodes)
         processes = psutil.Process(), psutil.Process(scheduler_pid)
         time.sleep(2.0)  # for the start to be over
-        before, begun, num_messages = [_cpu_seconds(each) for each in processes], time.monotonic(), messages.count
+        before, begun, num_messages = (
+            [_cpu_seconds(each) for each in processes],
+            time.monotonic(),
+            messages.count,
+        )
         time.sleep(WINDOW)
         seconds = time.monotonic() - begun
-        ours, theirs = ((_cpu_seconds(each) - cpu) / seconds for each, cpu in zip(processes, before, strict=True))
+        ours, theirs = (
+            (_cpu_seconds(each) - cpu) / seconds
+            for each, cpu in zip(processes, before, strict=True)
+        )
         rate = (messages.count - num_messages) / seconds
         killed_at = time.monotonic()
         victim = psutil.Process(victim_pid)
@@ -217,7 +270,11 @@ def _wait_until(thread: threading.Thread, condition: Any) -> None:
 def table(costs: list[Cost]) -> str:
     """Format the costs as a Markdown table."""
     lines = [
-        "| nodes | driver, of a core | scheduler, of a core | messages to the driver | node lost to the next attempt |",
+        (
+            "| nodes | driver, of a core | scheduler, of a core | messages to the driver | node "
+            "lost "
+            "to the next attempt |"
+        ),
         "|---|---|---|---|---|",
     ]
     rows = [

@@ -1,7 +1,9 @@
-"""Run two commands in turn and compare the measurements that they print. Knows nothing of models or data.
+"""Run two commands in turn and compare the measurements that they print. Knows nothing of models or
+data.
 
-A machine's speed drifts from minute to minute, so only neighbouring runs are compared: each round runs one command
-after the other and gives one ratio. The table has the median and the range of the ratios of all rounds.
+A machine's speed drifts from minute to minute, so only neighbouring runs are compared: each round
+runs one command after the other and gives one ratio. The table has the median and the range of the
+ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ Outcome = Mapping[str, Any]
 """The measurements of one run, by quantity: some or all of `UNITS`."""
 
 UNITS: dict[str, Callable[[float], str]] = {
-    "samples_per_second": lambda value: f"{value:,.0f} samples/s",  # over all ranks, in the last epoch
-    "samples_per_second_without": lambda value: f"{value:,.0f} samples/s",  # in the same run, without what is measured
+    # over all ranks, in the last epoch
+    "samples_per_second": lambda value: f"{value:,.0f} samples/s",
+    # in the same run, without what is measured
+    "samples_per_second_without": lambda value: f"{value:,.0f} samples/s",
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
-    "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # sum of the processes' peaks
-    "first_step_seconds": lambda value: f"{value:.1f} s",  # from the command's start to the first optimizer step's end
-    "stall_seconds": lambda value: f"{1000 * value:.0f} ms",  # for which a checkpoint keeps the training
+    # sum of the processes' peaks
+    "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",
+    # from the command's start to the first optimizer step's end
+    "first_step_seconds": lambda value: f"{value:.1f} s",
+    # for which a checkpoint keeps the training
+    "stall_seconds": lambda value: f"{1000 * value:.0f} ms",
 }
 """Every quantity that can be measured, with its format."""
 
@@ -52,7 +59,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the ratio of `ours` to `theirs` in one quantity. One variant can be both sides."""
+    """One line of the table: the ratio of `ours` to `theirs` in one quantity. One variant can be
+    both sides.
+    """
 
     title: str
     quantity: str  # a key of `UNITS` and of the outcome of `ours`
@@ -67,7 +76,8 @@ class Result:
     """The measurements for a row, or why there are none."""
 
     row: Row
-    outcomes: Sequence[tuple[Outcome, Outcome]] = field(default_factory=list)  # (ours, theirs) of every round
+    # (ours, theirs) of every round
+    outcomes: Sequence[tuple[Outcome, Outcome]] = field(default_factory=list)
     note: str = ""
     num_failed: int = 0  # rounds in which a side failed; they are left out
 
@@ -97,7 +107,9 @@ def compare(
 
 
 def show_rows(table: str, num_shown: int) -> int:
-    """Print the lines of `table` after the first `num_shown`; return how many it has. An interrupted run shows some."""
+    """Print the lines of `table` after the first `num_shown`; return how many it has. An
+    interrupted run shows some.
+    """
     lines = table.splitlines()
     for line in lines[num_shown:]:
         print(line, flush=True)
@@ -128,15 +140,18 @@ def run(variant: Variant, environment: Mapping[str, str]) -> Outcome:
     finally:
         _end(process)
     if process.returncode != 0:
-        raise MeasurementError(f"{variant.name} ended with exit code {process.returncode}\n{_tail(output)}")
+        raise MeasurementError(
+            f"{variant.name} ended with exit code {process.returncode}\n{_tail(output)}"
+        )
     return outcome_of(output, started)
 
 
 def outcome_of(output: str, started: float) -> Outcome:
     """Parse the last outcome in the output of a command.
 
-    It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end of the first
-    optimizer step in seconds since the epoch. The result counts from `started`, or from the outcome's `counted_from`.
+    It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end
+    of the first optimizer step in seconds since the epoch. The result counts from `started`, or
+    from the outcome's `counted_from`.
 
     Raises:
         MeasurementError: there is none.
@@ -163,7 +178,10 @@ def _quantities(row: Row) -> tuple[str, str]:
 
 def table(results: Sequence[Result]) -> str:
     """Format the results as a Markdown table."""
-    lines = ["| ours / theirs | goal | ratio: median (range) | ours | theirs |", "|---|---|---|---|---|"]
+    lines = [
+        "| ours / theirs | goal | ratio: median (range) | ours | theirs |",
+        "|---|---|---|---|---|",
+    ]
     for result in results:
         row = result.row
         cells = [row.title, row.goal]
@@ -172,10 +190,14 @@ def table(results: Sequence[Result]) -> str:
         else:
             found = ratios(result)
             failed = f"; {result.num_failed} rounds failed" if result.num_failed else ""
-            cells.append(f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})")
+            cells.append(
+                f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})"
+            )
             for side, quantity in enumerate(_quantities(row)):
                 cells.append(
-                    UNITS[quantity](statistics.median(outcomes[side][quantity] for outcomes in result.outcomes))
+                    UNITS[quantity](
+                        statistics.median(outcomes[side][quantity] for outcomes in result.outcomes)
+                    )
                 )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -202,7 +224,9 @@ def _tail(output: str) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Terminate `process` if it still runs; kill its group only after 30 s, so that it can stop its children."""
+    """Terminate `process` if it still runs; kill its group only after 30 s, so that it can stop its
+    children.
+    """
     if process.poll() is None:
         process.terminate()
         try:

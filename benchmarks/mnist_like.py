@@ -1,4 +1,5 @@
-"""Recipe `benchmarks.mnist_like.MnistLike`: random bytes in MNIST's shapes, so that a benchmark downloads nothing.
+"""Recipe `benchmarks.mnist_like.MnistLike`: random bytes in MNIST's shapes, so that a benchmark
+downloads nothing.
 
 Speed and memory do not depend on the pixels. The accuracy is meaningless here.
 """
@@ -21,7 +22,9 @@ NUM_TEST_SAMPLES = 2_000  # evaluated after every epoch, which no ratio includes
 
 
 class MnistLike(Mnist):
-    """MNIST's model and shapes on noise; `source` is the number of training images, as a decimal number."""
+    """MNIST's model and shapes on noise; `source` is the number of training images, as a decimal
+    number.
+    """
 
     def prepare(self, source: str, directory: Path) -> str:
         import numpy as np
@@ -63,5 +66,7 @@ def write_idx_files(num_samples: int, directory: Path) -> None:
     for prefix, count in (("train", num_samples), ("t10k", NUM_TEST_SAMPLES)):
         images, labels = noise(count)
         for name, values in (("images-idx3", images), ("labels-idx1", labels.astype("u1"))):
-            header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+            header = bytes([0, 0, 8, values.ndim]) + b"".join(
+                size.to_bytes(4, "big") for size in values.shape
+            )
             (raw / f"{prefix}-{name}-ubyte").write_bytes(header + values.tobytes())

@@ -1,9 +1,11 @@
-"""Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed 1`.
+"""Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed
+1`.
 
-On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with `--program function` a
-loop of one's own. At random moments a rank is killed, or a worker with its nanny, or a worker is told to go; it comes
-back under another name some seconds later. In the end it prints what the time went to, the samples that were lost or
-trained twice, and whether the weights are those of an undisturbed run.
+On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with
+`--program function` a loop of one's own. At random moments a rank is killed, or a worker with its
+nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
+prints what the time went to, the samples that were lost or trained twice, and whether the weights
+are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
 
 STEP_SECONDS = 0.25  # on any number of nodes, so that the run's length is known
 ABSENCE = (3.0, 15.0)  # seconds until an evicted node is back
-QUIET = 0.85  # share of the time after which nothing more is killed, so that the run ends undisturbed
+# share of the time after which nothing more is killed, so that the run ends undisturbed
+QUIET = 0.85
 NAME = "benchmarks.counting.Counting"
 
 
@@ -64,7 +67,15 @@ class Nodes:
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.leaving: list[subprocess.Popen[bytes]] = []
         self.num_started = 0
-        options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(self.file))
+        options = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--scheduler-file",
+            str(self.file),
+        )
         self.scheduler = self._start("scheduler", *options)
         while not (self.file.exists() and self.file.read_text().endswith("}")):
             time.sleep(0.1)
@@ -108,14 +119,19 @@ class Nodes:
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "dask", *command], env=self.environment, stderr=subprocess.DEVNULL, cwd=os.getcwd()
+            [sys.executable, "-m", "dask", *command],
+            env=self.environment,
+            stderr=subprocess.DEVNULL,
+            cwd=os.getcwd(),
         )
 
 
 class Faults(threading.Thread):
     """A listener of the run that also does the harm, in a thread, from the first step on."""
 
-    def __init__(self, nodes: Nodes, seed: int, num_faults: int, seconds: float, announced: float) -> None:
+    def __init__(
+        self, nodes: Nodes, seed: int, num_faults: int, seconds: float, announced: float
+    ) -> None:
         super().__init__(daemon=True)
         self.nodes = nodes
         self.random = random.Random(seed)
@@ -172,9 +188,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
-    parser.add_argument("--faults", type=int, default=20, help="kills, evictions and drains (%(default)s)")
-    parser.add_argument("--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)")
-    parser.add_argument("--program", choices=["recipe", "function"], default="recipe", help="(%(default)s)")
+    parser.add_argument(
+        "--faults", type=int, default=20, help=("kills, evictions and drains (%(default)s)")
+    )
+    parser.add_argument(
+        "--announced", type=float, default=0.0, help=("share of them that are drains (%(default)s)")
+    )
+    parser.add_argument(
+        "--program", choices=["recipe", "function"], default="recipe", help="(%(default)s)"
+    )
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
@@ -183,7 +205,9 @@ def main() -> int:
         directory = Path(name)
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
-        faults = Faults(nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced)
+        faults = Faults(
+            nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced
+        )
         data = str(directory / "data")
         job = _job(arguments.program, epochs, data, directory / "run", STEP_SECONDS)
         _train(job, lambda: data, nodes, faults)
@@ -210,14 +234,19 @@ def _job(name: str, epochs: int, data: str, place: Path, step_seconds: float) ->
     if name == "recipe":
         program = recipe_program(NAME, resolve(Counting.defaults, {"epochs": epochs}))
     else:
-        call = cloudpickle.dumps(functools.partial(_train_and_keep, data, str(place), epochs, step_seconds))
-        # Forked from a process that has torch, as a recipe's ranks: most of an attempt would be imports.
+        call = cloudpickle.dumps(
+            functools.partial(_train_and_keep, data, str(place), epochs, step_seconds)
+        )
+        # Forked from a process that has torch, as a recipe's ranks: most of an attempt would be
+        # imports.
         program = Program(name, call, ("benchmarks",), slow_imports=("torch",))
     return Job(program, str(place), time.time())
 
 
 def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> bytes:
-    """Train as a rank, in a loop that does not ask whether it has to stop, and keep the model as a recipe does."""
+    """Train as a rank, in a loop that does not ask whether it has to stop, and keep the model as a
+    recipe does.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -230,7 +259,10 @@ def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> 
     dataset = recipe.datasets(Path(data))[0]
     torch.manual_seed(0)
     model = recipe.model()
-    wrapped, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    wrapped, optimizer = (
+        DistributedDataParallel(model),
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+    )
     state = session.load() or {"step": 0, "model": model.state_dict()}
     model.load_state_dict(state["model"])
     step = state["step"]
@@ -249,16 +281,23 @@ def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> 
 
 
 def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, directory: Path) -> int:
-    """Print the result. Return 0 if every sample was seen once an epoch and the weights are right, else 1."""
+    """Print the result. Return 0 if every sample was seen once an epoch and the weights are right,
+    else 1.
+    """
     import torch
 
-    states = [torch.load(directory / place / "model_state.pt", weights_only=True) for place in ("run", "undisturbed")]
+    states = [
+        torch.load(directory / place / "model_state.pt", weights_only=True)
+        for place in ("run", "undisturbed")
+    ]
     lost, doubled = lost_and_doubled(states[0]["seen"], epochs)
     difference = 0.0
     try:
         torch.testing.assert_close(states[0], states[1])
     except AssertionError:
-        difference = max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
+        difference = max(
+            float((states[0][name] - states[1][name]).abs().max()) for name in states[0]
+        )
     spent = faults.state.time_spent()
     grown = sum(later > earlier for earlier, later in itertools.pairwise(faults.sizes))
     rows = {
@@ -274,19 +313,28 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
         "goodput": f"{100 * spent.goodput:.1f} %",
         **{name.replace("_", " "): f"{seconds:.1f} s" for name, seconds in spent.parts().items()},
     }
-    print("\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]))
+    print(
+        "\n".join(
+            ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+        )
+    )
     return int(bool(lost or doubled or difference))
 
 
 def lost_and_doubled(seen: Tensor, epochs: int) -> tuple[int, int]:
-    """Return how many times a sample was left out of an epoch, and how many times it was trained once more."""
+    """Return how many times a sample was left out of an epoch, and how many times it was trained
+    once more.
+    """
     counts = (seen / (LEARNING_RATE / BATCH_SIZE)).round().long()
     return int((epochs - counts).clamp(min=0).sum()), int((counts - epochs).clamp(min=0).sum())
 
 
 @contextlib.contextmanager
 def _nodes(directory: Path) -> Iterator[Nodes]:
-    nodes = Nodes(directory, {**os.environ, STEP_SECONDS_VARIABLE: str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""})
+    nodes = Nodes(
+        directory,
+        {**os.environ, STEP_SECONDS_VARIABLE: str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""},
+    )
     try:
         nodes.add()
         nodes.add()
@@ -306,9 +354,12 @@ def _children(pid: int, recursive: bool) -> list[Process]:
 def _is_rank(process: Process) -> bool:
     import psutil
 
-    with contextlib.suppress(psutil.Error, AttributeError):  # it, or a process above it, has just ended
+    # it, or a process above it, has just ended
+    with contextlib.suppress(psutil.Error, AttributeError):
         server = process.parent()
-        return "forkserver" in str(server.cmdline()) and "node import main" in str(server.parent().cmdline())
+        return "forkserver" in str(server.cmdline()) and "node import main" in str(
+            server.parent().cmdline()
+        )
     return False
 
 

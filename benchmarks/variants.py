@@ -1,8 +1,10 @@
-"""The training programs that are compared, each in its own processes: `python -m benchmarks.variants floor --data DIR`.
+"""The training programs that are compared, each in its own processes: `python -m
+benchmarks.variants floor --data DIR`.
 
-All train the model of recipe `mnist` for two epochs at the same global batch size and report the speed of the second.
-The alternatives follow their own tutorials, with the same optimizer, precision and memory format as this package. Every
-import is inside a function, because the time to the first step is measured too.
+All train the model of recipe `mnist` for two epochs at the same global batch size and report the
+speed of the second. The alternatives follow their own tutorials, with the same optimizer, precision
+and memory format as this package. Every import is inside a function, because the time to the first
+step is measured too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BATCH_SIZE = 128  # global
 LEARNING_RATE = 2e-3
 LOG_INTERVAL = 20  # steps between two reads of the loss
 NUM_EPOCHS = 2
-PREPARED = "prepared"  # the recipe's prepared data, below the data directory; beside it torchvision's MNIST/raw
+# the recipe's prepared data, below the data directory; beside it torchvision's MNIST/raw
+PREPARED = "prepared"
 
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
@@ -48,7 +51,9 @@ def ours(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def dask(data: Path, precision: str, num_ranks: int) -> None:
-    """Train on a Dask cluster with one rank per node. The time to the first step starts when the workers are ready."""
+    """Train on a Dask cluster with one rank per node. The time to the first step starts when the
+    workers are ready.
+    """
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.launch import driver
@@ -71,12 +76,16 @@ def _job(precision: str, checkpoints: str) -> Any:
 
     name = "benchmarks.mnist_like.MnistLike"
     config = {"epochs": NUM_EPOCHS, "global_batch_size": BATCH_SIZE, "precision": precision}
-    program = recipe_program(name, resolve(get_recipe(name).defaults, {**config, "log_interval": LOG_INTERVAL}))
+    program = recipe_program(
+        name, resolve(get_recipe(name).defaults, {**config, "log_interval": LOG_INTERVAL})
+    )
     return Job(program, checkpoints, time.time())
 
 
 def floor(data: Path, precision: str, num_ranks: int) -> None:
-    """Run the bare step on one prepared batch, again and again. A training loop can only be slower."""
+    """Run the bare step on one prepared batch, again and again. A training loop can only be
+    slower.
+    """
     import torch
 
     from benchmarks.mnist_like import MnistLike
@@ -86,14 +95,18 @@ def floor(data: Path, precision: str, num_ranks: int) -> None:
     recipe = MnistLike()
     inputs, targets = _normalized(recipe.datasets(data / PREPARED)[0], BATCH_SIZE)
     model = recipe.model().to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, TrainingConfig(optimizer="adamw", learning_rate=LEARNING_RATE))
+    optimizer = build_optimizer(
+        model, TrainingConfig(optimizer="adamw", learning_rate=LEARNING_RATE)
+    )
     num_steps = len(recipe.datasets(data / PREPARED)[0]) // BATCH_SIZE
     batches = [(inputs.contiguous(memory_format=torch.channels_last), targets)] * num_steps
     _train(model, optimizer, lambda epoch: batches, num_steps * BATCH_SIZE, _autocast(precision))
 
 
 def tutorial(data: Path, precision: str, num_ranks: int) -> None:
-    """Train as PyTorch's MNIST tutorials do: torchvision's data set, transformed per sample, in one process."""
+    """Train as PyTorch's MNIST tutorials do: torchvision's data set, transformed per sample, in one
+    process.
+    """
     import torch
     from torch.nn import functional
     from torch.utils.data import DataLoader
@@ -101,9 +114,15 @@ def tutorial(data: Path, precision: str, num_ranks: int) -> None:
 
     from benchmarks.mnist_like import MnistLike
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    train_loader = DataLoader(datasets.MNIST(str(data), train=True, transform=transform), BATCH_SIZE, shuffle=True)
-    test_loader = DataLoader(datasets.MNIST(str(data), train=False, transform=transform), batch_size=1000)
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
+    train_loader = DataLoader(
+        datasets.MNIST(str(data), train=True, transform=transform), BATCH_SIZE, shuffle=True
+    )
+    test_loader = DataLoader(
+        datasets.MNIST(str(data), train=False, transform=transform), batch_size=1000
+    )
     model = MnistLike().model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
@@ -117,7 +136,14 @@ def tutorial(data: Path, precision: str, num_ranks: int) -> None:
                 correct += (outputs.argmax(dim=1) == targets).sum().item()
         model.train()
 
-    _train(model, optimizer, lambda epoch: train_loader, len(train_loader.dataset), nullcontext, after_epoch=evaluate)
+    _train(
+        model,
+        optimizer,
+        lambda epoch: train_loader,
+        len(train_loader.dataset),
+        nullcontext,
+        after_epoch=evaluate,
+    )
 
 
 def torchrun(data: Path, precision: str, num_ranks: int) -> None:
@@ -141,7 +167,9 @@ def torchrun(data: Path, precision: str, num_ranks: int) -> None:
 
 
 def _parts(data: Path) -> tuple[Dataset[Any], nn.Module, Optimizer]:
-    """Return normalized floats, the model and this package's optimizer, for the scripts with several ranks."""
+    """Return normalized floats, the model and this package's optimizer, for the scripts with
+    several ranks.
+    """
     import torch
     from torch.utils.data import TensorDataset
 
@@ -149,7 +177,9 @@ def _parts(data: Path) -> tuple[Dataset[Any], nn.Module, Optimizer]:
 
     recipe = MnistLike()
     model = recipe.model().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
+    )
     return TensorDataset(*_normalized(recipe.datasets(data / PREPARED)[0])), model, optimizer
 
 
@@ -163,7 +193,9 @@ def _normalized(dataset: Any, count: int | None = None) -> tuple[Tensor, Tensor]
 def _autocast(precision: str) -> Callable[[], Any]:
     import torch
 
-    return nullcontext if precision == "fp32" else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    return (
+        nullcontext if precision == "fp32" else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
 
 
 def _train(
@@ -195,8 +227,12 @@ def _train(
         report(first_step_at, num_samples / seconds, peak_memory_bytes())
 
 
-def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float) -> None:
-    """Print the outcome. The end of the first step is in seconds since the epoch; samples are of all ranks."""
+def report(
+    first_step_at: float, samples_per_second: float, peak_memory_bytes: int, **more: float
+) -> None:
+    """Print the outcome. The end of the first step is in seconds since the epoch; samples are of
+    all ranks.
+    """
     outcome = {
         "first_step_at": first_step_at,
         "samples_per_second": samples_per_second,
@@ -209,7 +245,9 @@ def report(first_step_at: float, samples_per_second: float, peak_memory_bytes: i
 
 def peak_memory_bytes() -> int:
     """Return the peak resident size of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 VARIANTS = {variant.__name__: variant for variant in (ours, dask, floor, tutorial, torchrun)}

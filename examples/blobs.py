@@ -1,4 +1,5 @@
-"""A segmentation: which pixels of a noisy image belong to the round blob in it. The images are drawn.
+"""A segmentation: which pixels of a noisy image belong to the round blob in it. The images are
+drawn.
 
 cp examples/blobs.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.blobs.Blobs
@@ -23,7 +24,10 @@ class Blobs(Segmentation):
     class_names = ("background", "blob")
 
     def prepare(self, source, directory):
-        return f"{NUM_TRAIN + NUM_TEST} drawn images of {SIZE} x {SIZE} pixels; those at the border do not count"
+        return (
+            f"{NUM_TRAIN + NUM_TEST} drawn images of {SIZE} x {SIZE} pixels; those at the "
+            "border do not count"
+        )
 
     def datasets(self, directory):
         generator = torch.Generator().manual_seed(0)
@@ -41,4 +45,6 @@ class Blobs(Segmentation):
         )
 
     def model(self):
-        return nn.Sequential(nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 2, 5, padding=2))
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 2, 5, padding=2)
+        )

@@ -1,4 +1,5 @@
-"""A regression: the progress of a disease after a year, from ten measurements of 442 patients that scikit-learn has.
+"""A regression: the progress of a disease after a year, from ten measurements of 442 patients that
+scikit-learn has.
 
 cp examples/diabetes.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.diabetes.Diabetes
@@ -24,8 +25,11 @@ class Diabetes(Regression):
 
         inputs, targets = load_diabetes(return_X_y=True, scaled=False)
         inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
-        targets = (targets - targets.mean()) / targets.std()  # near 1, as the weights that a layer starts with
-        torch.save((torch.tensor(inputs).float(), torch.tensor(targets).float()), directory / "patients.pt")
+        # near 1, as the weights that a layer starts with
+        targets = (targets - targets.mean()) / targets.std()
+        torch.save(
+            (torch.tensor(inputs).float(), torch.tensor(targets).float()), directory / "patients.pt"
+        )
         return "442 patients, every fifth held out"
 
     def datasets(self, directory):

@@ -1,9 +1,10 @@
-"""Train in tasks of Flyte 2, by its SDK `flyte`: a recipe, and a function of one's own in every rank.
+"""Train in tasks of Flyte 2, by its SDK `flyte`: a recipe, and a function of one's own in every
+rank.
 
 python examples/flyte2.py
 
-Neither needs flytekit. A retry goes on from the checkpoints of the attempts before it, because all of them have the
-same place.
+Neither needs flytekit. A retry goes on from the checkpoints of the attempts before it, because all
+of them have the same place.
 """
 
 import sys
@@ -27,13 +28,17 @@ def checkpoints() -> str:
 
 
 def run_id() -> str:
-    """Return the name that all attempts of this action share: a retry takes a killed pod's place over at once."""
+    """Return the name that all attempts of this action share: a retry takes a killed pod's place
+    over at once.
+    """
     action = flyte.ctx().action
     return f"{action.run_name}-{action.name}"
 
 
 class Page(Listener):
-    """The run's report, as the report of the task; in a tenth of the time at most: an upload may take seconds."""
+    """The run's report, as the report of the task; in a tenth of the time at most: an upload may
+    take seconds.
+    """
 
     def __init__(self) -> None:
         self.report = Report()
@@ -56,8 +61,12 @@ class Page(Listener):
 
 
 @env.task(retries=2, report=True)
-def train_recipe(recipe: str, config: dict[str, int], nnodes: int = 1) -> tuple[flyte.io.File, dict[str, float]]:
-    """Train a recipe with two ranks; on several nodes on a local Dask cluster, or one that `cluster` names."""
+def train_recipe(
+    recipe: str, config: dict[str, int], nnodes: int = 1
+) -> tuple[flyte.io.File, dict[str, float]]:
+    """Train a recipe with two ranks; on several nodes on a local Dask cluster, or one that
+    `cluster` names.
+    """
     cluster = {"kind": "local"} if nnodes > 1 else None
     ranks = 1 if nnodes > 1 else 2
     trained = flyte_ddp.train(

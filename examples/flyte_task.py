@@ -1,4 +1,6 @@
-"""A Flyte task whose function runs in every rank: `pyflyte run examples/flyte_task.py train --lr 0.1`."""
+"""A Flyte task whose function runs in every rank: `pyflyte run examples/flyte_task.py train --lr
+0.1`.
+"""
 
 import torch
 import torch.distributed as dist

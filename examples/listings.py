@@ -1,4 +1,5 @@
-"""Samples of several parts: a listing's words and price, and two numbers to predict. The listings are made up.
+"""Samples of several parts: a listing's words and price, and two numbers to predict. The listings
+are made up.
 
 cp examples/listings.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.listings.Shop
@@ -20,7 +21,9 @@ class Listing:
 
 
 class Listings(Dataset):
-    """Any data set with a length and items. `data_workers` in the config are processes that read it."""
+    """Any data set with a length and items. `data_workers` in the config are processes that read
+    it.
+    """
 
     def __init__(self, first, last):
         self.numbers = range(first, last)
@@ -43,7 +46,10 @@ class Model(nn.Module):
 
     def forward(self, listing):
         price = listing.price.float().unsqueeze(1)
-        return {"clicks": self.clicks(self.words(listing.words)).squeeze(1), "sold": self.sold(price).squeeze(1)}
+        return {
+            "clicks": self.clicks(self.words(listing.words)).squeeze(1),
+            "sold": self.sold(price).squeeze(1),
+        }
 
 
 class Shop(Recipe):
@@ -66,4 +72,8 @@ class Shop(Recipe):
 
     def metrics(self):
         # Of each sample, the sum over its two targets.
-        return {"mae": lambda outputs, targets: sum((outputs[name] - targets[name]).abs() for name in targets)}
+        return {
+            "mae": lambda outputs, targets: sum(
+                (outputs[name] - targets[name]).abs() for name in targets
+            )
+        }

@@ -1,4 +1,5 @@
-"""A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that scikit-learn has.
+"""A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that
+scikit-learn has.
 
 cp examples/wine.py recipes/
 pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.wine.Wine
@@ -25,14 +26,18 @@ class Wine(Recipe):
         from sklearn.datasets import load_wine
 
         if source:  # what the user gave as --data: a path or any URL
-            raise DataError(f"data: expected none, because recipe Wine uses scikit-learn's data, got {source!r}")
+            raise DataError(
+                f"data: expected none, because recipe Wine uses scikit-learn's data, got {source!r}"
+            )
         inputs, targets = load_wine(return_X_y=True)
         inputs = (inputs - inputs.mean(axis=0)) / inputs.std(axis=0)
         torch.save((torch.tensor(inputs).float(), torch.tensor(targets)), directory / "wine.pt")
         return "178 wines of three kinds, every fifth held out"
 
     def datasets(self, directory):
-        """Return training and held-out samples. Called in every rank; the samples are divided for you."""
+        """Return training and held-out samples. Called in every rank; the samples are divided for
+        you.
+        """
         inputs, targets = torch.load(directory / "wine.pt", weights_only=True)
         held_out = torch.arange(len(inputs)) % 5 == 0
         return (

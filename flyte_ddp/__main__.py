@@ -1,8 +1,9 @@
-"""`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes cluster.
+"""`flyte-ddp run` starts a script on several GPUs or machines; `doctor` checks a Kubernetes
+cluster.
 
-`estimate` trains one step of a recipe, and says what an epoch takes. `fields` lists the fields of a run's config and
-cluster, with defaults and units. `new` makes a project; `update` brings it up to the installed version.
-`python -m flyte_ddp` is the same command.
+`estimate` trains one step of a recipe, and says what an epoch takes. `fields` lists the fields of a
+run's config and cluster, with defaults and units. `new` makes a project; `update` brings it up to
+the installed version. `python -m flyte_ddp` is the same command.
 
 flyte-ddp run --nnodes 2 --nproc-per-node 2 train.py --lr 0.1
 flyte-ddp doctor --cluster '{"num_nodes": 4}' --namespace vision-development
@@ -27,9 +28,21 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import describe_fields, read_object
 from flyte_ddp.config.source_code import find_project
-from flyte_ddp.errors import ClusterError, ConfigError, GangLost, RankFailure, StorageUnavailable, TrainingStopped
+from flyte_ddp.errors import (
+    ClusterError,
+    ConfigError,
+    GangLost,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+)
 from flyte_ddp.launch.run import run_program
-from flyte_ddp.launch.run_options import add_run_options, note_without_effect, read_gang, read_program
+from flyte_ddp.launch.run_options import (
+    add_run_options,
+    note_without_effect,
+    read_gang,
+    read_program,
+)
 from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
@@ -37,13 +50,21 @@ from flyte_ddp.observers.streams import open_standard_streams, print_line
 
 # Commands of rooms that have their own options.
 ELSEWHERE = {
-    "estimate": ("flyte_ddp.rank.estimate", "estimate a recipe's seconds per epoch and memory, by one step"),
-    "promotion": ("flyte_ddp.promotion.__main__", "show, roll back or release the promoted model of a recipe"),
+    "estimate": (
+        "flyte_ddp.rank.estimate",
+        ("estimate a recipe's seconds per epoch and memory, by one step"),
+    ),
+    "promotion": (
+        "flyte_ddp.promotion.__main__",
+        ("show, roll back or release the promoted model of a recipe"),
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another error."""
+    """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another
+    error.
+    """
     open_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in ELSEWHERE:
@@ -75,18 +96,34 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    text = "tell whether a run could start on the Kubernetes cluster of the kubeconfig, and what keeps it from that"
+    text = (
+        "tell whether a run could start on the Kubernetes cluster of the kubeconfig, and what "
+        "keeps it from that"
+    )
     end = "Exit status: 0 if a run could start, 1 if not, 2 if that cannot be told."
     parser = commands.add_parser("doctor", help=text, description=text, epilog=end)
     parser.add_argument(
-        "--cluster", default="{}", help="of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"
+        "--cluster",
+        default="{}",
+        help=("of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"),
     )
     parser.add_argument(
-        "--namespace", default="", help="of the tasks (default: that of --cluster, or the kubeconfig's)"
+        "--namespace",
+        default="",
+        help=("of the tasks (default: that of --cluster, or the kubeconfig's)"),
     )
-    parser.add_argument("--service-account", default="flyte-ddp", help="of the tasks (default flyte-ddp)")
-    parser.add_argument("--tasks", default="{}", help="what the tasks' pods request: python -m tasks requests --json")
-    text = "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the cluster has it)"
+    parser.add_argument(
+        "--service-account", default="flyte-ddp", help=("of the tasks (default flyte-ddp)")
+    )
+    parser.add_argument(
+        "--tasks",
+        default="{}",
+        help=("what the tasks' pods request: python -m tasks requests --json"),
+    )
+    text = (
+        "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "
+        "cluster has it)"
+    )
     parser.add_argument("--pod-template", default="", help=text)
     parser.set_defaults(main=_doctor)
 
@@ -94,12 +131,27 @@ def _add_doctor(commands: Any) -> None:
 def _add_projects(commands: Any) -> None:
     text = "make a project: recipes, workflows, tasks, settings, Dockerfile, deploy/ and a test"
     parser = commands.add_parser("new", help=text, description=text)
-    parser.add_argument("directory", metavar="DIRECTORY", help="of the project; it may not have files")
-    parser.add_argument("--wheel", default="", help="that flyte-ddp is installed from (default: as pip has noted it)")
+    parser.add_argument(
+        "directory", metavar="DIRECTORY", help=("of the project; it may not have files")
+    )
+    parser.add_argument(
+        "--wheel",
+        default="",
+        help=("that flyte-ddp is installed from (default: as pip has noted it)"),
+    )
     parser.set_defaults(main=_make_project)
-    text = "bring a project up to the installed version; files that you have changed stay, and the changes are shown"
+    text = (
+        "bring a project up to the installed version; files that you have changed stay, and "
+        "the changes are shown"
+    )
     parser = commands.add_parser("update", help=text, description=text)
-    parser.add_argument("directory", metavar="DIRECTORY", nargs="?", default=".", help="of the project (default .)")
+    parser.add_argument(
+        "directory",
+        metavar="DIRECTORY",
+        nargs="?",
+        default=".",
+        help=("of the project (default .)"),
+    )
     parser.add_argument("--wheel", default="", help="as of new")
     parser.set_defaults(main=_make_project)
 
@@ -127,13 +179,17 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _list_fields(options: argparse.Namespace) -> int:
-    lines = [*describe_fields(TrainingConfig, "config."), *describe_fields(ClusterConfig, "cluster.")]
+    lines = [
+        *describe_fields(TrainingConfig, "config."),
+        *describe_fields(ClusterConfig, "cluster."),
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    bar = ProgressBar(lines=sys.stdout)  # what the ranks print is this command's output, as torchrun's
+    # what the ranks print is this command's output, as torchrun's
+    bar = ProgressBar(lines=sys.stdout)
     limit = None
     try:
         gang, program = read_gang(options), read_program(options)
@@ -144,7 +200,9 @@ def _run(options: argparse.Namespace) -> int:
             check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
         if note := note_without_effect(options):
             print_line(note)
-        run_program(program, gang, options.checkpoints or "", listeners, relay, run_id=options.run_id)
+        run_program(
+            program, gang, options.checkpoints or "", listeners, relay, run_id=options.run_id
+        )
     except TrainingStopped as stopped:
         if limit and isinstance(error := limit.explain(stopped), ConfigError):
             raise error from None

@@ -1,6 +1,7 @@
 """Every exception that crosses a room: who reports one need not import the room that raises it.
 
-Pickle makes an error of its message alone and sets its attributes after that, so these have defaults.
+Pickle makes an error of its message alone and sets its attributes after that, so these have
+defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def log_failures(what: str) -> Iterator[None]:
-    """Log an error of the block in one line instead of raising it: what is only shown never ends a run."""
+    """Log an error of the block in one line instead of raising it: what is only shown never ends a
+    run.
+    """
     try:
         yield
     except Exception as error:
@@ -37,11 +40,15 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """The data given cannot be used. The message names the file or URL, what is wrong and what would be accepted."""
+    """The data given cannot be used. The message names the file or URL, what is wrong and what
+    would be accepted.
+    """
 
 
 class StorageDenied(ConfigError):
-    """The store refuses: no credentials, wrong ones, no permission, or no such bucket. A retry would not help."""
+    """The store refuses: no credentials, wrong ones, no permission, or no such bucket. A retry
+    would not help.
+    """
 
 
 class StorageUnavailable(RuntimeError):
@@ -88,10 +95,11 @@ class RankFailure(RuntimeError):
     Attributes:
         rank: of the whole gang; -1 where no single one is to blame (a stall).
         kind: exception, signal, exit or stall.
-        cause: the exception's class name and message, or the signal's name: equal for the same bug in two attempts.
-            OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
+        cause: the exception's class name and message, or the signal's name: equal for the same bug
+            in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
-        details: plain values from which the message is made again together with other nodes' (launch/stalls.py).
+        details: plain values from which the message is made again together with other nodes'
+            (launch/stalls.py).
         timestamp: when it was noticed, in seconds since the epoch.
     """
 
@@ -119,9 +127,13 @@ class RankFailure(RuntimeError):
 
     @property
     def is_user_error(self) -> bool:
-        """Only a change of the input or of the program helps; the message is one line that explains it."""
+        """Only a change of the input or of the program helps; the message is one line that explains
+        it.
+        """
         kind = globals().get(self.error_name)  # the class has crossed processes by its name
-        return isinstance(kind, type) and issubclass(kind, (ConfigError, DataError, NonFiniteLoss, ProgramError))
+        return isinstance(kind, type) and issubclass(
+            kind, (ConfigError, DataError, NonFiniteLoss, ProgramError)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of the constructor, as plain values."""
@@ -133,7 +145,9 @@ class RankFailure(RuntimeError):
 
 
 class OutOfMemory(ConfigError):
-    """The kernel killed the ranks twice for lack of memory, without progress in between: more attempts end alike."""
+    """The kernel killed the ranks twice for lack of memory, without progress in between: more
+    attempts end alike.
+    """
 
 
 class TrainingStopped(RuntimeError):
@@ -174,7 +188,9 @@ class WorkersLost(GangLost):
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not come up, or could not be reached. The message names what it waited for."""
+    """The cluster did not come up, or could not be reached. The message names what it waited
+    for.
+    """
 
 
 class PreflightError(ConfigError):
@@ -182,7 +198,10 @@ class PreflightError(ConfigError):
 
     def __init__(self, findings: list[str]) -> None:
         self.findings = findings
-        super().__init__("the Dask cluster cannot be started:\n" + "\n".join(f"- {finding}" for finding in findings))
+        super().__init__(
+            "the Dask cluster cannot be started:\n"
+            + "\n".join(f"- {finding}" for finding in findings)
+        )
 
 
 class SweepFailed(RuntimeError):
@@ -214,4 +233,6 @@ class CorruptChampion(ChampionError):
 
 
 class ChampionChanged(RuntimeError):
-    """Another version was put in use meanwhile, by another promotion or a rollback. Nothing was done."""
+    """Another version was put in use meanwhile, by another promotion or a rollback. Nothing was
+    done.
+    """

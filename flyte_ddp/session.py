@@ -1,4 +1,5 @@
-"""The run that a training function belongs to: its checkpoints, reports and stop requests. Using it is optional.
+"""The run that a training function belongs to: its checkpoints, reports and stop requests. Using it
+is optional.
 
     from flyte_ddp import session
 
@@ -14,9 +15,9 @@
         if is_last:
             return
 
-Under torchrun, or in a plain process, there is no run to ask: `load` returns None, `save` and `report` do nothing, and
-`stop_requested` is False. So the same script runs under all of them. Imports no torch before a checkpoint is read or
-written.
+Under torchrun, or in a plain process, there is no run to ask: `load` returns None, `save` and
+`report` do nothing, and `stop_requested` is False. So the same script runs under all of them.
+Imports no torch before a checkpoint is read or written.
 """
 
 from __future__ import annotations
@@ -31,35 +32,42 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.process.session import Session
     from flyte_ddp.rank.batches import Batches
 
-checkpoints: str  # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
+# URL of a directory that outlives processes, pods and attempts; "" if the run was given none
+checkpoints: str
 stop_requested: (
-    bool  # the run is to end soon, a preemption for example: save and return. Read it once a step, on all ranks
+    # the run is to end soon, a preemption for example: save and return. Read it once a step, on all
+    # ranks
+    bool
 )
 
 
 def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
-    """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0 writes.
+    """Keep `state` as the checkpoint of optimizer step `step`. Every rank may call it; rank 0
+    writes.
 
-    A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that is split over the
-    ranks, is saved by all of them: each calls it, and writes the part that it has. None is gathered. What is not split
-    is rank 0's. Stages of a pipeline, which have other values under the same keys, are refused.
+    A state with DTensors, such as `torch.distributed.checkpoint.state_dict` returns of a model that
+    is split over the ranks, is saved by all of them: each calls it, and writes the part that it
+    has. None is gathered. What is not split is rank 0's. Stages of a pipeline, which have other
+    values under the same keys, are refused.
 
-    `state` is copied before this returns and written in the background: tensors and plain values, nested in dicts,
-    lists, tuples and sets. It is complete or not there at all, and checksummed. The newest ones stay. `load` returns
-    what was saved, but NumPy's scalars as Python's numbers, its arrays as tensors (`.numpy()` makes arrays of them),
-    and other mappings as dicts.
+    `state` is copied before this returns and written in the background: tensors and plain values,
+    nested in dicts, lists, tuples and sets. It is complete or not there at all, and checksummed.
+    The newest ones stay. `load` returns what was saved, but NumPy's scalars as Python's numbers,
+    its arrays as tensors (`.numpy()` makes arrays of them), and other mappings as dicts.
 
     Args:
-        in_memory: keep it in the memory of this node and of one other alone, to save more often than a store allows,
-            such as at every step. It outlives ranks that are killed and the loss of a node, but not the run: it does
-            not count when the run is asked to stop, so save without it then. `load` of the next attempt finds it if
-            the store has nothing as new. It is left out while the one before is still on its way to the other node.
-            Where it does not fit, a line says so, and none is kept.
+        in_memory: keep it in the memory of this node and of one other alone, to save more often
+            than a store allows, such as at every step. It outlives ranks that are killed and the
+            loss of a node, but not the run: it does not count when the run is asked to stop, so
+            save without it then. `load` of the next attempt finds it if the store has nothing as
+            new. It is left out while the one before is still on its way to the other node. Where it
+            does not fit, a line says so, and none is kept.
 
     Raises:
-        ConfigError: `state` holds something that could not be read back, such as an object of a class of yours. The
-            message has its place and its type. Or a split state is not saved by all ranks, with the same keys. Or one
-            is saved after a whole one in memory, or a whole one after it.
+        ConfigError: `state` holds something that could not be read back, such as an object of a
+            class of yours. The message has its place and its type. Or a split state is not saved by
+            all ranks, with the same keys. Or one is saved after a whole one in memory, or a whole
+            one after it.
         StorageDenied: the store refuses.
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
@@ -68,17 +76,20 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
 
 
 def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the newest complete checkpoint, in memory or in the store; None in a new run. For all ranks together.
+    """Return the newest complete checkpoint, in memory or in the store; None in a new run. For all
+    ranks together.
 
     What was saved before in this attempt counts: it is waited for.
 
     Args:
-        into: a state with the same keys. Its tensors are filled in place and are those that are returned. A split one
-            gets this rank's part, whatever the number of ranks and the mesh were that saved it: so no rank ever holds
-            the whole. Without it tensors are whole and on the CPU, those that were split as well.
+        into: a state with the same keys. Its tensors are filled in place and are those that are
+            returned. A split one gets this rank's part, whatever the number of ranks and the mesh
+            were that saved it: so no rank ever holds the whole. Without it tensors are whole and on
+            the CPU, those that were split as well.
 
     Raises:
-        ConfigError: `into` has other keys or shapes than the checkpoint, or types that cannot hold all its values.
+        ConfigError: `into` has other keys or shapes than the checkpoint, or types that cannot hold
+            all its values.
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
     return _current.load(into) if _current else None
@@ -95,59 +106,73 @@ def batches(
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Batches:
-    """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all ranks together.
+    """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all
+    ranks together.
 
         for batch, weight in session.batches(data, 64, epoch):
             loss = weight * functional.cross_entropy(model(batch[0]), batch[1])
 
-    Every sample is in one batch of one rank, and which ones share a batch does not depend on the number of ranks. DDP
-    and FSDP average gradients over the ranks, so with the weight the gradient is that of the whole batch's mean also
-    where a batch does not divide evenly. All ranks get as many batches: one for which no sample is left gets another's,
-    with weight 0. A sample's random augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
+    Every sample is in one batch of one rank, and which ones share a batch does not depend on the
+    number of ranks. DDP and FSDP average gradients over the ranks, so with the weight the gradient
+    is that of the whole batch's mean also where a batch does not divide evenly. All ranks get as
+    many batches: one for which no sample is left gets another's, with weight 0. A sample's random
+    augmentation is drawn by seed, epoch and sample. So it is under torchrun too.
 
-    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it yield nothing.
-    `epochs` begins at it. `save` notes the batch that the loop is at, so call it after the optimizer's step.
+    After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it
+    yield nothing. `epochs` begins at it. `save` notes the batch that the loop is at, so call it
+    after the optimizer's step.
 
-    What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader` with
-    `batch_size=None`.
+    What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader`
+    with `batch_size=None`.
 
     Args:
-        dataset: with a length and items; or an iterable, of which every rank reads all samples and keeps its own, in
-            the iterable's order. Its `set_epoch` is called, and its random draws are seeded by seed and epoch.
-        epoch: counts passes over the training data. None for other data, such as held-out ones: they are in their own
-            order, and begin at the start.
+        dataset: with a length and items; or an iterable, of which every rank reads all samples and
+            keeps its own, in the iterable's order. Its `set_epoch` is called, and its random draws
+            are seeded by seed and epoch.
+        epoch: counts passes over the training data. None for other data, such as held-out ones:
+            they are in their own order, and begin at the start.
         shuffle: draws an order for each epoch; else it is that of the data, as for an iterable.
         seed: of the order and of augmentation.
         num_workers: loader processes of this rank; at most 1 for an iterable.
-        collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the samples are.
-        mesh: the ranks that share the samples, by default all: with tensor parallelism the part of the device mesh that
-            `fully_shard` or DDP gets, because the ranks of a tensor-parallel group need the same samples.
+        collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the
+            samples are.
+        mesh: the ranks that share the samples, by default all: with tensor parallelism the part of
+            the device mesh that `fully_shard` or DDP gets, because the ranks of a tensor-parallel
+            group need the same samples.
 
     Raises:
-        ConfigError: `global_batch_size` is smaller than the number of ranks that share it; the length of the data,
-            `shuffle` or `seed` are not those that the checkpoint was written with; an iterable ends before the
-            checkpoint.
+        ConfigError: `global_batch_size` is smaller than the number of ranks that share it; the
+            length of the data, `shuffle` or `seed` are not those that the checkpoint was written
+            with; an iterable ends before the checkpoint.
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
-    made = EpochBatches(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle, mesh=mesh)
-    return Batches(made, functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None)
+    made = EpochBatches(
+        dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle, mesh=mesh
+    )
+    return Batches(
+        made,
+        functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None,
+    )
 
 
 def epochs(num_epochs: int) -> range:
-    """Return the epochs from 0 to `num_epochs` of a loop around `batches`, after `load` those that are left.
+    """Return the epochs from 0 to `num_epochs` of a loop around `batches`, after `load` those that
+    are left.
 
-    An epoch whose last batch was saved in the loop over its batches is one of them, with no batch left: what the
-    function does at its end is still to be done. It is not if the function saves again after that.
+    An epoch whose last batch was saved in the loop over its batches is one of them, with no batch
+    left: what the function does at its end is still to be done. It is not if the function saves
+    again after that.
     """
     return _current.epochs(num_epochs) if _current else range(num_epochs)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
-    """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's are shown.
+    """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's
+    are shown.
 
-    Every rank's call is a heartbeat: after the first one, a run in which no rank reports for `stall_timeout` seconds
-    is ended, with the rank that the others wait for and the stacks.
+    Every rank's call is a heartbeat: after the first one, a run in which no rank reports for
+    `stall_timeout` seconds is ended, with the rank that the others wait for and the stacks.
 
     Args:
         step: optimizer steps since the start of the run; one more than the last by default.

@@ -1,6 +1,7 @@
 """A rank's position among the others, and their process group.
 
-Knows nothing of who started the rank. One `World` is made per process and passed in; nothing here is global.
+Knows nothing of who started the rank. One `World` is made per process and passed in; nothing here
+is global.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MAX_PATIENCE = 1.0  # seconds between two times that the ranks ask each other wh
 
 @dataclass(frozen=True)
 class World:
-    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the device it computes on.
+    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the
+    device it computes on.
 
     Args:
         group: of the ranks; None for the process group of all.
@@ -48,12 +50,16 @@ class World:
         return self.rank == 0
 
     def all_reduce(self, *values: torch.Tensor | float) -> list[float]:
-        """Return the sums of `values` over all ranks, as floats. One collective, in float64, so counts stay exact.
+        """Return the sums of `values` over all ranks, as floats. One collective, in float64, so
+        counts stay exact.
 
         On GPUs this waits for everything queued before it.
         """
         total = torch.stack(
-            [torch.as_tensor(value, dtype=torch.float64, device=self.device).detach() for value in values]
+            [
+                torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+                for value in values
+            ]
         )
         if self.world_size > 1:
             dist.all_reduce(total, group=self.group)
@@ -62,10 +68,13 @@ class World:
 
     def all_gather(self, value: float) -> list[float]:
         """Return every rank's `value`, in the order of the ranks. One collective."""
-        return self.all_reduce(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
+        return self.all_reduce(
+            *(value if rank == self.rank else 0.0 for rank in range(self.world_size))
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Fill `tensor`, of one shape and type on all ranks, with the values of rank `source`, and return it.
+        """Fill `tensor`, of one shape and type on all ranks, with the values of rank `source`, and
+        return it.
 
         One collective.
         """
@@ -78,7 +87,9 @@ class World:
         return tensor
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Return the `value` of rank `source` on every rank: plain values and tensors, nested. Two collectives."""
+        """Return the `value` of rank `source` on every rank: plain values and tensors, nested. Two
+        collectives.
+        """
         if self.world_size == 1:
             return value
         packed = io.BytesIO()
@@ -95,7 +106,8 @@ class World:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
 
 
-ALONE = World(0, 0, 1, torch.device("cpu"))  # what a process without peers, and without a GPU, computes in
+# what a process without peers, and without a GPU, computes in
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def single_process_world() -> World:
@@ -112,8 +124,9 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
         store: the rendezvous, the same one for all ranks.
         timeout: seconds a collective waits for the other ranks.
 
-    The group is destroyed only after a block that ended well. After an error the process is about to exit, and
-    `destroy_process_group` would wait for peers that may be dead, hiding the error behind a timeout.
+    The group is destroyed only after a block that ended well. After an error the process is about
+    to exit, and `destroy_process_group` would wait for peers that may be dead, hiding the error
+    behind a timeout.
     """
     if backend == "auto":
         backend = "nccl" if world.device.type == "cuda" else "gloo"
@@ -132,8 +145,9 @@ def process_group(world: World, backend: str, store: Store, timeout: float) -> I
 def call_together(work: Callable[[], T], world: World) -> T:
     """Return the result of `work()` once every rank's has ended. Every rank calls it.
 
-    `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about once a second if all
-    are done: a rank that waited in a later collective instead would reach its timeout.
+    `work` runs in a thread, such as to read a large file. Meanwhile the ranks ask each other about
+    once a second if all are done: a rank that waited in a later collective instead would reach its
+    timeout.
     """
     if world.world_size == 1:
         return work()

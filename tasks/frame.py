@@ -1,4 +1,6 @@
-"""The frame and the cluster of a task, by the settings of the registered version: what they allow, W&B's project."""
+"""The frame and the cluster of a task, by the settings of the registered version: what they allow,
+W&B's project.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.storage.weights import TORCHVISION, pin_state, split_pin
 from tasks.resources import MLFLOW, SECRETS, SETTINGS, WANDB_ENVIRONMENT, WANDB_MODE, code_version
 
-# Arguments of @task for a Deck with the report alone: flytekit's own tabs repeat the source and the inputs.
+# Arguments of @task for a Deck with the report alone: flytekit's own tabs repeat the source and the
+# inputs.
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}
 FRAMED = {"secret_requests": SECRETS, **WITH_DECK}  # for a task with a frame
 
 
 @contextlib.contextmanager
 def open_task_frame(report: Page, name: str, checkpoints: str, output: str = "") -> Iterator[Frame]:
-    """Check the URL of the checkpoints, and open the frame of the current task as `open_frame` does."""
+    """Check the URL of the checkpoints, and open the frame of the current task as `open_frame`
+    does.
+    """
     with flyte_errors():
         check_urls(checkpoints=checkpoints)
         check_output(output)
@@ -43,7 +48,10 @@ def check_output(output: str) -> None:
     if not output:
         return
     if is_flyte_task():
-        raise ConfigError(f"output: expected none in a run on Flyte, which keeps the outputs itself, got {output!r}")
+        raise ConfigError(
+            "output: expected none in a run on Flyte, which keeps the outputs "
+            f"itself, got {output!r}"
+        )
     make_output_directory(output)
 
 
@@ -62,7 +70,9 @@ def open_task_cluster(config: ClusterConfig, run_name: str) -> AbstractContextMa
 
 
 def check_cluster(config: ClusterConfig | None) -> None:
-    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for what is not allowed."""
+    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for what is
+    not allowed.
+    """
     from flyte_ddp.cluster.kubernetes import api
 
     if config is not None:
@@ -70,7 +80,9 @@ def check_cluster(config: ClusterConfig | None) -> None:
 
 
 def check_urls(**urls: str) -> None:
-    """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises ConfigError."""
+    """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises
+    ConfigError.
+    """
     if is_flyte_task():
         admission.check_urls(urls, SETTINGS.allowed)
 
@@ -81,18 +93,22 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_initial_state(url: str) -> str:
-    """Check where a run's first weights are as `check_urls`, and return it with their checksum: see `pin_state`."""
+    """Check where a run's first weights are as `check_urls`, and return it with their checksum: see
+    `pin_state`.
+    """
     if not url.startswith(TORCHVISION):
         check_urls(initial_model_state=split_pin(url)[0])
     return pin_state(url)
 
 
 class wandb_link(ClassDecorator):
-    """Links the task in Flyte's console to its W&B run, where registration knows the entity that the run belongs to.
+    """Links the task in Flyte's console to its W&B run, where registration knows the entity that
+    the run belongs to.
 
-    `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a key, never offline,
-    under an id that changes with every attempt, and a failure of W&B ends the task. Its link types take the attempt for
-    part of the id, so ours has a name of its own; the console needs the template in deploy/README.md.
+    `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a
+    key, never offline, under an id that changes with every attempt, and a failure of W&B ends the
+    task. Its link types take the attempt for part of the id, so ours has a name of its own; the
+    console needs the template in deploy/README.md.
     """
 
     def execute(self, *args: object, **kwargs: object) -> object:
@@ -104,7 +120,9 @@ class wandb_link(ClassDecorator):
             return {}
         return {
             self.LINK_TYPE_KEY: "wandb-run",
-            "host": WANDB_ENVIRONMENT.get("WANDB_BASE_URL", "https://wandb.ai").replace("//api.", "//"),
+            "host": WANDB_ENVIRONMENT.get("WANDB_BASE_URL", "https://wandb.ai").replace(
+                "//api.", "//"
+            ),
             "entity": entity,
             "project": WANDB_ENVIRONMENT["WANDB_PROJECT"],
         }

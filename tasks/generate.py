@@ -26,10 +26,14 @@ def generate(
     prefix: str,
     max_length: int,
 ) -> list[str]:
-    """Generate `count` names that are not in `data`, with the model in `model_state` that a pet-name recipe trained."""
+    """Generate `count` names that are not in `data`, with the model in `model_state` that a
+    pet-name recipe trained.
+    """
     from flyte_ddp.recipes.pet_names.generate import generate_names, load_model
 
-    known = Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
+    known = (
+        Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
+    )
     with flyte_errors():
         model = load_model(_read_state(model_state, "pet_names or pet_name_windows"))
         return generate_names(model, count, temperature, seed, prefix, known, max_length)
@@ -37,7 +41,12 @@ def generate(
 
 @task(**SMALL_TASK, retries=2)
 def generate_text(
-    model_state: PythonPickledFile, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int
+    model_state: PythonPickledFile,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
 ) -> str:
     """Continue `prompt` with the model in `model_state` that recipe text trained."""
     from flyte_ddp.recipes.text import model as generator
@@ -56,6 +65,7 @@ def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
         return from_bytes(file.read_bytes())
     except Exception as error:  # of any kind: the bytes of another file may look like anything
         raise ConfigError(
-            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, which cannot be read: "
+            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, "
+            "which cannot be read: "
             f"{type(error).__name__}"
         ) from error

@@ -26,7 +26,9 @@ from flyte_ddp.studies.search import expand_grid
 
 
 def _parse(text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Parse the JSON object of an option of `pyflyte run`, or the contents of its JSON or YAML file."""
+    """Parse the JSON object of an option of `pyflyte run`, or the contents of its JSON or YAML
+    file.
+    """
     try:
         return make(json.loads(text))
     except ConfigError as error:
@@ -38,13 +40,18 @@ def _from_json(cls: type, text: str) -> Any:
 
 
 def make_overrides(values: Mapping[str, Any]) -> Any:
-    """Return the `TrainingOverrides` with these fields; an object becomes the class that `TrainingConfig` has for it.
+    """Return the `TrainingOverrides` with these fields; an object becomes the class that
+    `TrainingConfig` has for it.
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong type or range.
     """
     config = resolve({}, values)
-    typed = {name: getattr(config, name) for name in values if dataclasses.is_dataclass(getattr(config, name))}
+    typed = {
+        name: getattr(config, name)
+        for name in values
+        if dataclasses.is_dataclass(getattr(config, name))
+    }
     return TrainingOverrides(**{**values, **typed})
 
 
@@ -55,7 +62,9 @@ def _pre_deserialize(cls: type, values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _leave_out_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what the user did not give. mashumaro's own option for it breaks its JSON schema."""
+    """Leave out what the user did not give. mashumaro's own option for it breaks its JSON
+    schema.
+    """
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -64,7 +73,10 @@ TrainingOverrides = dataclasses.make_dataclass(
     [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
     frozen=True,
     namespace={
-        "__doc__": "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is the recipe's default.",
+        "__doc__": (
+            "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is "
+            "the recipe's default."
+        ),
         "__module__": __name__,
         "from_json": classmethod(_from_json),
         "__pre_deserialize__": classmethod(_pre_deserialize),
@@ -91,9 +103,9 @@ class ClusterInput(ClusterConfig):
 class _ConfigTransformer(DataclassTransformer):
     """Carry a config as JSON, with the schema of its fields for the form in Flyte's console.
 
-    flytekit's own transformer describes each field as a Flyte type besides, and warns of those that are none. The
-    console writes 3.0 for 3: both classes convert such numbers themselves, where flytekit's repair fails at a list of
-    any kind, which the options of a recipe may hold.
+    flytekit's own transformer describes each field as a Flyte type besides, and warns of those that
+    are none. The console writes 3.0 for 3: both classes convert such numbers themselves, where
+    flytekit's repair fails at a list of any kind, which the options of a recipe may hold.
     """
 
     def __init__(self, kind: type) -> None:
@@ -111,8 +123,8 @@ class _ConfigTransformer(DataclassTransformer):
 class OptionalTransformer(UnionTransformer):
     """Name the mistake in an optional input.
 
-    flytekit tries all variants of a union and drops their errors. What none of them accepted arrives here as the text
-    that was typed, and is "Cannot convert from ... to ..." to flytekit.
+    flytekit tries all variants of a union and drops their errors. What none of them accepted
+    arrives here as the text that was typed, and is "Cannot convert from ... to ..." to flytekit.
 
     Args:
         refuse: names the mistake in a value of the types `refused`, if there is one.
@@ -138,7 +150,9 @@ def _refuse_text(kind: Any, text: str) -> None:
 
 def _refuse_source(path: str) -> None:
     if "://" not in path and not os.path.exists(path):
-        raise InputError(f"data: expected a directory, a file or a URL, got {path!r}, which does not exist")
+        raise InputError(
+            f"data: expected a directory, a file or a URL, got {path!r}, which does not exist"
+        )
 
 
 def _refuse_grid(grid: Any) -> None:
@@ -146,9 +160,9 @@ def _refuse_grid(grid: Any) -> None:
         expand_grid(grid)
 
 
-# The inputs of the workflows, None where the user gives none: any other default of a JSON object crashes flytekit's
-# commands for what is registered, such as `pyflyte run remote-launchplan`. In the form `X | None`, flytekit would not
-# find the transformers registered below.
+# The inputs of the workflows, None where the user gives none: any other default of a JSON object
+# crashes flytekit's commands for what is registered, such as `pyflyte run remote-launchplan`. In
+# the form `X | None`, flytekit would not find the transformers registered below.
 OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
 OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
@@ -159,7 +173,9 @@ TypeEngine.register(_ConfigTransformer(TrainingConfig))
 TypeEngine.register(_ConfigTransformer(PromotionCriteria))
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(_ConfigTransformer(_kind))
-    TypeEngine.register(OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind)))  # noqa: UP045
+    TypeEngine.register(
+        OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind))  # noqa: UP045
+    )
 TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
 # Of a list too flytekit would only tell that no variant takes it.
 TypeEngine.register(OptionalTransformer(Grid, _refuse_grid, (str, list)))
@@ -171,7 +187,9 @@ def given(overrides: Any) -> Mapping[str, Any]:
 
 
 def location(source: OptionalSource) -> str:
-    """Return the path or URL that the user gave, "" for none. Nothing is downloaded: that is the recipe's choice."""
+    """Return the path or URL that the user gave, "" for none. Nothing is downloaded: that is the
+    recipe's choice.
+    """
     if source is None:
         return ""
     return str(source.remote_source or source.path)

@@ -1,7 +1,7 @@
 """Check before a registration that Flyte's platform limits allow the tasks' requests.
 
-Flyte checks each task's limits when it is registered, one after the other: a registration that is refused ends halfway,
-and its version cannot be used again.
+Flyte checks each task's limits when it is registered, one after the other: a registration that is
+refused ends halfway, and its version cannot be used again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,26 @@ from flytekit import Resources
 from tasks.resources import DRIVER_TASK, EVALUATION_TASK, SMALL_TASK, TRAINING_TASK
 from tasks.settings import SettingsError
 
-CLASSES = {"training": TRAINING_TASK, "evaluation": EVALUATION_TASK, "driver": DRIVER_TASK, "small": SMALL_TASK}
-POD_RESOURCES = {"cpu": "cpu", "memory": "mem", "ephemeral-storage": "ephemeral_storage", "nvidia.com/gpu": "gpu"}
-PROBE = "flyte_ddp.limits"  # a task that is registered first, requests the most of each resource and is never started
+CLASSES = {
+    "training": TRAINING_TASK,
+    "evaluation": EVALUATION_TASK,
+    "driver": DRIVER_TASK,
+    "small": SMALL_TASK,
+}
+POD_RESOURCES = {
+    "cpu": "cpu",
+    "memory": "mem",
+    "ephemeral-storage": "ephemeral_storage",
+    "nvidia.com/gpu": "gpu",
+}
+# a task that is registered first, requests the most of each resource and is never started
+PROBE = "flyte_ddp.limits"
 
 
 def describe_requests() -> str:
-    """Return a line for each class of tasks: what an attempt requests, which is its limit too, and its timeout."""
+    """Return a line for each class of tasks: what an attempt requests, which is its limit too, and
+    its timeout.
+    """
     lines = []
     for name, arguments in CLASSES.items():
         asked = arguments["limits"]
@@ -31,14 +44,17 @@ def describe_requests() -> str:
         timeout = f"timeout {hours:g} h" if hours else "no timeout"
         retries = arguments.get("retries", "0 to 2")
         lines.append(
-            f"{name:<12}{asked.cpu} CPU, {asked.mem} memory, {asked.ephemeral_storage} disk{gpus}, {timeout}, "
+            f"{name:<12}{asked.cpu} CPU, {asked.mem} memory, {asked.ephemeral_storage} "
+            f"disk{gpus}, {timeout}, "
             f"retries {retries}"
         )
     return "\n".join(lines)
 
 
 def requests_of_pods() -> dict[str, dict[str, str]]:
-    """Return what a pod of each class of tasks requests, by the names that Kubernetes gives resources."""
+    """Return what a pod of each class of tasks requests, by the names that Kubernetes gives
+    resources.
+    """
     return {
         name: {
             resource: str(value)
@@ -50,7 +66,9 @@ def requests_of_pods() -> dict[str, dict[str, str]]:
 
 
 def check_limits(project: str, domain: str, version: str, image: str) -> None:
-    """Ask Flyte to accept one task that requests the most of each resource. Raises SettingsError if it does not."""
+    """Ask Flyte to accept one task that requests the most of each resource. Raises SettingsError if
+    it does not.
+    """
     from flytekit import ContainerTask
     from flytekit.configuration import ImageConfig, SerializationSettings
     from flytekit.exceptions.user import FlyteEntityAlreadyExistsException
@@ -61,22 +79,30 @@ def check_limits(project: str, domain: str, version: str, image: str) -> None:
     settings = SerializationSettings(ImageConfig.auto(img_name=image), project, domain, version)
     task = get_serializable_task(OrderedDict(), settings, probe)
     remedy = (
-        f". Nothing was registered in {project}-{domain}: request less in settings.toml, or configure Flyte as "
+        f". Nothing was registered in {project}-{domain}: request less in settings.toml, or "
+        "configure Flyte as "
         "deploy/README.md describes (task_resources)"
     )
     # An earlier registration of this version may have got as far as this.
-    with open_flyte("what the tasks request", remedy) as client, contextlib.suppress(FlyteEntityAlreadyExistsException):
+    with (
+        open_flyte("what the tasks request", remedy) as client,
+        contextlib.suppress(FlyteEntityAlreadyExistsException),
+    ):
         client.create_task(task.template.id, task)
 
 
 def _largest(attribute: str) -> str | None:
-    values = [str(value) for each in CLASSES.values() if (value := getattr(each["limits"], attribute))]
+    values = [
+        str(value) for each in CLASSES.values() if (value := getattr(each["limits"], attribute))
+    ]
     return max(values, key=lambda value: int(value.removesuffix("Gi")), default=None)
 
 
 @contextlib.contextmanager
 def open_flyte(what: str, remedy: str = "") -> Iterator[Any]:
-    """Yield a client of Flyte's API. Where that refuses `what`, or is away, raise a SettingsError with the `remedy`."""
+    """Yield a client of Flyte's API. Where that refuses `what`, or is away, raise a SettingsError
+    with the `remedy`.
+    """
     from flytekit.clients.friendly import SynchronousFlyteClient
     from flytekit.configuration import Config
     from flytekit.exceptions.system import FlyteSystemException

@@ -15,12 +15,16 @@ from flyte_ddp.events import EpochFinished
 class TrainingOutputs(NamedTuple):
     """The outputs of a training run.
 
-    Load the model on any machine with `recipe.model().load_state_dict(torch.load(path, weights_only=True))`.
+    Load the model on any machine with `recipe.model().load_state_dict(torch.load(path,
+    weights_only=True))`.
     """
 
-    epoch_accuracies: list[float]  # share of held-out targets predicted correctly, in [0, 1]; none without an accuracy
-    epoch_metrics: dict[str, list[float]]  # the held-out loss and every metric of the recipe after each epoch, by name
-    model_state: PythonPickledFile  # the state dict after the best epoch, or the last (config.model_state); on the CPU
+    # share of held-out targets predicted correctly, in [0, 1]; none without an accuracy
+    epoch_accuracies: list[float]
+    # the held-out loss and every metric of the recipe after each epoch, by name
+    epoch_metrics: dict[str, list[float]]
+    # the state dict after the best epoch, or the last (config.model_state); on the CPU
+    model_state: PythonPickledFile
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
     export: FlyteDirectory  # the weights as safetensors, and the run card: docs/outputs.md
@@ -37,11 +41,15 @@ def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
 
 
 class RetrainingOutputs(NamedTuple):
-    """The outputs of a retraining, whether it promoted a model, kept the champion, or had nothing to train."""
+    """The outputs of a retraining, whether it promoted a model, kept the champion, or had nothing
+    to train.
+    """
 
     outcome: str  # one of flyte_ddp.promotion.policy.Outcome
     reason: str  # for the outcome, one line for people
     champion: str  # the version in use now; "" for none
-    metrics: dict[str, float]  # test_loss and the recipe's metrics, of challenger and champion, as far as measured
+    # test_loss and the recipe's metrics, of challenger and champion, as far as measured
+    metrics: dict[str, float]
     report: FlyteFile  # the HTML page that the Deck shows too
-    export: FlyteDirectory | None  # of the challenger, as of `TrainingOutputs`; none where nothing was trained
+    # of the challenger, as of `TrainingOutputs`; none where nothing was trained
+    export: FlyteDirectory | None

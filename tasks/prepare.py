@@ -18,12 +18,21 @@ from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.storage.weights import split_pin
 from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
-from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource, given, location
+from tasks.inputs import (
+    ClusterInput,
+    OptionalCluster,
+    OptionalOverrides,
+    OptionalSource,
+    given,
+    location,
+)
 from tasks.resources import SMALL_TASK
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
-    """Return what the cache of a training task compares: the data and the recipe's code, not where the data lie."""
+    """Return what the cache of a training task compares: the data and the recipe's code, not where
+    the data lie.
+    """
     note = describe_data(directory.path)
     return f"{note['fingerprint']}-{note['recipe_version']}"
 
@@ -37,10 +46,12 @@ class Prepared(NamedTuple):
     data: PreparedData
     config: TrainingConfig
     cluster: ClusterInput
-    initial_model_state: str  # with the checksum of its contents, which the cache of a training compares too
+    # with the checksum of its contents, which the cache of a training compares too
+    initial_model_state: str
 
 
-# Not cached: the contents of a URL may have changed. The training task is cached, by the contents of this one's output.
+# Not cached: the contents of a URL may have changed. The training task is cached, by the contents
+# of this one's output.
 @task(**SMALL_TASK, retries=2)
 def prepare(
     recipe: str,
@@ -50,14 +61,17 @@ def prepare(
     initial_model_state: str = "",
     trains_here: bool = False,
 ) -> Prepared:
-    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's own.
+    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's
+    own.
 
-    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its model. In a local run
-    `trains_here` says that the ranks are processes of this machine: what they import is imported meanwhile.
+    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its
+    model. In a local run `trains_here` says that the ranks are processes of this machine: what they
+    import is imported meanwhile.
     """
     with flyte_errors():
         if trains_here and not is_flyte_task():
-            built_in = get_recipe(recipe) if recipe in BUILTIN else None  # to import another may take as long
+            # to import another may take as long
+            built_in = get_recipe(recipe) if recipe in BUILTIN else None
             start_server(slow_imports(given(config), built_in))
         resolved = config_of(recipe, given(config))
         check_cluster(cluster)

@@ -1,4 +1,6 @@
-"""The launch plan of a retraining: its schedule, inputs and notifications, as settings.toml has them."""
+"""The launch plan of a retraining: its schedule, inputs and notifications, as settings.toml has
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,19 @@ KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects
 
 # Not for a success: one message every night would hide the others.
-PHASES = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.ABORTED, WorkflowExecutionPhase.TIMED_OUT]
+PHASES = [
+    WorkflowExecutionPhase.FAILED,
+    WorkflowExecutionPhase.ABORTED,
+    WorkflowExecutionPhase.TIMED_OUT,
+]
 
 
 def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
-    """Return the launch plan of `workflow`, with the schedule in the settings. Registration does not activate it.
+    """Return the launch plan of `workflow`, with the schedule in the settings. Registration does
+    not activate it.
 
-    A fixed rate is no option: Flyte's scheduler passes the kickoff time to cron schedules only. A start that finds the
-    execution before still running is skipped.
+    A fixed rate is no option: Flyte's scheduler passes the kickoff time to cron schedules only. A
+    start that finds the execution before still running is skipped.
 
     Raises:
         SettingsError: an input in the settings that cannot be used.
@@ -53,10 +60,16 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
 
 def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs in the settings as the workflow takes them."""
-    kinds = {name: kind for name, kind in workflow.python_interface.inputs.items() if name != KICKOFF_TIME}
+    kinds = {
+        name: kind
+        for name, kind in workflow.python_interface.inputs.items()
+        if name != KICKOFF_TIME
+    }
     for name in given:
         if name not in kinds:
-            raise SettingsError(f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}")
+            raise SettingsError(
+                f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}"
+            )
     return {name: _convert(name, value, kinds[name]) for name, value in given.items()}
 
 

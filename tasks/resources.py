@@ -1,4 +1,5 @@
-"""The resources that tasks request: constants, from settings.toml and the environment variables that it names.
+"""The resources that tasks request: constants, from settings.toml and the environment variables
+that it names.
 
 Local runs ask for nothing.
 """
@@ -24,8 +25,9 @@ from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 from tasks.settings import Size, load_settings, shipped_code
 from tasks.shipping import CODE_VARIABLE
 
-# Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a second `pyflyte run`
-# would return at once, with paths of files that are gone. Set it to "true" to use that cache.
+# Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a
+# second `pyflyte run` would return at once, with paths of files that are gone. Set it to "true" to
+# use that cache.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 SETTINGS = load_settings()
@@ -34,8 +36,8 @@ SETTINGS = load_settings()
 def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
     """Return requests and limits of `size`, its CPUs and memory once for each GPU, and its timeout.
 
-    Both are given, and alike: with `resources=` alone Flyte sets no limits, and Kubernetes may then evict the pod in
-    favour of others.
+    Both are given, and alike: with `resources=` alone Flyte sets no limits, and Kubernetes may then
+    evict the pod in favour of others.
     """
     share = max(1, num_gpus)
     asked = Resources(
@@ -48,8 +50,8 @@ def _resources(size: Size, num_gpus: int = 0) -> dict[str, Any]:
     return {"requests": asked, "limits": asked, "timeout": timedelta(hours=size.timeout_hours)}
 
 
-# W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte mounts secrets as
-# optional: a task whose secret is missing starts, and records offline.
+# W&B's own variables, for the tasks that record a run. Only the mode online needs the key. Flyte
+# mounts secrets as optional: a task whose secret is missing starts, and records offline.
 WANDB_MODE = SETTINGS.wandb_mode
 WANDB_ENVIRONMENT = {
     "WANDB_MODE": WANDB_MODE,
@@ -57,22 +59,31 @@ WANDB_ENVIRONMENT = {
     **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
     **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
 }
-MLFLOW = (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
+MLFLOW = (
+    (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
+)
 _CODE = {CODE_VARIABLE: shipped_code()}
 if MLFLOW:
     WANDB_ENVIRONMENT["WANDB_MODE"] = "disabled"
     # Also for the tasks that record nothing, because each of them reads the settings.
-    _CODE |= {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": MLFLOW[0], "MLFLOW_EXPERIMENT_NAME": MLFLOW[1]}
+    _CODE |= {
+        "TRACKING": "mlflow",
+        "MLFLOW_TRACKING_URI": MLFLOW[0],
+        "MLFLOW_EXPERIMENT_NAME": MLFLOW[1],
+    }
 SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if WANDB_MODE == "online" else []
 
 
 def _state_num_gpus(num_gpus: int) -> dict[str, str]:
-    """Return the variable by which a task knows its GPUs, so that it does not train without them in silence."""
+    """Return the variable by which a task knows its GPUs, so that it does not train without them in
+    silence.
+    """
     return {REQUESTED_VARIABLE: str(num_gpus)} if num_gpus else {}
 
 
 def training_pod(grace: int, port: int, **environment: str) -> dict[str, Any]:
-    """Return the options of a task that trains by which its pod has time for a last checkpoint, and serves its figures.
+    """Return the options of a task that trains by which its pod has time for a last checkpoint, and
+    serves its figures.
 
     Args:
         grace: seconds from SIGTERM until the pod is killed, as its ranks know too.
@@ -92,7 +103,8 @@ SMALL_TASK: dict[str, Any] = {**_resources(SETTINGS.small), "environment": _CODE
 TRAINING_TASK: dict[str, Any] = {
     **_resources(SETTINGS.training, SETTINGS.gpus),
     **training_pod(*_PODS, **_CODE, **WANDB_ENVIRONMENT, **_state_num_gpus(SETTINGS.gpus)),
-    # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64 MB of.
+    # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has 64
+    # MB of.
     "shared_memory": f"{SETTINGS.training.shared_memory_gib}Gi",
     "retries": 3,
     "interruptible": True,  # a preempted attempt resumes from its checkpoint
@@ -117,7 +129,8 @@ DRIVER_TASK: dict[str, Any] = {
 
 
 def code_version(packages: Iterable[str] = ()) -> str:
-    """Return a hash of the code that decides what training does: the library, `packages` and torch's version.
+    """Return a hash of the code that decides what training does: the library, `packages` and
+    torch's version.
 
     A hash of the recipe's own files travels with the prepared data.
     """

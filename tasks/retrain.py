@@ -1,4 +1,6 @@
-"""The tasks before and after the training of a challenger: decide to train it, and to promote it."""
+"""The tasks before and after the training of a challenger: decide to train it, and to promote
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,24 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ChampionError, ConfigError, log_failures
 from flyte_ddp.events import plain
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.flytekit_plugin.flyte_context import (
+    Execution,
+    current_execution,
+    share_storage_credentials,
+)
 from flyte_ddp.flytekit_plugin.frame import make_output_directory
 from flyte_ddp.launch.devices import check_requested_gpus
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
-from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, PromotionResult, judge, plan
+from flyte_ddp.promotion.policy import (
+    Challenge,
+    Outcome,
+    PromotionCriteria,
+    PromotionResult,
+    judge,
+    plan,
+)
 from flyte_ddp.storage import read_file, redact_url
 from flyte_ddp.storage.weights import pin_state
 from tasks.frame import WITH_DECK, check_initial_state, check_output, check_urls
@@ -33,7 +46,8 @@ from tasks.prepare import PreparedData
 from tasks.resources import EVALUATION_TASK, SMALL_TASK, code_version
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
-# The kickoff time of a start that no schedule made: a default has to be a time, which `now` at the import is not.
+# The kickoff time of a start that no schedule made: a default has to be a time, which `now` at the
+# import is not.
 BY_HAND = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
 MAX_VERSIONS = 20  # in the report
@@ -47,7 +61,8 @@ class RetrainingPlan(NamedTuple):
     reason: str
     champion: str  # URL of the champion and its predecessors
     parent: str  # the version in use; "" for none
-    initial_model_state: str  # URL of the state dict that the challenger starts from; "" for fresh weights
+    # URL of the state dict that the challenger starts from; "" for fresh weights
+    initial_model_state: str
     criteria: PromotionCriteria
 
 
@@ -69,7 +84,8 @@ def plan_retraining(
 ) -> RetrainingPlan:
     """Decide, before a GPU is requested, if there is a challenger to train, and from which weights.
 
-    Where it does not start from a champion, it starts from `initial_model_state`, or with fresh weights.
+    Where it does not start from a champion, it starts from `initial_model_state`, or with fresh
+    weights.
     """
     with flyte_errors():
         if train_on not in (ONE_NODE, CLUSTER):
@@ -81,7 +97,9 @@ def plan_retraining(
         criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
         store = ChampionStore(champion or _default_champion(execution, recipe))
         store.storage.check_access("champion")
-        planned = plan(store, _challenge(kickoff_time, recipe, config, data, execution, given), criteria)
+        planned = plan(
+            store, _challenge(kickoff_time, recipe, config, data, execution, given), criteria
+        )
     return RetrainingPlan(
         train_on=train_on if planned.train else NOTHING,
         outcome=planned.outcome,
@@ -106,12 +124,15 @@ def judge_challenger(
     initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingOutputs:
-    """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
+    """Measure challenger and champion on the same held-out data, and promote the challenger if it
+    is better.
 
     Args:
-        export: the challenger's; a promoted version keeps the run card, and the retraining returns all of it.
+        export: the challenger's; a promoted version keeps the run card, and the retraining returns
+            all of it.
         initial_model_state: what the challenger's training started from, for its manifest.
-        output: directory of a local run's outputs, where the challenger's are already; "" for a temporary one.
+        output: directory of a local run's outputs, where the challenger's are already; "" for a
+            temporary one.
     """
     with flyte_errors():
         check_requested_gpus()
@@ -122,7 +143,8 @@ def judge_challenger(
         result = judge(
             store,
             dataclasses.replace(
-                _challenge(kickoff_time, recipe, config, data, execution, initial_model_state), card=card
+                _challenge(kickoff_time, recipe, config, data, execution, initial_model_state),
+                card=card,
             ),
             criteria,
             Path(challenger.download()).read_bytes(),
@@ -131,12 +153,20 @@ def judge_challenger(
 
 
 @task(**SMALL_TASK, retries=2, **WITH_DECK)
-def keep_champion(champion: str, recipe: str, outcome: str, reason: str, output: str = "") -> RetrainingOutputs:
+def keep_champion(
+    champion: str, recipe: str, outcome: str, reason: str, output: str = ""
+) -> RetrainingOutputs:
     """Report why nothing was trained. `output` is as of `judge_challenger`."""
     with flyte_errors():
         check_urls(champion=champion)
         execution = _execution()
-        return _outputs(ChampionStore(champion), recipe, PromotionResult(Outcome(outcome), reason), execution, output)
+        return _outputs(
+            ChampionStore(champion),
+            recipe,
+            PromotionResult(Outcome(outcome), reason),
+            execution,
+            output,
+        )
 
 
 def _execution() -> Execution:
@@ -145,22 +175,30 @@ def _execution() -> Execution:
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
-    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and domain share.
+    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and
+    domain share.
 
     At the bucket's top: a lifecycle rule for the raw outputs must not delete the model in use.
     """
     if not execution.run_id:
         raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
-    # Beside the checkpoints of this execution, whose URL ends in checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
+    # Beside the checkpoints of this execution, whose URL ends in
+    # checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
     return "/".join([_find_bucket(root), "champions", project, domain, recipe])
 
 
 def _find_bucket(url: str) -> str:
-    """Return the URL of the bucket that `url` lies in; `url` itself where its store has no buckets."""
+    """Return the URL of the bucket that `url` lies in; `url` itself where its store has no
+    buckets.
+    """
     scheme, separator, path = url.partition("://")
-    return url if not separator or scheme in ("file", "memory") else f"{scheme}://{path.partition('/')[0]}"
+    return (
+        url
+        if not separator or scheme in ("file", "memory")
+        else f"{scheme}://{path.partition('/')[0]}"
+    )
 
 
 def _challenge(
@@ -194,11 +232,18 @@ def _outputs(
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
     outcome = result.outcome.value
     store.record_run(outcome, execution.run_id, result.outcome == Outcome.PROMOTED)
-    print(f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in {redact_url(store.url)}")  # noqa: T201
+    print(  # noqa: T201
+        f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in "
+        f"{redact_url(store.url)}"
+    )
     page = _Report(store, recipe, result, execution)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
-    directory = make_output_directory(output) if output else Path(flytekit.current_context().working_directory)
+    directory = (
+        make_output_directory(output)
+        if output
+        else Path(flytekit.current_context().working_directory)
+    )
     directory.mkdir(parents=True, exist_ok=True)
     report = directory / "retraining.html"
     page.write(report)
@@ -223,7 +268,9 @@ def _outputs(
 class _Report(Page):
     """The report of a retraining: its outcome, the champion and the versions before it."""
 
-    def __init__(self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution) -> None:
+    def __init__(
+        self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution
+    ) -> None:
         super().__init__({"Execution": execution.url} if execution.url else None)
         self.store = store
         self.recipe = recipe
@@ -263,7 +310,9 @@ class _Report(Page):
                 for name, value in values.items()
             ],
             "sections": [
-                section("The champion now", facts, redact_url(self.store.url), has_long_values=True),
+                section(
+                    "The champion now", facts, redact_url(self.store.url), has_long_values=True
+                ),
                 section("Versions", versions, "the newest first; bold: in use"),
             ],
         }

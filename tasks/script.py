@@ -1,7 +1,7 @@
 """The task that runs a script of the user's own, and the script as a Flyte input.
 
-What the user types is a script, or a directory with one. The directory travels: pyflyte packs it into one archive when
-it converts the input, so a local run and a remote one ship the same files.
+What the user types is a script, or a directory with one. The directory travels: pyflyte packs it
+into one archive when it converts the input, so a local run and a remote one ship the same files.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def run_script(
     checkpoints: str = "",
     output: str = "",
 ) -> ScriptOutputs:
-    """Run a script in every rank of a Dask cluster that is started for it and taken down afterwards.
+    """Run a script in every rank of a Dask cluster that is started for it and taken down
+    afterwards.
 
-    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `output` is the
-    directory in which a local run leaves its outputs; by default a temporary one.
+    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
+    `output` is the directory in which a local run leaves its outputs; by default a temporary one.
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)
@@ -86,15 +87,19 @@ def run_script(
 
 
 def pack_script(path: Path) -> str:
-    """Return a zip of a directory, or of a script's with its name as comment. Raises InputError if it is too large."""
+    """Return a zip of a directory, or of a script's with its name as comment. Raises InputError if
+    it is too large.
+    """
     directory = path if path.is_dir() else path.parent
     files, size = files_below(directory), 0
     for file in files.values():
         size += file.stat().st_size
         if size > MAX_SIZE:
             raise InputError(
-                f"script: expected a directory of code without data, because every node gets it, got more than "
-                f"{MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the script's arguments, and write "
+                "script: expected a directory of code without data, because every node gets it, "
+                "got more than "
+                f"{MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the script's "
+                "arguments, and write "
                 "results to {outputs}"
             )
     scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
@@ -107,7 +112,9 @@ def pack_script(path: Path) -> str:
 
 
 def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
-    """Return the script among its files in `directory`, which is made. Raises ConfigError if there is none."""
+    """Return the script among its files in `directory`, which is made. Raises ConfigError if there
+    is none.
+    """
     source = Path(str(script.download()))
     directory.mkdir(parents=True)
     entry = entry_point
@@ -121,28 +128,40 @@ def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
         entry = entry or source.name
         (directory / source.name).write_bytes(source.read_bytes())
     if not entry:
-        raise ConfigError("entry_point: expected the name of a script in the directory that script names, got ''")
+        raise ConfigError(
+            "entry_point: expected the name of a script in the directory that script names, got ''"
+        )
     file = directory / entry
     if not file.is_file() or not file.resolve().is_relative_to(directory.resolve()):
         found = ", ".join(sorted(files_below(directory))[:10])
-        raise ConfigError(f"entry_point: expected a file of script's directory ({found}), got {entry!r}")
+        raise ConfigError(
+            f"entry_point: expected a file of script's directory ({found}), got {entry!r}"
+        )
     return file
 
 
 def _refuse(path: str) -> None:
-    raise InputError(f"script: expected a script or a directory with one, got {path!r}, which does not exist")
+    raise InputError(
+        f"script: expected a script or a directory with one, got {path!r}, which does not exist"
+    )
 
 
 class _ScriptTransformer(OptionalTransformer):
     """Packs a script of this machine before flytekit uploads it."""
 
-    async def async_to_literal(self, ctx: Any, python_val: Any, python_type: Any, expected: Any) -> Any:
+    async def async_to_literal(
+        self, ctx: Any, python_val: Any, python_type: Any, expected: Any
+    ) -> Any:
         path = str(getattr(python_val, "path", ""))
         is_ours = "://" not in path and getattr(python_val, "remote_source", None) is None
         if is_ours and not path.endswith(".zip") and os.path.exists(path):
             # Of a local run, where nothing is uploaded, the archive stays where it is.
-            keeps_path = False in (getattr(python_val, name, None) for name in ("remote_path", "remote_directory"))
-            python_val = FlyteFile(pack_script(Path(path).resolve()), remote_path=False if keeps_path else None)
+            keeps_path = False in (
+                getattr(python_val, name, None) for name in ("remote_path", "remote_directory")
+            )
+            python_val = FlyteFile(
+                pack_script(Path(path).resolve()), remote_path=False if keeps_path else None
+            )
         return await super().async_to_literal(ctx, python_val, python_type, expected)
 
 

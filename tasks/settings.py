@@ -1,4 +1,6 @@
-"""The settings of registration: settings.toml, and the environment variables that win over it. Imports no flytekit."""
+"""The settings of registration: settings.toml, and the environment variables that win over it.
+Imports no flytekit.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ import click
 
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
-from flyte_ddp.config.source_code import SETTINGS_FILE, compute_digest, read_settings, recipe_packages
+from flyte_ddp.config.source_code import (
+    SETTINGS_FILE,
+    compute_digest,
+    read_settings,
+    recipe_packages,
+)
 from flyte_ddp.errors import ConfigError
 
 PROFILES = ("production", "sandbox")
 PACKAGES = ("flyte_ddp", "tasks", "workflows")  # what is shipped beside the recipes
-ROOT = Path(__file__).parent.parent  # what is shipped lies below it: a checkout, or the code of an image
+# what is shipped lies below it: a checkout, or the code of an image
+ROOT = Path(__file__).parent.parent
 
 
 class SettingsError(click.UsageError, ValueError):
@@ -44,7 +52,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, those of the chosen profile included. Raises ConfigError for a value of the wrong type or range."""
+    """All settings, those of the chosen profile included. Raises ConfigError for a value of the
+    wrong type or range.
+    """
 
     profile: str = field(choices=PROFILES)
     image: str = field()
@@ -63,7 +73,8 @@ class Settings:
     driver: Size = field()
     small: Size = field()
     allowed: Allowed = field()
-    termination_grace: int = field(60, minimum=10)  # seconds; a settings.toml from before it has none
+    # seconds; a settings.toml from before it has none
+    termination_grace: int = field(60, minimum=10)
     tracking: str = field("wandb", choices=("wandb", "mlflow"))
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")
     mlflow_experiment: str = field("flyte-ddp")
@@ -71,7 +82,9 @@ class Settings:
     def __post_init__(self) -> None:
         validate(self)
         if self.tracking == "mlflow" and not self.mlflow_url:
-            raise ConfigError("mlflow.url: expected the URL of the server, which tracking names, got none")
+            raise ConfigError(
+                "mlflow.url: expected the URL of the server, which tracking names, got none"
+            )
 
     @property
     def digest(self) -> str:
@@ -81,9 +94,13 @@ class Settings:
 
     @property
     def version(self) -> str:
-        """The version of an image's code with these settings: the image's tag and a hash of both."""
+        """The version of an image's code with these settings: the image's tag and a hash of
+        both.
+        """
         _, _, tag = require_image(self.image).rpartition(":")
-        return f"{tag[:32]}-{hashlib.sha256((shipped_code() + self.digest).encode()).hexdigest()[:8]}"
+        return (
+            f"{tag[:32]}-{hashlib.sha256((shipped_code() + self.digest).encode()).hexdigest()[:8]}"
+        )
 
 
 def require_image(image: str) -> str:
@@ -97,12 +114,18 @@ def require_image(image: str) -> str:
 
 
 def shipped_code() -> str:
-    """Return a hash of everything that a registration ships: library, tasks, workflows, recipes and settings."""
+    """Return a hash of everything that a registration ships: library, tasks, workflows, recipes and
+    settings.
+    """
     return compute_digest([*PACKAGES, *recipe_packages()], extra_files=[ROOT / SETTINGS_FILE])
 
 
-def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read `file`, and the variables that win over it. Raises SettingsError for what is missing, unknown or bad."""
+def load_settings(
+    file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """Read `file`, and the variables that win over it. Raises SettingsError for what is missing,
+    unknown or bad.
+    """
     if not file.is_file():
         raise SettingsError(f"{file.name}: expected in {file.parent}, got no such file")
     try:
@@ -120,7 +143,11 @@ def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, s
     values = {
         **tables,
         **chosen,
-        **{f"{tracker}_{name}": value for tracker, table in trackers.items() for name, value in table.items()},
+        **{
+            f"{tracker}_{name}": value
+            for tracker, table in trackers.items()
+            for name, value in table.items()
+        },
     }
     try:
         for variable, name in VARIABLES.items():
@@ -137,7 +164,9 @@ def load_settings(file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, s
 
 
 def _read_variable(variable: str, text: str, name: str) -> Any:
-    """Return the value of an environment variable as that of field `name`: a list has commas, an object is JSON."""
+    """Return the value of an environment variable as that of field `name`: a list has commas, an
+    object is JSON.
+    """
     kind: Any = typing.get_type_hints(Settings)[name]
     value: object = text
     if typing.get_origin(kind) is tuple:

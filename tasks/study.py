@@ -1,4 +1,6 @@
-"""The tasks of the studies, sweep and scaling: check all trials at once, and train them on one cluster."""
+"""The tasks of the studies, sweep and scaling: check all trials at once, and train them on one
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,23 @@ from flyte_ddp.observers.mlflow import UPLOAD
 from flyte_ddp.observers.reports.drawing import format_count, format_figure
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
-from flyte_ddp.studies.results import FINISHED, OUTCOME, STOPPED_EARLY, TrialRun, build_table, find_best
+from flyte_ddp.studies.results import (
+    FINISHED,
+    OUTCOME,
+    STOPPED_EARLY,
+    TrialRun,
+    build_table,
+    find_best,
+)
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
-from tasks.frame import FRAMED, check_initial_state, describe_origin, open_task_cluster, open_task_frame
+from tasks.frame import (
+    FRAMED,
+    check_initial_state,
+    describe_origin,
+    open_task_cluster,
+    open_task_frame,
+)
 from tasks.inputs import (
     ClusterInput,
     Grid,
@@ -43,16 +58,21 @@ class CheckedStudy(NamedTuple):
     """The inputs of a study's training task."""
 
     config: TrainingOverrides  # that all trials share
-    trials: list[dict]  # what each trial varies, by name; see `flyte_ddp.studies.search.build_trials`
+    # what each trial varies, by name; see `flyte_ddp.studies.search.build_trials`
+    trials: list[dict]
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep. The best trial is that by `config.monitor`, after the epoch whose weights it keeps."""
+    """The outputs of a sweep. The best trial is that by `config.monitor`, after the epoch whose
+    weights it keeps.
+    """
 
-    results: StructuredDataset  # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
+    # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
+    results: StructuredDataset
     csv: FlyteFile  # the same as a CSV file
     best_config: TrainingOverrides  # of the best trial, in the form of --config
-    best_accuracies: list[float]  # of the best trial after each epoch, in [0, 1]; none if the recipe has no accuracy
+    # of the best trial after each epoch, in [0, 1]; none if the recipe has no accuracy
+    best_accuracies: list[float]
     best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
     best_model_state: PythonPickledFile  # its state dict, on the CPU
     report: FlyteFile  # the HTML page that the Deck shows too
@@ -81,7 +101,8 @@ def check_sweep(
     """Check every trial of the sweep before anything is prepared or started for the first."""
     with flyte_errors():
         choices = expand_grid(grid, num_models, seed)
-        check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))  # which learns from what is drawn
+        # which learns from what is drawn
+        check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))
         Search(stop_early, sampler, grid, seed)
         return _check(recipe, config, choices, cluster)
 
@@ -136,14 +157,26 @@ def train_sweep(
     seed: int = 0,
     sampler: str = "random",
 ) -> SweepOutputs:
-    """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and compare them.
+    """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and
+    compare them.
 
-    With the sampler tpe the first trials are those given, and later ones are suggested from the results in their place.
-    A retry of this task skips the trials that are done and continues the others from their checkpoints.
+    With the sampler tpe the first trials are those given, and later ones are suggested from the
+    results in their place. A retry of this task skips the trials that are done and continues the
+    others from their checkpoints.
     """
     report = StudyReport(recipe)
     search = Search(stop_early, sampler, grid, seed)
-    return _train(report, config, trials, data, cluster, checkpoints, initial_model_state, output, search=search)
+    return _train(
+        report,
+        config,
+        trials,
+        data,
+        cluster,
+        checkpoints,
+        initial_model_state,
+        output,
+        search=search,
+    )
 
 
 # Not cached: the measurements are true only for the machines and the network of that day.
@@ -159,12 +192,23 @@ def train_at_world_sizes(
     initial_model_state: str = "",
     output: str = "",
 ) -> ScalingOutputs:
-    """Train a trial at every world size with every combination of the other choices, one at a time, and compare them.
+    """Train a trial at every world size with every combination of the other choices, one at a time,
+    and compare them.
 
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    return _train(report, config, trials, data, cluster, checkpoints, initial_model_state, output, one_at_a_time=True)
+    return _train(
+        report,
+        config,
+        trials,
+        data,
+        cluster,
+        checkpoints,
+        initial_model_state,
+        output,
+        one_at_a_time=True,
+    )
 
 
 def _train(
@@ -178,12 +222,16 @@ def _train(
     output: str,
     **options: Any,
 ) -> Any:
-    """Train the trials, and return the outputs of the current task. The `options` are those of `TrialRunner`."""
+    """Train the trials, and return the outputs of the current task. The `options` are those of
+    `TrialRunner`.
+    """
     from flyte_ddp.studies.runner import TrialRunner, resize_cluster
 
     recipe = report.recipe
     purpose = "scaling" if report.is_scaling else "sweep"
-    with open_task_frame(report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output) as frame:
+    with open_task_frame(
+        report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output
+    ) as frame:
         trials = build_trials(recipe, given(config), choices)
         frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
@@ -226,7 +274,11 @@ class _Observer:
         """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
         number = run.trial.number
         if isinstance(event, CheckpointLoaded):
-            again = f" again, after epoch {len(run.epochs)}" if number in self.started or run.epochs else ""
+            again = (
+                f" again, after epoch {len(run.epochs)}"
+                if number in self.started or run.epochs
+                else ""
+            )
             self.started.add(number)
             self._say(run, f"started{again}")
         elif event is None:
@@ -235,7 +287,9 @@ class _Observer:
             self.frame.publisher.handle(event)
 
     def make_listeners(self, run: TrialRun) -> list[Listener]:
-        """Return the listeners of one trial: W&B, Prometheus' if a port was asked for, the bar for one at a time."""
+        """Return the listeners of one trial: W&B, Prometheus' if a port was asked for, the bar for
+        one at a time.
+        """
         return [
             *([self.frame.bar] if self.report.is_scaling else []),
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
@@ -264,7 +318,9 @@ class _Observer:
             best_config=make_overrides(best.trial.overrides),
             best_accuracies=list_accuracies(best.epochs),
             best_metrics=list_metrics(best.epochs),
-            best_model_state=self.frame.model_state("best_model_state.pt", finished.model_state_url),
+            best_model_state=self.frame.model_state(
+                "best_model_state.pt", finished.model_state_url
+            ),
             report=self.frame.saved_report(),
             best_export=self.frame.exported(finished, card),
             history=self._save_history(),
@@ -275,19 +331,30 @@ class _Observer:
             best_metrics=outputs.best_metrics,
         )
         self.frame.say(f"the best is {best.trial}: {_result(best)}")
-        files = {name: getattr(outputs, name) for name in ("best_model_state", "best_export", "report", "history")}
+        files = {
+            name: getattr(outputs, name)
+            for name in ("best_model_state", "best_export", "report", "history")
+        }
         self.frame.say_outputs(results=csv, **files)
         return outputs
 
     def scaling_outputs(self) -> ScalingOutputs:
-        """Return the outputs of a scaling study, and print the results and where the outputs are."""
+        """Return the outputs of a scaling study, and print the results and where the outputs
+        are.
+        """
         study = self.report.study
         table, csv = self._save_table(build_scaling_table(study))
         for values, rows in study.series.items():
             for world_size, repeats in by_world_size(rows).items():
-                name = ", ".join([format_count(world_size, "rank"), *([study.describe(values)] if values else [])])
+                name = ", ".join(
+                    [
+                        format_count(world_size, "rank"),
+                        *([study.describe(values)] if values else []),
+                    ]
+                )
                 self.frame.say(
-                    f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} samples/s, "
+                    f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} "
+                    "samples/s, "
                     f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
                     f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
                 )
@@ -307,7 +374,9 @@ class _Observer:
 
     def _say(self, run: TrialRun, text: str) -> None:
         number = f"trial {run.trial.number}"
-        self.frame.say(f"{str(run.trial).replace(number, f'{number}/{len(self.report.runs)}', 1)} {text}")
+        self.frame.say(
+            f"{str(run.trial).replace(number, f'{number}/{len(self.report.runs)}', 1)} {text}"
+        )
 
     def _say_end(self, run: TrialRun) -> None:
         earlier = "" if run.trial.number in self.started else " in an earlier attempt"
@@ -320,7 +389,9 @@ class _Observer:
 
     def _say_of_wandb(self, line: str) -> None:
         """Print the first line of each kind from W&B. The other trials' lines are like it."""
-        kind = "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
+        kind = (
+            "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
+        )
         if UPLOAD in line:  # whose command is the trial's own
             self.frame.say(line)
             return
@@ -335,5 +406,8 @@ def _result(run: TrialRun) -> str:
     kept = run.kept
     assert kept is not None  # it has epochs
     values = {"test_loss": kept.test_loss, **kept.metrics}
-    shown = [f"{name.replace('_', ' ')} {format_figure(name, value)}" for name, value in list(values.items())[:4]]
+    shown = [
+        f"{name.replace('_', ' ')} {format_figure(name, value)}"
+        for name, value in list(values.items())[:4]
+    ]
     return ", ".join([*shown, f"{run.elapsed[-1]:.1f} s"])

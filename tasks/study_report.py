@@ -8,9 +8,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyte_ddp.observers.reports.drawing import format_figure
-from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, duration, row, section, shorten, tile
+from flyte_ddp.observers.reports.page import (
+    NOTHING,
+    Page,
+    card,
+    cell,
+    duration,
+    row,
+    section,
+    shorten,
+    tile,
+)
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
-from flyte_ddp.studies.results import DONE, FAILED, RUNNING, STOPPED_EARLY, WAITING, TrialRun, find_best
+from flyte_ddp.studies.results import (
+    DONE,
+    FAILED,
+    RUNNING,
+    STOPPED_EARLY,
+    WAITING,
+    TrialRun,
+    find_best,
+)
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
 
@@ -33,11 +51,15 @@ SCALING_COLUMNS = (  # head, field of `Row`, format
 
 
 class StudyReport(Page):
-    """The report of a study. `target_loss` is of a scaling study, 0 for one that all trials reach; None for a sweep."""
+    """The report of a study. `target_loss` is of a scaling study, 0 for one that all trials reach;
+    None for a sweep.
+    """
 
     progress_label = "trials done"
 
-    def __init__(self, recipe: str, runs: Sequence[TrialRun] = (), target_loss: float | None = None) -> None:
+    def __init__(
+        self, recipe: str, runs: Sequence[TrialRun] = (), target_loss: float | None = None
+    ) -> None:
         super().__init__()
         self.recipe = recipe
         self.runs = list(runs)  # the study's trials, added when they are known
@@ -51,21 +73,33 @@ class StudyReport(Page):
     @property
     def study(self) -> Study:
         """The comparison of a scaling study's finished trials; an empty one for a sweep."""
-        return Study([run.snapshot() for run in self.runs] if self.is_scaling else [], self.target_loss or 0.0)
+        return Study(
+            [run.snapshot() for run in self.runs] if self.is_scaling else [],
+            self.target_loss or 0.0,
+        )
 
     def content(self) -> dict[str, Any]:
         runs, study = [run.snapshot() for run in self.runs], self.study
         best = find_best(runs)
         num_done = sum(run.status in DONE for run in runs)
-        failures = [(str(run.trial), shorten(run.details, MAX_DETAILS)) for run in runs if run.details][:MAX_FAILURES]
-        note = "after the epoch whose weights are kept, among the trials that finished; use it as --config"
+        failures = [
+            (str(run.trial), shorten(run.details, MAX_DETAILS)) for run in runs if run.details
+        ][:MAX_FAILURES]
+        note = (
+            "after the epoch whose weights are kept, among the trials that finished; use it as "
+            "--config"
+        )
         charts = [metric_panels(runs), ("Scaling", *scaling_panels(study))]
         return {
             "lead": self._lead(runs),
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
-            "first_cards": [card(f"The best: {best.trial}", note, json.dumps(best.trial.overrides))] if best else [],
-            "charts": [(title, note, self.draw(panels.copy)) for title, note, panels in charts if panels],
+            "first_cards": [card(f"The best: {best.trial}", note, json.dumps(best.trial.overrides))]
+            if best
+            else [],
+            "charts": [
+                (title, note, self.draw(panels.copy)) for title, note, panels in charts if panels
+            ],
             "table": _table(runs, best, study) if runs else {},
             "sections": [section("How it was measured", facts, has_long_values=True)]
             if (facts := _facts(runs, study))
@@ -79,12 +113,18 @@ class StudyReport(Page):
         data = [f"{run.state.started.data}: " for run in runs if run.state.started]
         lead = f"{data[0] if data else ''}{len(runs)} trials over {', '.join(runs[0].trial.values)}"
         if self.is_scaling and BATCH_SIZE_PER_RANK not in runs[0].trial.values:
-            lead += f", all with the same global batch of {runs[0].trial.config.global_batch_size:,} samples"
+            lead += (
+                ", all with the same global batch of "
+                f"{runs[0].trial.config.global_batch_size:,} samples"
+            )
         return f"{lead}."
 
-    def _tiles(self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int) -> list[dict[str, str]]:
+    def _tiles(
+        self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int
+    ) -> list[dict[str, str]]:
         counts = {
-            status: sum(run.status == status for run in runs) for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
+            status: sum(run.status == status for run in runs)
+            for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
         }
         others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         spent = sum(run.elapsed[-1] for run in runs if run.epochs)
@@ -92,16 +132,33 @@ class StudyReport(Page):
         if best and best.kept:
             note = f"trial {best.trial.number}, epoch {best.kept.epoch}"
             values = best.kept.figures().values
-            names = [best.metric, *(name for name in best.kept.metrics if name != best.metric)][:MAX_METRICS]
-            shown = [tile(f"Best {name_metric(names[0]).lower()}", format_figure(names[0], values[names[0]]), note)]
+            names = [best.metric, *(name for name in best.kept.metrics if name != best.metric)][
+                :MAX_METRICS
+            ]
+            shown = [
+                tile(
+                    f"Best {name_metric(names[0]).lower()}",
+                    format_figure(names[0], values[names[0]]),
+                    note,
+                )
+            ]
             shown += [
-                tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "") for name in names[1:]
+                tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
+                for name in names[1:]
             ]
         return [
             tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
             *shown,
-            tile("Wall time", duration(self.seconds()), "so far" if self.status == "running" else "of this attempt"),
-            tile("Time of the trials", duration(spent), "training and evaluation, sum of all trials"),
+            tile(
+                "Wall time",
+                duration(self.seconds()),
+                "so far" if self.status == "running" else ("of this attempt"),
+            ),
+            tile(
+                "Time of the trials",
+                duration(spent),
+                ("training and evaluation, sum of all trials"),
+            ),
         ]
 
 
@@ -127,17 +184,30 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
     started = [started_of(run) for run in runs if study.rows and run.state.started]
     if not started:
         return []
-    repeats = any(len(each) > 1 for rows in study.series.values() for each in by_world_size(rows).values())
+    repeats = any(
+        len(each) > 1 for rows in study.series.values() for each in by_world_size(rows).values()
+    )
     return [
         row("Device of each rank", started[0].device),
         row("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
-        *([row("Repeats", "means with their 95 % confidence intervals, by Student's t")] if repeats else []),
-        row("Backend", next((each.backend for each in started if each.world_size > 1), started[0].backend)),
-        row(f"{study.device_unit}-hours", f"{study.device_unit}s times hours of training, without evaluation"),
+        *(
+            [row("Repeats", "means with their 95 % confidence intervals, by Student's t")]
+            if repeats
+            else []
+        ),
+        row(
+            "Backend",
+            next((each.backend for each in started if each.world_size > 1), started[0].backend),
+        ),
+        row(
+            f"{study.device_unit}-hours",
+            (f"{study.device_unit}s times hours of training, without evaluation"),
+        ),
         row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
         row(
             "Waiting",
-            "time that a rank waits for gradients after its own backward pass, including the wait for slower ranks;"
+            "time that a rank waits for gradients after its own backward pass, including the wait "
+            "for slower ranks;"
             " the mean of all ranks, from DDP's own timers",
         ),
         row("Hidden", "all-reduce during the backward pass, which takes no extra time"),
@@ -147,7 +217,10 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
     """Return the table of trials."""
     measured = {each.trial: each for each in study.rows}
-    rows, metrics = [], dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
+    rows, metrics = (
+        [],
+        dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics),
+    )
     for run in runs:
         last, elapsed = (run.epochs[-1], run.elapsed[-1]) if run.epochs else (None, None)
         cells = {
@@ -168,4 +241,9 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
         if any(each.error for each in runs):
             cells["error"] = cell(shorten(run.error, MAX_ERROR), kind="note")
         rows.append({"best": run is best, "cells": list(cells.values())})
-    return {"title": "Trials", "note": "click a column's head to sort", "heads": list(cells), "rows": rows}
+    return {
+        "title": "Trials",
+        "note": "click a column's head to sort",
+        "heads": list(cells),
+        "rows": rows,
+    }

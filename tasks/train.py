@@ -15,7 +15,14 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.reports.drawing import format_figure
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
-from tasks.frame import FRAMED, check_cluster, check_initial_state, describe_origin, open_task_frame, wandb_link
+from tasks.frame import (
+    FRAMED,
+    check_cluster,
+    check_initial_state,
+    describe_origin,
+    open_task_frame,
+    wandb_link,
+)
 from tasks.inputs import ClusterInput
 from tasks.outputs import TrainingOutputs, list_accuracies, list_metrics
 from tasks.prepare import PreparedData
@@ -35,10 +42,12 @@ def train_on_one_node(
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a machine without.
+    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a
+    machine without.
 
-    `initial_model_state` is the URL of a state dict to start from; by default the weights are fresh. `output` is the
-    directory of a local run's outputs. `parent_champion` is the version that this model is to replace, for its card.
+    `initial_model_state` is the URL of a state dict to start from; by default the weights are
+    fresh. `output` is the directory of a local run's outputs. `parent_champion` is the version that
+    this model is to replace, for its card.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
@@ -61,10 +70,12 @@ def train_on_cluster(
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
-    """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down afterwards.
+    """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down
+    afterwards.
 
-    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods. `initial_model_state`,
-    which every rank reads, `output` and `parent_champion` are as of `train_on_one_node`.
+    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
+    `initial_model_state`, which every rank reads, `output` and `parent_champion` are as of
+    `train_on_one_node`.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
@@ -88,10 +99,17 @@ def pod_failure(pod: str) -> RankFailure | None:
 
     if pod_end(pod) != OUT_OF_MEMORY:
         return None
-    return RankFailure(f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}", -1, "signal", OUT_OF_MEMORY)
+    return RankFailure(
+        f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",
+        -1,
+        "signal",
+        OUT_OF_MEMORY,
+    )
 
 
-def _make_program(frame: Frame, recipe: str, config: TrainingConfig, initial_model_state: str) -> Program:
+def _make_program(
+    frame: Frame, recipe: str, config: TrainingConfig, initial_model_state: str
+) -> Program:
     """Check a task's inputs, and return its program."""
     frame.limit_time(config.max_hours)
     return recipe_program(recipe, config, check_initial_state(initial_model_state))
@@ -137,6 +155,9 @@ def _train(
     values = "  ".join(format_figure(shown, value) for value in metrics[shown])
     frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
     frame.say_outputs(
-        model_state=outputs.model_state, report=outputs.report, history=outputs.history, export=outputs.export
+        model_state=outputs.model_state,
+        report=outputs.report,
+        history=outputs.history,
+        export=outputs.export,
     )
     return outputs

@@ -36,8 +36,21 @@ LONGEST = (
         "test_sweep_runs",
         "test_scaling",
     ),
-    *("test_checkpoint", "test_stores", "test_trainer", "test_retrain", "test_text_workflow", "test_flytekit_plugin"),
-    *("test_sharding", "test_examples", "test_example_scripts", "test_script", "test_weights_and_biases"),
+    *(
+        "test_checkpoint",
+        "test_stores",
+        "test_trainer",
+        "test_retrain",
+        "test_text_workflow",
+        "test_flytekit_plugin",
+    ),
+    *(
+        "test_sharding",
+        "test_examples",
+        "test_example_scripts",
+        "test_script",
+        "test_weights_and_biases",
+    ),
 )
 
 
@@ -45,16 +58,21 @@ MARK = "STARTED_BY_TESTS"  # in the environment of this process and all that it 
 
 
 def pytest_configure(config):
-    """Give this session and its children a temporary directory of their own: killed processes never clean up."""
+    """Give this session and its children a temporary directory of their own: killed processes never
+    clean up.
+    """
     os.environ[MARK] = uuid.uuid4().hex
-    # Threads that wait for one another spin: several tests at a time would take three times the processor time.
+    # Threads that wait for one another spin: several tests at a time would take three times the
+    # processor time.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What `make test` tells a make below it: `make` in a test is that of a shell, whoever started the tests.
+    # What `make test` tells a make below it: `make` in a test is that of a shell, whoever started
+    # the tests.
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
     if "PYTEST_XDIST_WORKER" in os.environ:  # has the directory of the process that started it
         return
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # for pytest's own directories
+    # for pytest's own directories
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # Short: the path of a UNIX socket has at most 107 bytes.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t-")
     # After multiprocessing's own directory in it, which has priority -100.
@@ -62,7 +80,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the files that take longest, so that no long one runs alone at the end of a parallel session."""
+    """Start with the files that take longest, so that no long one runs alone at the end of a
+    parallel session.
+    """
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
@@ -95,7 +115,9 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
-    """finished_run(recipe, num_processes, **config): a run that ended well, the same one for the same arguments."""
+    """finished_run(recipe, num_processes, **config): a run that ended well, the same one for the
+    same arguments.
+    """
     runs = {}
 
     def get(recipe="Tiny", num_processes=2, **config):
@@ -146,7 +168,9 @@ def scheduler(tmp_path_factory):
 
 @pytest.fixture
 def start_worker():
-    """start_worker(scheduler, name, **environment): the process of a worker's nanny, which ends with the test."""
+    """start_worker(scheduler, name, **environment): the process of a worker's nanny, which ends
+    with the test.
+    """
     from tests.support.dask_runs import worker_starter
 
     with worker_starter() as start:
@@ -155,7 +179,9 @@ def start_worker():
 
 @pytest.fixture(scope="module")
 def server_with_compiler():
-    """Ranks that have imported torch's compiler and transformers, as those of a process whose first run is of text."""
+    """Ranks that have imported torch's compiler and transformers, as those of a process whose first
+    run is of text.
+    """
     start_server_anew(recipe_program("text", resolve({}, {"parallel": "fsdp"})).slow_imports)
     yield
     start_server_anew(["torch"])
@@ -163,8 +189,12 @@ def server_with_compiler():
 
 @pytest.fixture(scope="module")
 def server_with_metrics():
-    """Ranks that have imported torchmetrics, as those of a process whose first recipe has metrics of its own."""
-    start_server_anew(recipe_program("tests.test_task_metrics.Numbers", resolve({}, {})).slow_imports)
+    """Ranks that have imported torchmetrics, as those of a process whose first recipe has metrics
+    of its own.
+    """
+    start_server_anew(
+        recipe_program("tests.test_task_metrics.Numbers", resolve({}, {})).slow_imports
+    )
     yield
     start_server_anew(["torch"])
 
@@ -177,14 +207,18 @@ def start_server_anew(modules):
 
 @pytest.fixture
 def survivors():
-    """survivors(): the living processes started in this test, those included whose parents have died."""
+    """survivors(): the living processes started in this test, those included whose parents have
+    died.
+    """
 
     def started():
-        # multiprocessing's resource tracker and this process's server of ranks live as long as this process.
+        # multiprocessing's resource tracker and this process's server of ranks live as long as this
+        # process.
         server = forkserver._forkserver._forkserver_pid
         found = set()
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it has just ended, is a zombie, or is somebody else's
+            # it has just ended, is a zombie, or is somebody else's
+            with contextlib.suppress(psutil.Error):
                 is_kept = process.pid == server or "resource_tracker" in str(process.cmdline())
                 if process.environ().get(MARK) == os.environ[MARK] and not is_kept:
                     found.add(process)

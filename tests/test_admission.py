@@ -1,4 +1,6 @@
-"""A run gets the images, accounts, secrets, namespaces and parts of pods that its registered version allows."""
+"""A run gets the images, accounts, secrets, namespaces and parts of pods that its registered
+version allows.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,45 @@ def kubernetes(**fields):
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"image": "evil:1"}, "image: expected none, because allowed.images is empty, got 'evil:1'"),
+        (
+            {"image": "evil:1"},
+            ("image: expected none, because allowed.images is empty, got 'evil:1'"),
+        ),
         ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
-        ({"service_account": "admin"}, r"service_account: expected one of allowed.service_accounts \(flyte-ddp\), got"),
+        (
+            {"service_account": "admin"},
+            (
+                r"service_account: expected one of "
+                r"allowed.service_accounts \(flyte-ddp\), got"
+            ),
+        ),
         ({"pod_template": {"imagePullSecrets": [{"name": "other"}]}}, "got imagePullSecrets"),
         ({"env_from_secrets": ["other"]}, "env_from_secrets: expected none, .* got 'other'"),
         ({"pod_template": HOST}, "pod_template: expected one of .* got volumes.host.hostPath.path"),
         ({"pod_template": {"hostNetwork": True}}, "got hostNetwork"),
         ({"pod_template": {"securityContext": None}}, "got securityContext"),
-        ({"pod_template": {"containers": [{"name": "worker", **PRIVILEGED}]}}, "got containers.worker.securityContext"),
-        ({"pod_template": {"containers": [{"name": "more", "image": "evil:1"}]}}, "got containers.more.image"),
+        (
+            {"pod_template": {"containers": [{"name": "worker", **PRIVILEGED}]}},
+            ("got containers.worker.securityContext"),
+        ),
+        (
+            {"pod_template": {"containers": [{"name": "more", "image": "evil:1"}]}},
+            ("got containers.more.image"),
+        ),
         ({"pod_template": {"containers": [{"image": "evil:1"}]}}, "got containers"),
         # A name with dots is one part of a path.
-        ({"pod_template": {"containers": [{"name": "worker.resources", **PRIVILEGED}]}}, "got containers.worker.res"),
-        ({"pod_template": {"containers": [{"name": "worker", "env": [{"name": "A"}]}]}}, "got containers.worker.env"),
-        ({"pod_template": {"tolerations.x": [], "initContainers": []}}, "got tolerations.x; .* got initContainers"),
+        (
+            {"pod_template": {"containers": [{"name": "worker.resources", **PRIVILEGED}]}},
+            ("got containers.worker.res"),
+        ),
+        (
+            {"pod_template": {"containers": [{"name": "worker", "env": [{"name": "A"}]}]}},
+            ("got containers.worker.env"),
+        ),
+        (
+            {"pod_template": {"tolerations.x": [], "initContainers": []}},
+            ("got tolerations.x; .* got initContainers"),
+        ),
     ],
 )
 def test_forbidden_values_are_named_and_refused(fields, expected):
@@ -71,14 +97,20 @@ def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch)
         "tolerations": [{"operator": "Exists"}],
         "containers": [{"name": "worker", "resources": {"limits": {"cpu": "2"}}}],
     }
-    same = {"image": "registry.example.com/flyte-ddp:7", "namespace": "team", "service_account": "flyte-ddp"}
+    same = {
+        "image": "registry.example.com/flyte-ddp:7",
+        "namespace": "team",
+        "service_account": "flyte-ddp",
+    }
     for fields in ({}, same, {"pod_template": template}):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
     check_allowed(ClusterConfig(kind="local", kubernetes={"image": "evil:1"}), DEFAULTS)
 
 
 def test_a_pattern_allows_what_it_matches_and_no_more():
-    allowed = Allowed(images=("registry.example.com/*",), secrets=("storage",), pod_template=("volumes.data",))
+    allowed = Allowed(
+        images=("registry.example.com/*",), secrets=("storage",), pod_template=("volumes.data",)
+    )
     volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
     fields = {
         "image": "registry.example.com/a:1",
@@ -119,14 +151,22 @@ def pod(monkeypatch, tmp_path):
 
 EXISTING = {"kind": "existing", "scheduler_address": "tcp://elsewhere:8786"}
 NOT_KUBERNETES = [
-    ({"kind": "local"}, r"cluster\.kind: expected one of allowed\.kinds \(kubernetes\) in a pod, got 'local'"),
+    (
+        {"kind": "local"},
+        (
+            r"cluster\.kind: expected one of allowed\.kinds \(kubernetes\) in a pod, "
+            r"got 'local'"
+        ),
+    ),
     (EXISTING, r"cluster\.kind: .* got 'existing'"),
     ({"scheduler_address": "tcp://elsewhere:8786"}, r"cluster\.kind: .* got 'existing'"),
 ]
 
 
 @pytest.mark.parametrize(("cluster", "expected"), NOT_KUBERNETES)
-def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of_its_own(pod, cluster, expected):
+def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of_its_own(
+    pod, cluster, expected
+):
     given = ClusterInput(**cluster)
     with pytest.raises(ConfigError, match=f"^{expected} .*settings.toml"):
         check_cluster(given)
@@ -146,7 +186,13 @@ def test_the_address_that_a_launch_puts_into_the_environment_is_compared_too(pod
     with pytest.raises(ConfigError, match="got 'existing'"):
         check_cluster(ClusterInput())
     allowed = Allowed(kinds=("existing",), addresses=("tcp://dask.team:*",))
-    with pytest.raises(ConfigError, match=r"scheduler_address: expected one of .*, got 'tcp://elsewhere:8786'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"scheduler_address: expected one of .*, got "
+            r"'tcp://elsewhere:8786'"
+        ),
+    ):
         check_allowed(ClusterConfig(), allowed)
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://dask.team:8786")
     check_allowed(ClusterConfig(), allowed)
@@ -164,14 +210,18 @@ def test_a_script_of_the_launchers_runs_in_no_drivers_pod(pod, tmp_path, monkeyp
     script = tmp_path / "train.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(UserError, match=r"cluster\.kind: .*got 'local'"):
-        run_script.task_function(FlyteFile(str(script)), cluster=ClusterInput(kind="local", num_nodes=1))
+        run_script.task_function(
+            FlyteFile(str(script)), cluster=ClusterInput(kind="local", num_nodes=1)
+        )
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(pod, monkeypatch):
     def call(allowed=None, file="s3://bucket/file", **cluster):
         own = task(task_config=Distributed(nnodes=2, cluster=cluster, allowed=allowed))(train)
-        literals = LiteralMap({"file": Literal(Scalar(blob=Blob(BlobMetadata(BlobType("", 0)), file)))})
+        literals = LiteralMap(
+            {"file": Literal(Scalar(blob=Blob(BlobMetadata(BlobType("", 0)), file)))}
+        )
         own.check_allowed(own.task_config.gang(own._pods), literals)
 
     call()
@@ -182,31 +232,72 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
         ("annotations", {"flyte.secrets/s0": "m4zg5"}, {"annotations": ["*"]}),
         ("image", "evil:1", {"images": ["evil:*"]}),
     ):
-        with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\.{field}: expected .*allowed"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"^cluster\.kubernetes\.{field}: expected "
+                r".*allowed"
+            ),
+        ):
             call(kubernetes={field: value})
         call(kubernetes={field: value}, allowed=allowed)
-    with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*, got '/etc/passwd'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^file: expected one of allowed\.urls .*, got "
+            r"'/etc/passwd'"
+        ),
+    ):
         call(file="/etc/passwd")
-    monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)  # in a project of one's own
-    call(kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]}, file="https://example.com/file")
-    with pytest.raises(ConfigError, match=r"^cluster\.kind: expected one of allowed\.kinds \(kubernetes\) in a pod"):
+    # in a project of one's own
+    monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)
+    call(
+        kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]},
+        file="https://example.com/file",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^cluster\.kind: expected one of allowed\.kinds "
+            r"\(kubernetes\) in a pod"
+        ),
+    ):
         call(**EXISTING)
-    with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*, got '/etc/passwd'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^file: expected one of allowed\.urls .*, got "
+            r"'/etc/passwd'"
+        ),
+    ):
         call(file="/etc/passwd")
-    with pytest.raises(ConfigError, match=r"^allowed: expected one of the fields images, .*, got 'image'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^allowed: expected one of the fields images, .*, got "
+            r"'image'"
+        ),
+    ):
         Distributed(allowed={"image": ["*"]})
     with pytest.raises(ConfigError, match=r"^allowed.kinds: expected a list, got 'local'"):
         Distributed(allowed={"kinds": "local"})
 
 
-def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(pod, tmp_path, capsys, monkeypatch):
+def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
+    pod, tmp_path, capsys, monkeypatch
+):
     script = tmp_path / "train.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert main(["run", "--nnodes", "2", "--cluster", '{"kind": "local"}', str(script)]) == 2
-    assert "cluster.kind: expected one of allowed.kinds (kubernetes) in a pod, got 'local'" in capsys.readouterr().err
+    assert (
+        "cluster.kind: expected one of allowed.kinds (kubernetes) in a pod, got 'local'"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "ran").exists()
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")  # on a laptop
-    monkeypatch.setattr("flyte_ddp.__main__.run_program", lambda *_, **options: (tmp_path / "ran").touch())
+    monkeypatch.setattr(
+        "flyte_ddp.__main__.run_program", lambda *_, **options: (tmp_path / "ran").touch()
+    )
     cluster = '{"kind": "kubernetes", "kubernetes": {"image": "own:1"}}'
     assert main(["run", "--nnodes", "2", "--cluster", cluster, str(script)]) == 0
     assert (tmp_path / "ran").exists()
@@ -248,7 +339,12 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
 
 
 TEAM = Allowed(
-    urls=("s3://bucket/team/*", "https://Host.example/data", "abfs://c@a.dfs.core.windows.net/team", "/mnt/team")
+    urls=(
+        "s3://bucket/team/*",
+        "https://Host.example/data",
+        "abfs://c@a.dfs.core.windows.net/team",
+        "/mnt/team",
+    )
 )
 
 
@@ -268,7 +364,12 @@ TEAM = Allowed(
             "https://HOST.example:443/data/a?b=c#d",
             "file:///mnt/team/a",
         ),
-        *("az://c@a.dfs.core.windows.net/team/a", "abfss://c@a.dfs.core.windows.net/team/a", "/mnt/team/a", ""),
+        *(
+            "az://c@a.dfs.core.windows.net/team/a",
+            "abfss://c@a.dfs.core.windows.net/team/a",
+            "/mnt/team/a",
+            "",
+        ),
         *("s3://bucket/team/..a/b..c/...", "s3://bucket/team/50% of it"),
     ],
 )
@@ -279,16 +380,35 @@ def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
 @pytest.mark.parametrize(
     "url",
     [
-        *("s3://bucket/team/../other", "s3://bucket/team/%2e%2e/other", "s3://bucket/team/%252E%252e/other"),
+        *(
+            "s3://bucket/team/../other",
+            "s3://bucket/team/%2e%2e/other",
+            "s3://bucket/team/%252E%252e/other",
+        ),
         *(
             "s3://bucket/team/..",
             "s3://bucket/team/./../other",
             "s3://bucket/team/./a",
             "s3://bucket/team/a%2f..%2f../other",
         ),
-        *("s3://bucket/team\\..\\other", "s3://bucket/team/a?/../../other", "s3://bucket/team/..;/other"),
-        *("s3://bucket/team-secret", "s3://bucket/teams/a", "s3://bucket//team/a", "s3://bucket", "s3://bucket/Team/a"),
-        *("s3://bucket.evil/team/a", "s3://other/bucket/team/a", "s3://bucket/te%61m/a", "s3://bucket@evil/team/a"),
+        *(
+            "s3://bucket/team\\..\\other",
+            "s3://bucket/team/a?/../../other",
+            "s3://bucket/team/..;/other",
+        ),
+        *(
+            "s3://bucket/team-secret",
+            "s3://bucket/teams/a",
+            "s3://bucket//team/a",
+            "s3://bucket",
+            "s3://bucket/Team/a",
+        ),
+        *(
+            "s3://bucket.evil/team/a",
+            "s3://other/bucket/team/a",
+            "s3://bucket/te%61m/a",
+            "s3://bucket@evil/team/a",
+        ),
         *(
             "s3a://bucket/other",
             "S3://bucket/other",
@@ -297,15 +417,27 @@ def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
             "s3://bucket/team/a\n",
             " s3://b",
         ),
-        *("https://host.example:8443/data", "https://host.example@evil/data", "https://host.example.evil/data"),
+        *(
+            "https://host.example:8443/data",
+            "https://host.example@evil/data",
+            "https://host.example.evil/data",
+        ),
         *(
             "https://evil?host.example/data",
             "https://evil#@host.example/data",
             "http://host.example/data",
             "//host.example/data",
         ),
-        *("abfs://c@a.evil/team", "abfs://d@a.dfs.core.windows.net/team", "simplecache::s3://bucket/team/a"),
-        *("zip://*.csv::s3://bucket/team/a.zip", "s3://bucket/team/a::file:///etc/passwd", "github://o:r@main/a"),
+        *(
+            "abfs://c@a.evil/team",
+            "abfs://d@a.dfs.core.windows.net/team",
+            "simplecache::s3://bucket/team/a",
+        ),
+        *(
+            "zip://*.csv::s3://bucket/team/a.zip",
+            "s3://bucket/team/a::file:///etc/passwd",
+            "github://o:r@main/a",
+        ),
         *(
             "/mnt/team/../other",
             "/mnt/teams",
@@ -327,7 +459,12 @@ def check_urls_of(allowed, url):
 
 
 def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
-    options = {"tokens": "bpe", "prompt": "ROMEO: a/b", "vocabulary_of": "s3://bucket/state.pt", "steps": [1, 2]}
+    options = {
+        "tokens": "bpe",
+        "prompt": "ROMEO: a/b",
+        "vocabulary_of": "s3://bucket/state.pt",
+        "steps": [1, 2],
+    }
     check_options(options)
     for value in (
         "http://elsewhere/x",
@@ -337,10 +474,24 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
         "filecache::http://e",
     ):
         for given in (value, [value], {"url": value}):
-            with pytest.raises(ConfigError, match=r"^recipe_options\.vocabulary_of.*: expected one of allowed\.urls"):
+            with pytest.raises(
+                ConfigError,
+                match=(
+                    r"^recipe_options\.vocabulary_of.*: expected "
+                    r"one of allowed\.urls"
+                ),
+            ):
                 check_options({**options, "vocabulary_of": given})
-    config = TrainingOverrides(recipe_options={"tokens": "bpe", "vocabulary_of": "http://elsewhere/x"})
-    with pytest.raises(UserError, match=r"^recipe_options\.vocabulary_of: expected one of allowed\.urls"):
+    config = TrainingOverrides(
+        recipe_options={"tokens": "bpe", "vocabulary_of": "http://elsewhere/x"}
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^recipe_options\.vocabulary_of: expected one of "
+            r"allowed\.urls"
+        ),
+    ):
         prepare.task_function(recipe="text", config=config)
 
 
@@ -351,7 +502,13 @@ def test_names_of_variables_labels_and_annotations_are_compared():
         {"annotations": {"flyte.secrets/s0": "m4zg5"}},
     ):
         (name,) = fields
-        with pytest.raises(ConfigError, match=rf"kubernetes\.{name}: expected one of allowed\.{name} .*, got"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"kubernetes\.{name}: expected one of "
+                rf"allowed\.{name} .*, got"
+            ),
+        ):
             check_allowed(kubernetes(**fields), DEFAULTS)
     check_allowed(kubernetes(env={"NCCL_DEBUG": "INFO"}, labels={"team": "vision"}), DEFAULTS)
 
@@ -360,8 +517,19 @@ def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     text = (ROOT / "settings.toml").read_text()
     for old, new, expected in (
-        ("images = []", "image = []", "settings.toml: allowed: expected one of the fields images, .* got 'image'"),
-        ("images = []", 'images = "*"', r"settings.toml: allowed.images: expected a list, got '\*'"),
+        (
+            "images = []",
+            "image = []",
+            ("settings.toml: allowed: expected one of the fields images, .* got 'image'"),
+        ),
+        (
+            "images = []",
+            'images = "*"',
+            (
+                r"settings.toml: allowed.images: expected a list, got "
+                r"'\*'"
+            ),
+        ),
     ):
         file.write_text(text.replace(old, new))
         with pytest.raises(SettingsError, match=expected):
@@ -379,12 +547,16 @@ def test_the_admission_policies_of_deploy_use_the_lists_that_they_declare_and_ar
         used = set(re.findall(r"variables\.(\w+)", " ".join(rule["expression"] for rule in rules)))
         assert used == {variable["name"] for variable in policy["spec"].get("variables", [])}
     assert PLURAL in POLICIES[0]["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
-    assert [each["spec"]["policyName"] for each in BINDINGS] == [each["metadata"]["name"] for each in POLICIES]
+    assert [each["spec"]["policyName"] for each in BINDINGS] == [
+        each["metadata"]["name"] for each in POLICIES
+    ]
     assert all(each["spec"]["validationActions"] == ["Deny"] for each in BINDINGS)
 
 
 def refusals(manifest, resource=PLURAL, user="system:serviceaccount:team:flyte-ddp", old=None):
-    """Return the messages of the rules that refuse `manifest`, evaluated as the API server would."""
+    """Return the messages of the rules that refuse `manifest`, evaluated as the API server
+    would.
+    """
     cel = pytest.importorskip("cel")  # for Python 3.11 and newer
     operation = "CREATE" if old is None else "UPDATE"
     request = {"operation": operation, "userInfo": {"username": user}}
@@ -400,7 +572,11 @@ def refusals(manifest, resource=PLURAL, user="system:serviceaccount:team:flyte-d
         return []
     for variable in spec.get("variables", []):
         given["variables"][variable["name"]] = cel.evaluate(variable["expression"], given)
-    return [each["message"] for each in spec["validations"] if not cel.evaluate(each["expression"], given)]
+    return [
+        each["message"]
+        for each in spec["validations"]
+        if not cel.evaluate(each["expression"], given)
+    ]
 
 
 def run(name="ddp-x-00000000", **fields):
@@ -425,7 +601,9 @@ INIT = {"name": "i", "image": "registry.example.com/flyte-ddp:7"}
 TOKEN = {"name": "e", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api_key"}}}
 
 
-@pytest.mark.parametrize("fields", [{}, {"tls": False}, {"image": "registry.example.com/flyte-ddp@sha256:0"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"tls": False}, {"image": "registry.example.com/flyte-ddp@sha256:0"}]
+)
 def test_the_admission_policy_admits_the_runs_of_this_package(fields):
     assert refusals(run(**fields)) == []
 
@@ -435,7 +613,8 @@ REFUSED = [
     (run(image="registry.example.com/flyte-ddp-evil:1"), "an image"),
     (with_pod(initContainers=[{**INIT, "image": "evil"}]), "an image"),
     (run(service_account="admin"), "a service account"),
-    (with_pod(serviceAccount="admin"), "a service account"),  # the deprecated name of the same field
+    # the deprecated name of the same field
+    (with_pod(serviceAccount="admin"), "a service account"),
     (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
     (run(env_from_secrets=["wandb"]), "a secret in the environment"),
     (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
@@ -458,7 +637,9 @@ def test_the_admission_policy_refuses_what_is_in_no_list(manifest, message):
 def test_the_admission_policy_leaves_what_else_makes_pods_to_the_operator():
     group = {"metadata": {"name": "x"}, "spec": {"worker": {"spec": {"hostPID": True}}}}
     operator = "system:serviceaccount:dask-operator:dask-operator"
-    assert refusals(group, "daskworkergroups") == ["only the operator creates DaskWorkerGroups and DaskJobs"]
+    assert refusals(group, "daskworkergroups") == [
+        ("only the operator creates DaskWorkerGroups and DaskJobs")
+    ]
     assert refusals(group, "daskworkergroups", operator) == []
     assert refusals({"type": "kubernetes.io/tls"}, "secrets") == refusals({}, "secrets") == []
     assert refusals({"type": "kubernetes.io/service-account-token"}, "secrets") == [
@@ -482,15 +663,22 @@ PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/clusters.md").read_text(),
 def test_every_example_about_pods_is_allowed_by_exactly_its_named_paths(example):
     config = ClusterConfig(kind="kubernetes", **yaml.safe_load(example))
     spec = cluster_spec(config, "ddp-x-00000000")["spec"]
-    for template, pod in (("pod_template", spec["worker"]), ("scheduler_pod_template", spec["scheduler"])):
+    for template, pod in (
+        ("pod_template", spec["worker"]),
+        ("scheduler_pod_template", spec["scheduler"]),
+    ):
         assert set(getattr(config.kubernetes, template)) <= set(pod["spec"])
         assert "emptyDir" in str(pod["spec"]["volumes"])  # merged, not replaced
     found = re.findall(r"^# allowed\.(\w+): (.*)$", example, re.MULTILINE)
     needed = [(field, name) for field, names in found for name in names.split(", ")]
 
     def with_allowed(entries):
-        more = {field: tuple(name for each, name in entries if each == field) for field, _ in needed}
-        return dataclasses.replace(DEFAULTS, **{name: getattr(DEFAULTS, name) + more[name] for name in more})
+        more = {
+            field: tuple(name for each, name in entries if each == field) for field, _ in needed
+        }
+        return dataclasses.replace(
+            DEFAULTS, **{name: getattr(DEFAULTS, name) + more[name] for name in more}
+        )
 
     for left_out in needed:
         with pytest.raises(ConfigError, match=re.escape(left_out[1])):

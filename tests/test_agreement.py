@@ -1,4 +1,6 @@
-"""Facts that all ranks must have in common are compared: a split, class numbers, names, the configuration."""
+"""Facts that all ranks must have in common are compared: a split, class numbers, names, the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def rank_1(first):
 
 
 def open_recipe(name, seed=0, **config):
-    """The recipe of this name, its configuration and a function that reads its facts, in a process of its own seed."""
+    """The recipe of this name, its configuration and a function that reads its facts, in a process
+    of its own seed.
+    """
     recipe, config = get_recipe(f"{MODULE}.{name}"), config_of(f"{MODULE}.{name}", config)
     for draw in (random.seed, numpy.random.seed, torch.manual_seed):
         draw(seed)
@@ -68,33 +72,53 @@ def test_a_split_without_a_seed_is_the_same_in_each_process_and_leaves_its_draws
         open_recipe(name, seed)
         if seed == 1:
             assert drawn() == expected, "the process's own draws have changed"
-        parts = open_datasets(get_recipe(f"{MODULE}.{name}"), Path(), config_of(f"{MODULE}.{name}", {}))
+        parts = open_datasets(
+            get_recipe(f"{MODULE}.{name}"), Path(), config_of(f"{MODULE}.{name}", {})
+        )
         splits.append([part.tensors[0].flatten().tolist() for part in parts])
     assert splits[0] == splits[1]
     assert sorted(splits[0][0] + splits[0][1]) == list(range(64))
-    other = open_datasets(get_recipe(f"{MODULE}.{name}"), Path(), config_of(f"{MODULE}.{name}", {"seed": 1}))
+    other = open_datasets(
+        get_recipe(f"{MODULE}.{name}"), Path(), config_of(f"{MODULE}.{name}", {"seed": 1})
+    )
     assert other[0].tensors[0].flatten().tolist() != splits[0][0]
 
 
 def with_config(config, facts):
-    return {f"config.{key}": repr(value) for key, value in dataclasses.asdict(config).items()} | facts
+    return {
+        f"config.{key}": repr(value) for key, value in dataclasses.asdict(config).items()
+    } | facts
 
 
 MESSAGES = {
     "Split": None,
     "Noisy": None,
-    "SplitByNobody": r"splits.py:\d+: SplitByNobody.datasets: training sample \d+: expected the same on all ranks, as",
-    "NumberedBySet": r"training sample \d+: expected the same on all .*, as on rank 0, got another one on rank 1",
-    "NamedBySet": r"class_names: expected \['class .* on all ranks, as on rank 0, got \['class .* on rank 1",
+    "SplitByNobody": (
+        r"splits.py:\d+: SplitByNobody.datasets: training sample \d+: expected the "
+        r"same on all ranks, as"
+    ),
+    "NumberedBySet": (
+        r"training sample \d+: expected the same on all .*, as on rank 0, got "
+        r"another one on rank 1"
+    ),
+    "NamedBySet": (
+        r"class_names: expected \['class .* on all ranks, as on rank 0, got \['class .* "
+        r"on rank 1"
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def facts_elsewhere():
     """The facts of each recipe in a process with other hashes."""
-    code = "from tests.test_agreement import *; print(json.dumps({name: open_recipe(name)[2]() for name in MESSAGES}))"
+    code = (
+        "from tests.test_agreement import *; print(json.dumps({name: open_recipe(name)[2]() "
+        "for name in MESSAGES}))"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "11"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -117,10 +141,22 @@ def test_the_configuration_and_the_number_of_samples_are_compared():
     recipe, config, read = open_recipe("Split")
     facts = read()
     first = rank_1(with_config(config, facts | {"config.learning_rate": "0.1"}))
-    with pytest.raises(ConfigError, match=r"^config.learning_rate: expected 0.1 .* as on rank 0, got 0.001 on rank 1$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^config.learning_rate: expected 0.1 .* as on rank 0, "
+            r"got 0.001 on rank 1$"
+        ),
+    ):
         check_ranks(recipe, config, facts, read, first)
     first = rank_1(with_config(config, facts | {"number of held-out samples": 15}))
-    with pytest.raises(ConfigError, match=r"number of held-out samples: expected 15 on all .* 0, got 16 on rank 1"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"number of held-out samples: expected 15 on all .* 0, "
+            r"got 16 on rank 1"
+        ),
+    ):
         check_ranks(recipe, config, facts, read, first)
 
 
@@ -164,7 +200,10 @@ def test_a_sample_of_any_kind_has_plain_facts_that_are_its_own(number):
 
 def test_numbers_may_differ_in_their_last_digits_where_processors_differ_and_no_label_may():
     def differs(one, other):
-        return find_difference({"sample": summarize(one)}, {"sample": summarize(other)}, dict) is not None
+        return (
+            find_difference({"sample": summarize(one)}, {"sample": summarize(other)}, dict)
+            is not None
+        )
 
     image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
     assert not differs(image, image * (1 + 1e-6))
@@ -176,7 +215,10 @@ def test_numbers_may_differ_in_their_last_digits_where_processors_differ_and_no_
 
 def test_ranks_that_split_for_themselves_end_in_one_line_before_the_first_step(tmp_path):
     run = new_run(tmp_path, f"{MODULE}.SplitByRank")
-    message = r"number of training samples: expected 48 on all ranks, as on rank 0, got 47 on rank 1"
+    message = (
+        r"number of training samples: expected 48 on all ranks, as on rank 0, got 47 on "
+        r"rank 1"
+    )
     with pytest.raises((ConfigError, RankFailure), match=message):
         run.train()
     assert run.last_step == 0

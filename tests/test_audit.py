@@ -1,4 +1,6 @@
-"""The pinned packages: complete, with hashes, in the right file; `make audit` passes only if it could ask about all."""
+"""The pinned packages: complete, with hashes, in the right file; `make audit` passes only if it
+could ask about all.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,18 @@ UNKNOWN = "zipp  Dependency not found on PyPI and could not be audited: zipp (4.
     [
         ("No known vulnerabilities found", 0, True, ""),
         (f"No known vulnerabilities found\n{UNKNOWN}", 0, False, "pip-audit: 1 of "),
-        (f"Found 1 known vulnerability in 1 package\njinja2 1.0 CVE-2\n{UNKNOWN}", 1, False, "jinja2 1.0 CVE-2"),
+        (
+            f"Found 1 known vulnerability in 1 package\njinja2 1.0 CVE-2\n{UNKNOWN}",
+            1,
+            False,
+            ("jinja2 1.0 CVE-2"),
+        ),
         ("requests.exceptions.ConnectionError: no network", 1, False, "no network"),
     ],
 )
-def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(tmp_path, output, status, passes, shown):
+def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(
+    tmp_path, output, status, passes, shown
+):
     program = tmp_path / "pip-audit"
     program.write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\nexit {status}\n")
     program.chmod(0o755)
@@ -37,7 +46,14 @@ def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(tmp_pat
     pins = ("requirements.txt", "requirements-dev.txt", "requirements-uv.txt")
     for name in ("Makefile", "project.mk", *pins, "pyproject.toml"):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
-    command = ["make", "audit", f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}", "UV=/bin/true", "IMAGE=x:1"]
+    command = [
+        "make",
+        "audit",
+        f"BIN={tmp_path}",
+        f"INSTALLED={tmp_path / 'installed'}",
+        "UV=/bin/true",
+        "IMAGE=x:1",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert shown in done.stdout
@@ -49,7 +65,13 @@ def pins(name):
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     found = {}
     for line in filter(None, lines):
-        match = re.fullmatch(r"([\w.-]+==[^ ]+)(?: ; [^-]+?)?((?: --hash=sha256:[0-9a-f]{64})+)", line)
+        match = re.fullmatch(
+            (
+                r"([\w.-]+==[^ ]+)(?: ; [^-]+?)?((?: "
+                r"--hash=sha256:[0-9a-f]{64})+)"
+            ),
+            line,
+        )
         assert match, f"{name}: {line[:200]}"
         found[match[1]] = match[2].split()
     return found
@@ -63,10 +85,15 @@ def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
     runtime, development = pins("requirements.txt"), pins("requirements-dev.txt")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert {Requirement(each).name for each in project["dependencies"]} <= names(runtime)
-    extras = {Requirement(each).name for extra in project["optional-dependencies"].values() for each in extra}
+    extras = {
+        Requirement(each).name
+        for extra in project["optional-dependencies"].values()
+        for each in extra
+    }
     assert extras <= names(runtime) | names(development) | {project["name"]}
     assert not names(runtime) & {"pytest", "mypy", "ruff", "moto", "lightning", "pip-audit"}
-    for name in names(runtime) & names(development):  # for other platforms only in the one: the same versions
+    # for other platforms only in the one: the same versions
+    for name in names(runtime) & names(development):
         assert {each for each in development if names([each]) == {name}} <= runtime.keys(), name
 
 
@@ -75,7 +102,8 @@ def test_the_image_installs_nothing_without_a_hash():
     installs = re.findall(r"pip install [^\n;]*", text)
     assert len(installs) == 5
     wheel, own = (each for each in installs if "--require-hashes" not in each)
-    assert wheel.strip().endswith('--no-deps --compile-bytecode "$wheel"')  # which lies in the project
+    # which lies in the project
+    assert wheel.strip().endswith('--no-deps --compile-bytecode "$wheel"')
     assert own.endswith("-c /pins/requirements.txt -r /pins/own/requirements-own.txt")  # its user's
     assert set(re.findall(r"-r /pins/([^\s;]+)", text)) == {
         "own/requirements-own.txt",
@@ -85,7 +113,10 @@ def test_the_image_installs_nothing_without_a_hash():
     }
     (select,) = re.findall(r"awk '(.*?)' requirements.txt", text)
     gpu = subprocess.run(
-        ["awk", select, str(REPOSITORY / "requirements.txt")], capture_output=True, text=True, check=True
+        ["awk", select, str(REPOSITORY / "requirements.txt")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     chosen = names(re.findall(r"^[a-z0-9][^ ]*", gpu.stdout, re.MULTILINE))
     assert {"torch", "torchvision", "triton", "nvidia-nccl-cu13"} <= chosen
@@ -94,20 +125,35 @@ def test_the_image_installs_nothing_without_a_hash():
 
 
 @pytest.mark.parametrize(
-    ("machine", "passes"), [("Linux aarch64", True), ("Darwin arm64", True), ("Darwin x86_64", False)]
+    ("machine", "passes"),
+    [("Linux aarch64", True), ("Darwin arm64", True), (("Darwin x86_64"), False)],
 )
 def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
     for name, script in {"uname": f"echo {machine}", "uv": "exit 0"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".venv").mkdir()
-    for name in ("Makefile", "project.mk", "requirements.txt", "requirements-dev.txt", "pyproject.toml"):
+    for name in (
+        "Makefile",
+        "project.mk",
+        "requirements.txt",
+        "requirements-dev.txt",
+        "pyproject.toml",
+    ):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["make", "setup", "IMAGE=x:1"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ["make", "setup", "IMAGE=x:1"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), done.stdout + done.stderr
-    assert passes or f"setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got {machine}" in (
-        done.stderr
+    assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), (
+        done.stdout + done.stderr
     )
+    assert passes or (
+        "setup: expected Linux, or macOS on Apple silicon, which torch has wheels "
+        f"for, got {machine}"
+    ) in (done.stderr)

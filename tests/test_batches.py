@@ -1,4 +1,6 @@
-"""The batches of a user's own loop: each sample once, the same at any number of ranks, also after a restart."""
+"""The batches of a user's own loop: each sample once, the same at any number of ranks, also after a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def resume_at(position, monkeypatch):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
-def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(world_size, dataset, monkeypatch):
+def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(
+    world_size, dataset, monkeypatch
+):
     alone = [sorted(samples) for samples, _ in batches_of(0, 1, monkeypatch, dataset, 3)]
     ranks = [batches_of(rank, world_size, monkeypatch, dataset, 3) for rank in range(world_size)]
     assert {len(batches) for batches in ranks} == {4}
@@ -109,13 +113,17 @@ def test_each_sample_is_in_one_batch_which_is_the_same_at_any_number_of_ranks(wo
 @pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
 def test_the_ranks_of_a_mesh_share_a_batch_in_the_order_of_their_places(dataset, monkeypatch):
     for row, column in ((0, 1), (1, 0)):
-        mesh = SimpleNamespace(shape=(2, 2), get_coordinate=lambda place=[row, column]: place, size=lambda: 4)
+        mesh = SimpleNamespace(
+            shape=(2, 2), get_coordinate=lambda place=[row, column]: place, size=lambda: 4
+        )
         expected = batches_of(2 * row + column, 4, monkeypatch, dataset, 1)
         assert batches_of(7, 8, monkeypatch, dataset, 1, mesh=mesh) == expected
 
 
 @pytest.mark.parametrize("visits_the_first", [True, False])
-def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(visits_the_first, monkeypatch, caplog):
+def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(
+    visits_the_first, monkeypatch, caplog
+):
     first = session_of()[0]
     monkeypatch.setattr(session, "_current", first)
     assert len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) == 4
@@ -123,12 +131,16 @@ def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(visit
     seen = [len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) for _ in range(2 * visits_the_first)]
     seen += [len(batches_of(0, 1, monkeypatch, NUMBERS, 1)) for _ in range(2)]
     assert seen == ([0, 4, 4, 4] if visits_the_first else [4, 4])
-    told = [line for line in caplog.messages if "epoch 1 has more data sets than epoch 0 had" in line]
+    told = [
+        line for line in caplog.messages if ("epoch 1 has more data sets than epoch 0 had") in line
+    ]
     assert len(told) == (not visits_the_first)  # `session.epochs` begins at the second
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers, tmp_path, monkeypatch):
+def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(
+    num_workers, tmp_path, monkeypatch
+):
     whole = [batches_of(0, 1, monkeypatch, Shards(tmp_path), epoch) for epoch in range(3)]
     assert len({str(each) for each in whole}) > 1, "the epochs have one order"
     ranks = []
@@ -136,12 +148,16 @@ def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(num_workers,
         resume_at({"epoch": 2, "num_samples": 12, "length": None}, monkeypatch)
         workers = num_workers if rank else 0
         ranks.append(batches_of(rank, 2, monkeypatch, Shards(tmp_path), 2, num_workers=workers))
-    rest = [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples]
+    rest = [
+        sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples
+    ]
     assert rest == [sample for samples, _ in whole[2][2:] for sample in samples]
 
 
 class NoisyStream(IterableDataset):
-    """Samples of which each is drawn from every generator, as in a stream that shuffles or augments."""
+    """Samples of which each is drawn from every generator, as in a stream that shuffles or
+    augments.
+    """
 
     def __init__(self, size=SIZE):
         self.size = size
@@ -152,17 +168,23 @@ class NoisyStream(IterableDataset):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restart(num_workers, monkeypatch):
+def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restart(
+    num_workers, monkeypatch
+):
     def drawn():
         return random.random(), numpy.random.rand(), torch.rand(()).item()
 
     def read(rank, world_size, epoch, **options):
-        return batches_of(rank, world_size, monkeypatch, NoisyStream(), epoch, num_workers=num_workers, **options)
+        return batches_of(
+            rank, world_size, monkeypatch, NoisyStream(), epoch, num_workers=num_workers, **options
+        )
 
     whole = [sample for samples, _ in read(0, 1, 2) for sample in samples]
     drawn()
     ranks = [read(rank, 2, 2) for rank in range(2)]
-    assert [sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples] == whole
+    assert [
+        sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples
+    ] == whole
     assert read(0, 1, 3) != read(0, 1, 2)
     assert read(0, 1, 2, seed=1) != read(0, 1, 2)
     position = {"epoch": 2, "num_samples": 12, "length": None}
@@ -175,7 +197,13 @@ def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restar
     assert [sample for samples, _ in read(0, 1, 2) for sample in samples] == whole[12:]
     assert drawn() == expected, "the loop's own draws have changed"
     resume_at(position, monkeypatch)
-    with pytest.raises(ConfigError, match=r"dataset: expected at least the 12 samples that .* had done, got 11"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"dataset: expected at least the 12 samples that .* had "
+            r"done, got 11"
+        ),
+    ):
         list(session.batches(NoisyStream(11), BATCH, 2, num_workers=num_workers))
     resume_at(position, monkeypatch)
     assert list(session.batches(NoisyStream(12), BATCH, 2, num_workers=num_workers)) == []
@@ -219,7 +247,9 @@ def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
 
 
 def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monkeypatch):
-    expected = {tuple(row) for samples, _ in batches_of(0, 1, monkeypatch, Noisy(), 0) for row in samples}
+    expected = {
+        tuple(row) for samples, _ in batches_of(0, 1, monkeypatch, Noisy(), 0) for row in samples
+    }
     assert len({row[1:] for row in expected}) == SIZE
     for state in (random.seed, numpy.random.seed, torch.manual_seed):
         state(7)
@@ -237,9 +267,13 @@ def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monk
 
 
 def test_a_batch_that_is_too_small_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="global_batch_size: expected at least 7, a sample for each rank, got 6"):
+    with pytest.raises(
+        ConfigError, match=("global_batch_size: expected at least 7, a sample for each rank, got 6")
+    ):
         batches_of(0, 7, monkeypatch)
-    with pytest.raises(ConfigError, match="num_workers: expected at most 1 for an iterable data set, .*, got 2"):
+    with pytest.raises(
+        ConfigError, match=("num_workers: expected at most 1 for an iterable data set, .*, got 2")
+    ):
         batches_of(0, 1, monkeypatch, Stream(), 0, num_workers=2)
 
 
@@ -248,7 +282,9 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
     monkeypatch.setattr(session, "_current", current)
     for _ in session.batches(NUMBERS, BATCH, 0):
         assert len(list(session.batches(NUMBERS, BATCH))) == 4
-        with pytest.raises(ConfigError, match="epoch: expected None for all but one data set at a time"):
+        with pytest.raises(
+            ConfigError, match=("epoch: expected None for all but one data set at a time")
+        ):
             next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
     resume_at({"epoch": 1, "num_samples": 12, "length": SIZE}, monkeypatch)
@@ -259,7 +295,13 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
     resume_at(done, monkeypatch)
     assert list(session.batches(NUMBERS, BATCH, 1)) == []
     resume_at(done, monkeypatch)
-    with pytest.raises(ConfigError, match=r"dataset: expected 23 samples, with which .* was written, got 22"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"dataset: expected 23 samples, with which .* was "
+            r"written, got 22"
+        ),
+    ):
         next(iter(session.batches(torch.arange(22), BATCH, 1)))
 
 
@@ -269,9 +311,21 @@ def test_another_order_than_the_checkpoints_is_refused(monkeypatch):
     for _ in session.batches(NUMBERS, BATCH, 1, seed=3, shuffle=False):
         pass
     current._resumed = current._position
-    with pytest.raises(ConfigError, match=r"batches: shuffle: expected False, with which the checkpoint was written"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"batches: shuffle: expected False, with which the "
+            r"checkpoint was written"
+        ),
+    ):
         next(iter(session.batches(NUMBERS, BATCH, 2, seed=3)))
-    with pytest.raises(ConfigError, match=r"batches: seed: expected 3, with which the checkpoint was written, got 0"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"batches: seed: expected 3, with which the checkpoint "
+            r"was written, got 0"
+        ),
+    ):
         next(iter(session.batches(NUMBERS, BATCH, 2, shuffle=False)))
     rest = session.batches(NUMBERS, BATCH, 2, seed=3, shuffle=False)
     assert [sample for batch, _ in rest for sample in batch[0].tolist()] == list(range(SIZE))
@@ -279,7 +333,9 @@ def test_another_order_than_the_checkpoints_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("num_done", [2, 4, 5])
 def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
-    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the loop has not."""
+    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the
+    loop has not.
+    """
     assert list(session.epochs(3)) == [0, 1, 2]
     current, _ = session_of()
     monkeypatch.setattr(session, "_current", current)
@@ -331,19 +387,54 @@ def numbers_of_rank(rank):
         (lambda rank: Stream(), None),
         (lambda rank: NoisyStream(), None),
         (lambda rank: iter(range(SIZE)), None),
-        (lambda rank: [(torch.tensor(number), {"name": str(number)}) for number in range(SIZE)], None),
+        (
+            lambda rank: [(torch.tensor(number), {"name": str(number)}) for number in range(SIZE)],
+            None,
+        ),
         (
             numbers_of_rank,
-            r"dataset: sample \d+: expected the same on all ranks, as on rank 0, got another one on rank 1",
+            (
+                r"dataset: sample \d+: expected the same on all ranks, as on rank 0, got another "
+                r"one "
+                r"on rank 1"
+            ),
         ),
         (
             lambda rank: ByRank(),
-            r"dataset: sample 0: .*, got another one on rank 1: every rank reads the whole data set",
+            (
+                r"dataset: sample 0: .*, got another one on rank 1: every rank reads the whole "
+                r"data "
+                r"set"
+            ),
         ),
-        (lambda rank: iter(range(rank, SIZE, 2)), r"dataset: sample 0: expected the same .* another one on rank 1"),
-        (lambda rank: torch.arange(SIZE - rank), r"dataset: number of samples: expected 23 on .* got 22 on rank 1"),
-        (lambda rank: random.Random(rank).sample(range(SIZE), SIZE), r"dataset: sample \d+: expected the same"),
-        (lambda rank: [str(number + rank) for number in range(SIZE)], r"dataset: sample \d+: expected the same"),
+        (
+            lambda rank: iter(range(rank, SIZE, 2)),
+            (
+                r"dataset: sample 0: expected the same .* "
+                r"another one on rank 1"
+            ),
+        ),
+        (
+            lambda rank: torch.arange(SIZE - rank),
+            (
+                r"dataset: number of samples: expected 23 on .* "
+                r"got 22 on rank 1"
+            ),
+        ),
+        (
+            lambda rank: random.Random(rank).sample(range(SIZE), SIZE),
+            (
+                r"dataset: sample \d+: "
+                r"expected the same"
+            ),
+        ),
+        (
+            lambda rank: [str(number + rank) for number in range(SIZE)],
+            (
+                r"dataset: sample \d+: "
+                r"expected the same"
+            ),
+        ),
     ],
 )
 def test_ranks_compare_the_data_set_before_the_first_batch(make, problem, comes_first, monkeypatch):
@@ -355,7 +446,9 @@ def test_ranks_compare_the_data_set_before_the_first_batch(make, problem, comes_
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         for epoch in range(2 if not hasattr(make(rank), "__next__") else 1):
-            batches = iter(session.batches(make(rank), BATCH, epoch, num_workers=num_workers, collate_fn=list))
+            batches = iter(
+                session.batches(make(rank), BATCH, epoch, num_workers=num_workers, collate_fn=list)
+            )
             if problem is None or rank == comes_first:
                 assert len(list(batches)) >= 2
                 continue
@@ -376,7 +469,13 @@ def test_ranks_compare_how_they_call(options, monkeypatch):
         if rank == 0:
             next(batches)
         else:
-            with pytest.raises(ConfigError, match=rf"batches: {next(iter(options))}: expected .* got .* on rank 1"):
+            with pytest.raises(
+                ConfigError,
+                match=(
+                    rf"batches: {next(iter(options))}: expected .* "
+                    r"got .* on rank 1"
+                ),
+            ):
                 next(batches)
 
 
@@ -407,7 +506,8 @@ def test_a_data_set_of_numbers_without_order_is_another_one_after_a_restart(monk
             assert len(list(session.batches(numbers, BATCH, 0))) == 3
             continue
         with pytest.raises(
-            ConfigError, match=f"{problem} the same, with which the checkpoint was written, got another"
+            ConfigError,
+            match=(f"{problem} the same, with which the checkpoint was written, got another"),
         ):
             next(iter(session.batches(numbers, BATCH, 0)))
 
@@ -416,9 +516,15 @@ def test_a_data_set_of_numbers_without_order_is_another_one_after_a_restart(monk
 def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeypatch):
     page = (Path(__file__).parents[1] / "docs/your-own-function.md").read_text()
     scope = {}
-    exec(next(each for each in page.split("```") if "def token_loss" in each).removeprefix("python"), scope)
+    exec(
+        next(each for each in page.split("```") if "def token_loss" in each).removeprefix("python"),
+        scope,
+    )
     draws = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(7, 5, 3, generator=draws), torch.randint(4, (7, 5), generator=draws)
+    inputs, targets = (
+        torch.randn(7, 5, 3, generator=draws),
+        torch.randint(4, (7, 5), generator=draws),
+    )
     for row in range(7):
         targets[row, : row % 4] = -100
     data, weights = TensorDataset(inputs, targets), torch.randn(3, 4, generator=draws)
@@ -435,9 +541,12 @@ def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeyp
         scope["dist"] = SimpleNamespace(all_reduce=reduce, get_world_size=lambda: world_size)
         own = weights.clone().requires_grad_()
         for (x, y), weight in shares:
-            (scope["token_loss"](x @ own, y, weight) / world_size).backward()  # as DDP: the mean over the ranks
+            # as DDP: the mean over the ranks
+            (scope["token_loss"](x @ own, y, weight) / world_size).backward()
         plain = weights.clone().requires_grad_()
-        torch.nn.functional.cross_entropy((whole[0] @ plain).flatten(0, 1), whole[1].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            (whole[0] @ plain).flatten(0, 1), whole[1].flatten()
+        ).backward()
         torch.testing.assert_close(own.grad, plain.grad)
 
 
@@ -451,15 +560,23 @@ class Once(IterableDataset):
 
 @pytest.mark.parametrize("in_run", [True, False])
 @pytest.mark.parametrize("num_done", [2, 9])
-@pytest.mark.parametrize("make", [Once, lambda: (number for number in range(SIZE)), lambda: map(int, range(SIZE))])
-def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(make, num_done, in_run, monkeypatch):
+@pytest.mark.parametrize(
+    "make", [Once, lambda: (number for number in range(SIZE)), lambda: map(int, range(SIZE))]
+)
+def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(
+    make, num_done, in_run, monkeypatch
+):
     if in_run:
         resume_at({}, monkeypatch)
     data = make()
-    assert len(list(itertools.islice(session.batches(data, BATCH, 0), num_done))) == min(num_done, 4)
+    assert len(list(itertools.islice(session.batches(data, BATCH, 0), num_done))) == min(
+        num_done, 4
+    )
     if num_done == 2 and (make is Once or not in_run):
         return  # what it has left cannot be told from an epoch
-    with pytest.raises(ConfigError, match="dataset: expected an iterable that begins anew in each epoch"):
+    with pytest.raises(
+        ConfigError, match=("dataset: expected an iterable that begins anew in each epoch")
+    ):
         list(session.batches(data, BATCH, 1))
 
 
@@ -482,8 +599,12 @@ class Killed(Exception):
         [torch.arange(3), NUMBERS, torch.arange(6)],
     ],
 )
-def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_killed(sets, seed, monkeypatch):
-    """It saves now and then, in the loops and between them, and is killed there too, before and after a save."""
+def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_killed(
+    sets, seed, monkeypatch
+):
+    """It saves now and then, in the loops and between them, and is killed there too, before and
+    after a save.
+    """
     draws, seen, position = random.Random(seed), Counter(), {}
     saves, kills = draws.uniform(0.1, 0.7), draws.uniform(0.05, 0.2)
     while True:
@@ -529,7 +650,8 @@ def test_a_data_set_that_a_loop_has_left_is_left_after_a_restart_too(monkeypatch
     resume_at(copy.deepcopy(current._position), monkeypatch)
     assert list(session.batches(NUMBERS, BATCH, 0)) == []
     with pytest.raises(
-        ConfigError, match="dataset: expected 17 samples, with which the checkpoint was written, got 23"
+        ConfigError,
+        match=("dataset: expected 17 samples, with which the checkpoint was written, got 23"),
     ):
         list(session.batches(NUMBERS, BATCH, 0))
 
@@ -540,13 +662,16 @@ class Tens(IterableDataset):
 
 
 def train(directory, dies_at):
-    """Two epochs of two data sets; the last rank is killed after the step `dies_at`, with a checkpoint two before."""
+    """Two epochs of two data sets; the last rank is killed after the step `dies_at`, with a
+    checkpoint two before.
+    """
     dist.init_process_group("gloo")
     state = session.load() or {"step": 0, "sum": 0.0}
     step, total = state["step"], torch.tensor(state["sum"], dtype=torch.float64)
     log = Path(directory, f"{os.getpid()}")
     for epoch in session.epochs(2):
-        numbers = session.batches(NUMBERS, BATCH, epoch, num_workers=1)  # forked beside gloo's threads
+        # forked beside gloo's threads
+        numbers = session.batches(NUMBERS, BATCH, epoch, num_workers=1)
         for batch, weight in itertools.chain(numbers, session.batches(Tens(), BATCH, epoch)):
             batch = batch if isinstance(batch, (tuple, list)) else [batch]
             gradient = weight * batch[0].double().mean()  # as DDP's: the mean over the ranks
@@ -579,7 +704,9 @@ def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(tmp_pa
     total = flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=3, **options)
     after = lines_of(tmp_path / "log")
     assert min(step for _, step, _ in after) == 6
-    counts = Counter((epoch, sample) for epoch, step, samples in before if step <= 5 for sample in samples)
+    counts = Counter(
+        (epoch, sample) for epoch, step, samples in before if step <= 5 for sample in samples
+    )
     counts += Counter((epoch, sample) for epoch, _, samples in after for sample in samples)
     numbers = [*range(SIZE), *range(100, 110)]
     assert counts == Counter((epoch, sample) for epoch in range(2) for sample in numbers)
@@ -587,11 +714,15 @@ def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(tmp_pa
 
 
 def lines_of(directory):
-    return [json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()]
+    return [
+        json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()
+    ]
 
 
 def count_without_looking(directory):
-    """Each sample is noted once it is trained on. It saves now and then, and never asks whether it has to stop."""
+    """Each sample is noted once it is trained on. It saves now and then, and never asks whether it
+    has to stop.
+    """
     dist.init_process_group("gloo")
     done = (session.load() or {"done": 0})["done"]
     for epoch in range(40):
@@ -614,7 +745,9 @@ def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and
     fork_functions(monkeypatch)
     (tmp_path / "slow").touch()
     nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
-    config = ClusterConfig("existing", scheduler_address=scheduler, min_nodes=1, node_timeout=30, grow_delay=1)
+    config = ClusterConfig(
+        "existing", scheduler_address=scheduler, min_nodes=1, node_timeout=30, grow_delay=1
+    )
     config = dataclasses.replace(config, max_restarts=0, grow_interval=0)
     run = new_run(tmp_path)
 
@@ -626,17 +759,30 @@ def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and
         def close(self, error):
             pass
 
-    faults = [At(4, lambda: nannies[1].send_signal(signal.SIGTERM)), At(10, lambda: start_worker(scheduler, "node-2"))]
-    program = Program("count", cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),))), ("tests",))
+    faults = [
+        At(4, lambda: nannies[1].send_signal(signal.SIGTERM)),
+        At(10, lambda: start_worker(scheduler, "node-2")),
+    ]
+    program = Program(
+        "count", cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),))), ("tests",)
+    )
     with open_cluster(config, "test") as client:
         job = Job(program, str(tmp_path / "checkpoints"), time.time())
-        run.result = driver.run(job, DaskPlace(client, config), None, [run, *faults, Grown()], run.relay)
+        run.result = driver.run(
+            job, DaskPlace(client, config), None, [run, *faults, Grown()], run.relay
+        )
     assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1, 2]
     ends = [event.step for event in events_of(run, events.AttemptEnded)]
     assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
-    counts = Counter((epoch, sample) for epoch, _, samples in logged(tmp_path) for sample in samples)
+    counts = Counter(
+        (epoch, sample) for epoch, _, samples in logged(tmp_path) for sample in samples
+    )
     assert counts == Counter((epoch, sample) for epoch in range(40) for sample in range(SIZE))
 
 
 def logged(directory):
-    return [json.loads(line) for file in directory.glob("*.log") for line in file.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for file in directory.glob("*.log")
+        for line in file.read_text().splitlines()
+    ]

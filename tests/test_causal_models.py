@@ -1,4 +1,6 @@
-"""Recipe text trains any causal language model of transformers: by config, directory or name, whole or split."""
+"""Recipe text trains any causal language model of transformers: by config, directory or name, whole
+or split.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,41 @@ from flyte_ddp.recipes.text.recipe import Text
 from tests.support.gang import run_gang, train_recipe
 from tests.support.runs import new_run
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
 MODELS = {  # recipe_options by the name of the model
     "default": {"layers": 2, "width": 32, "heads": 2},  # a Llama, tied
-    "gpt2": {"architecture": {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2}},  # tied
+    # tied
+    "gpt2": {"architecture": {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2}},
     "llama": {"architecture": {"model_type": "llama", **SIZES}, "tokens": "bpe", "vocabulary": 300},
     "qwen3": {"architecture": {"model_type": "qwen3", **GROUPED, "tie_word_embeddings": True}},
 }
 LLAMA_BLOCK = "LlamaDecoderLayer"
-BLOCKS = {"default": LLAMA_BLOCK, "gpt2": "GPT2Block", "llama": LLAMA_BLOCK, "qwen3": "Qwen3DecoderLayer"}
+BLOCKS = {
+    "default": LLAMA_BLOCK,
+    "gpt2": "GPT2Block",
+    "llama": LLAMA_BLOCK,
+    "qwen3": "Qwen3DecoderLayer",
+}
 IS_TIED = {"default": True, "gpt2": True, "llama": False, "qwen3": True}
 # Models go the same way through the loop: one of each kind of head, whole and split.
-CASES = [("default", "ddp"), ("gpt2", "fsdp"), ("llama", "ddp"), ("llama", "fsdp"), ("qwen3", "ddp"), ("qwen3", "fsdp")]
+CASES = [
+    ("default", "ddp"),
+    ("gpt2", "fsdp"),
+    ("llama", "ddp"),
+    ("llama", "fsdp"),
+    ("qwen3", "ddp"),
+    ("qwen3", "fsdp"),
+]
 CONFIG = {"epochs": 2, "global_batch_size": 8, "checkpoints_to_keep": 9}
 TEXT = "\n".join(
-    f"{number} is {number} times one, and {number + number} is {number} times two." for number in range(40)
+    f"{number} is {number} times one, and {number + number} is {number} times two."
+    for number in range(40)
 )
 
 
@@ -62,22 +83,31 @@ def prepared_for(directory, options):
 def trained(tmp_path_factory):
     """What `train_all` returns on rank 0, by case: one start of two ranks for all."""
     directory = tmp_path_factory.mktemp("models")
-    data = {model: str(prepared_for(directory / model, config_for(model, "ddp").recipe_options)) for model in MODELS}
+    data = {
+        model: str(prepared_for(directory / model, config_for(model, "ddp").recipe_options))
+        for model in MODELS
+    }
     return run_gang(2, train_all, data, str(directory))[0]
 
 
 def train_all(world, store, data, directory):
-    """Work of a gang: train each case without a break, and from its checkpoint after the first epoch."""
+    """Work of a gang: train each case without a break, and from its checkpoint after the first
+    epoch.
+    """
     text_recipe.SAMPLE_TOKENS = 20  # in this process
     found = {}
     for model, parallel in CASES:
         config, place = config_for(model, parallel), Path(directory, model, parallel)
-        spaces = [dist.PrefixStore(f"{model}-{parallel}-{run}", store) for run in ("whole", "resumed")]
+        spaces = [
+            dist.PrefixStore(f"{model}-{parallel}-{run}", store) for run in ("whole", "resumed")
+        ]
         events = train_recipe(world, spaces[0], "text", config, data[model], str(place / "whole"))
         if world.is_first:
             copy_first_epoch(place / "whole", place / "resumed")
         dist.barrier()
-        resumed = train_recipe(world, spaces[1], "text", config, data[model], str(place / "resumed"))
+        resumed = train_recipe(
+            world, spaces[1], "text", config, data[model], str(place / "resumed")
+        )
         found[model, parallel] = events, resumed
     return found
 
@@ -85,7 +115,9 @@ def train_all(world, store, data, directory):
 def copy_first_epoch(whole, resumed):
     """Copy what a run of two epochs had left after its first one."""
     last = max(file.name for file in whole.glob("step-*.json")).removesuffix(".json")
-    names = [name for name in os.listdir(whole) if name.startswith("step-") and not name.startswith(last)]
+    names = [
+        name for name in os.listdir(whole) if name.startswith("step-") and not name.startswith(last)
+    ]
     resumed.mkdir()
     for name in names:
         shutil.copy(whole / name, resumed / name)
@@ -108,7 +140,9 @@ def test_a_model_learns_and_is_the_same_whole_and_split(trained, model):
     whole, split = (trained[model, parallel][0] for parallel in ("ddp", "fsdp"))
     epochs = [event for event in whole if event["event"] == "EpochFinished"]
     assert epochs[1]["test_loss"] < epochs[0]["test_loss"]
-    torch.testing.assert_close(weights(state_of(split)), weights(state_of(whole)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        weights(state_of(split)), weights(state_of(whole)), rtol=1e-4, atol=1e-5
+    )
     assert last_of(split, "EpochFinished")["sample"]
 
 
@@ -130,7 +164,9 @@ def test_transformers_loads_the_export_with_equal_logits(trained, model, paralle
     finished = last_of(trained[model, parallel][0], "RunFinished")
     assert finished["not_exported"] == ""
     theirs = AutoModelForCausalLM.from_pretrained(finished["export_url"]).eval()
-    assert (theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight) is IS_TIED[model]
+    assert (
+        theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
+    ) is IS_TIED[model]
     ours = load_model(state_of(trained[model, parallel][0])).eval()
     tokenizer = AutoTokenizer.from_pretrained(finished["export_url"])
     text = "cät \n 日本 <"
@@ -145,7 +181,9 @@ def test_the_units_of_a_split_model_are_those_that_transformers_does_not_split(t
     for model in MODELS:
         recipe = get_recipe("text", config_for(model, "fsdp").recipe_options)
         recipe.datasets(prepared_for(tmp_path / model, config_for(model, "fsdp").recipe_options))
-        assert [type(block).__name__ for block in recipe.blocks(recipe.model())] == [BLOCKS[model]] * 2
+        assert [type(block).__name__ for block in recipe.blocks(recipe.model())] == [
+            BLOCKS[model]
+        ] * 2
 
 
 class Killed(Text):
@@ -197,14 +235,21 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 {"id": "org/tiny", "sha": sha, "siblings": [{"rfilename": file} for file in files]}
             ).encode()
         elif path == f"/api/models/org/tiny/tree/{sha}":
-            entries = [{"type": "file", "path": name, "size": len(files[name]), "oid": "0" * 40} for name in files]
+            entries = [
+                {"type": "file", "path": name, "size": len(files[name]), "oid": "0" * 40}
+                for name in files
+            ]
             body = json.dumps(entries).encode()
         elif path.startswith(f"/org/tiny/resolve/{sha}/"):
             body = files[path.rpartition("/")[2]]
         else:
             status = 404
         self.send_response(status)
-        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": sha, "Content-Length": len(body)}
+        headers = {
+            "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
+            "X-Repo-Commit": sha,
+            "Content-Length": len(body),
+        }
         headers |= {"X-Error-Code": "RepoNotFound"} if status == 404 else {}
         for name, value in headers.items():
             self.send_header(name, str(value))
@@ -237,7 +282,9 @@ def hub(exported, tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_a_model_by_name_or_directory_begins_with_its_weights_and_tokenizer(trained, exported, hub, tmp_path):
+def test_a_model_by_name_or_directory_begins_with_its_weights_and_tokenizer(
+    trained, exported, hub, tmp_path
+):
     expected = state_of(trained["llama", "ddp"][0])
     for name, source in (("name", "org/tiny"), ("directory", str(exported))):
         options = {"pretrained": source, "context": 16}
@@ -260,14 +307,25 @@ def edited(exported, directory, **values):
 
 
 BAD = {
-    "a name that does not exist": (lambda *_: {"pretrained": "org/other"}, "a model on the Hub, .*RepositoryNotFound"),
+    "a name that does not exist": (
+        lambda *_: {"pretrained": "org/other"},
+        ("a model on the Hub, .*RepositoryNotFound"),
+    ),
     "no causal model": (
         lambda model, place: edited(model, place, model_type="t5"),
-        "recipe_options.pretrained: expected a causal language model that transformers has, got the model_type 't5'",
+        (
+            "recipe_options.pretrained: expected a causal language model that transformers has, "
+            "got "
+            "the model_type 't5'"
+        ),
     ),
     "an encoder": (
         lambda *_: {"architecture": {"model_type": "bert", **SIZES}},
-        "architecture: expected a causal language model that transformers has, got the model_type 'bert'",
+        (
+            "architecture: expected a causal language model that transformers has, got the "
+            "model_type "
+            "'bert'"
+        ),
     ),
     "an unknown type": (
         lambda *_: {"architecture": {"model_type": "lama"}},
@@ -276,7 +334,11 @@ BAD = {
     "no type": (lambda *_: {"architecture": SIZES}, "got the model_type None"),
     "a vocabulary that is too small": (
         lambda *_: {"architecture": {"model_type": "llama", **SIZES, "vocab_size": 100}},
-        "recipe_options.architecture: expected a vocabulary of at least 256, the tokenizer's, got 100",
+        (
+            "recipe_options.architecture: expected a vocabulary of at least 256, the tokenizer's, "
+            "got "
+            "100"
+        ),
     ),
     "a context that is too long": (
         lambda *_: {"architecture": {"model_type": "llama", **SIZES, "max_position_embeddings": 8}},
@@ -288,13 +350,15 @@ BAD = {
     ),
     "no tokenizer": (
         lambda model, place: (
-            shutil.copytree(model, place, ignore=shutil.ignore_patterns("tokenizer*")) and {"pretrained": str(place)}
+            shutil.copytree(model, place, ignore=shutil.ignore_patterns("tokenizer*"))
+            and {"pretrained": str(place)}
         ),
         'recipe_options.tokens: expected "bytes" or "bpe" for a model without tokenizer.json',
     ),
     "no weights": (
         lambda model, place: (
-            shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors")) and {"pretrained": str(place)}
+            shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors"))
+            and {"pretrained": str(place)}
         ),
         r"recipe_options.pretrained: expected a model .*, which has no file \*.safetensors",
     ),
@@ -302,7 +366,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(exported, hub, tmp_path, case):
+def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(
+    exported, hub, tmp_path, case
+):
     make, expected = BAD[case]
     with pytest.raises(ConfigError, match=expected) as caught:
         prepared_for(tmp_path, {"context": 16, **make(exported, tmp_path / "model")})
@@ -312,19 +378,28 @@ def test_what_cannot_be_trained_is_named_in_one_line_before_a_rank_starts(export
 def test_a_hub_that_cannot_be_reached_is_named_in_one_line(hub, tmp_path):
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(ConfigError, match="expected a model on the Hub, .* got 'org/tiny', which cannot be") as caught:
+    with pytest.raises(
+        ConfigError, match=("expected a model on the Hub, .* got 'org/tiny', which cannot be")
+    ) as caught:
         prepared_for(tmp_path, {"context": 16, "pretrained": "org/tiny"})
     assert "\n" not in str(caught.value)
 
 
 def test_weights_of_a_part_of_the_model_are_refused(exported, tmp_path):
-    """Such as those of a model without its last layer, which transformers would fill with fresh ones."""
+    """Such as those of a model without its last layer, which transformers would fill with fresh
+    ones.
+    """
     from safetensors.torch import load_file, save_file
 
     options = edited(exported, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    save_file({name: each for name, each in load_file(file).items() if name != "lm_head.weight"}, file)
+    save_file(
+        {name: each for name, each in load_file(file).items() if name != "lm_head.weight"}, file
+    )
     recipe = get_recipe("text", {"context": 16, **options})
     recipe.datasets(prepared_for(tmp_path, {"context": 16, **options}))
-    with pytest.raises(ConfigError, match="^recipe_options.pretrained: expected all weights .* for lm_head.weight$"):
+    with pytest.raises(
+        ConfigError,
+        match=("^recipe_options.pretrained: expected all weights .* for lm_head.weight$"),
+    ):
         recipe.model()

@@ -1,4 +1,6 @@
-"""A reader finds the old champion or the new one, whole, whatever happens to the process that promotes."""
+"""A reader finds the old champion or the new one, whole, whatever happens to the process that
+promotes.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,17 @@ def state_file(number):
 def manifest(number=0, **changes):
     values = dict.fromkeys(("version", "parent", "created_at"), "")
     values |= {"recipe": "digits", "recipe_version": "r1", "config": {"epochs": 3, "sizes": [1, 2]}}
-    values |= {"data": "drawn digits", "data_fingerprint": "f1", "num_train_samples": 100, "num_test_samples": 10}
-    values |= {"metrics": {"test_loss": float(number)}, "parent_metrics": {}, "kickoff_time": "2026-01-02T03:04:05Z"}
+    values |= {
+        "data": "drawn digits",
+        "data_fingerprint": "f1",
+        "num_train_samples": 100,
+        "num_test_samples": 10,
+    }
+    values |= {
+        "metrics": {"test_loss": float(number)},
+        "parent_metrics": {},
+        "kickoff_time": "2026-01-02T03:04:05Z",
+    }
     values |= {"code_version": "c1", "execution": "e1"}
     return Manifest(**{**values, **changes})
 
@@ -95,7 +106,9 @@ def test_load_champion_returns_the_promoted_model(url):
 
     assert torch.equal(state["weight"], torch.ones(1000))
     assert read == written
-    assert read == manifest(1, **{name: getattr(read, name) for name in ("version", "created_at", "sha256", "bytes")})
+    assert read == manifest(
+        1, **{name: getattr(read, name) for name in ("version", "created_at", "sha256", "bytes")}
+    )
     assert read.bytes == len(state_file(1))
     assert read.created_at.endswith("Z")
 
@@ -204,7 +217,11 @@ def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing
 
     assert number_in(load_champion(url)) == 2
     assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
-    names = {name for each in Storage(f"{store.url}/versions").names() for name in store._open_storage(each).names()}
+    names = {
+        name
+        for each in Storage(f"{store.url}/versions").names()
+        for name in store._open_storage(each).names()
+    }
     assert names == {"manifest.json", "model_state.pt"}
 
 
@@ -329,7 +346,12 @@ def flip(file):
         ("manifest.json", flip, CorruptChampion, "manifest.json is damaged"),
         ("manifest.json", os.unlink, MissingChampion, "manifest.json is missing"),
         ("champion.json", cut, CorruptChampion, "champion.json is damaged"),
-        ("champion.json", lambda file: file.write_text("[]"), CorruptChampion, "champion.json is damaged"),
+        (
+            "champion.json",
+            lambda file: file.write_text("[]"),
+            CorruptChampion,
+            ("champion.json is damaged"),
+        ),
     ],
 )
 def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, kind, expected):
@@ -368,9 +390,14 @@ def test_an_unreachable_champion_is_neither_missing_nor_replaced(monkeypatch):
         monkeypatch.setattr(
             store.storage.file_system,
             "cat_file",
-            lambda path, name=name, **options: refuse(path) if path.endswith(name) else read(path, **options),
+            lambda path, name=name, **options: (
+                refuse(path) if path.endswith(name) else read(path, **options)
+            ),
         )
-        with pytest.raises(StorageUnavailable, match="^champion: .* could not be reached for 0.2 s: ConnectionError"):
+        with pytest.raises(
+            StorageUnavailable,
+            match=("^champion: .* could not be reached for 0.2 s: ConnectionError"),
+        ):
             store.load()
     monkeypatch.undo()
     assert number_in(store.load()) == 1
@@ -407,7 +434,9 @@ def test_a_promotion_that_was_compared_before_a_rollback_fails(url, to):
 @pytest.mark.parametrize("wanted", ["first", "second"])
 def test_two_rollbacks_at_once_leave_one_version_and_the_hold(url, monkeypatch, wanted):
     store, replace = ChampionStore(url), Storage.replace
-    versions = dict(zip(("first", "second"), (promote(store, number).version for number in (1, 2)), strict=True))
+    versions = dict(
+        zip(("first", "second"), (promote(store, number).version for number in (1, 2)), strict=True)
+    )
 
     def be_late(*arguments):
         monkeypatch.setattr(Storage, "replace", replace)
@@ -415,15 +444,22 @@ def test_two_rollbacks_at_once_leave_one_version_and_the_hold(url, monkeypatch, 
         return replace(*arguments)
 
     monkeypatch.setattr(Storage, "replace", be_late)
-    with contextlib.suppress(ChampionChanged):  # of the same version in the same second there is nothing to refuse
+    # of the same version in the same second there is nothing to refuse
+    with contextlib.suppress(ChampionChanged):
         store.rollback(versions[wanted])
     assert (store.version_in_use(), bool(store.held())) == (versions["first"], True)
     assert store.release()
-    assert (store.version_in_use(), store.held(), store.release()) == (versions["first"], None, False)
+    assert (store.version_in_use(), store.held(), store.release()) == (
+        versions["first"],
+        None,
+        False,
+    )
     assert promote(store, 3).version == store.version_in_use()
 
 
-def test_a_release_while_another_version_is_put_in_use_leaves_the_hold_of_that_one(url, monkeypatch):
+def test_a_release_while_another_version_is_put_in_use_leaves_the_hold_of_that_one(
+    url, monkeypatch
+):
     store, replace = ChampionStore(url), Storage.replace
     first, second = (promote(store, number).version for number in (1, 2))
     store.rollback(first)
@@ -454,7 +490,10 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
     with pytest.raises(NoChampion):
         store.rollback()
     first = promote(store, 1).version
-    with pytest.raises(ConfigError, match=f"expected one of {first}, got none, and the version in use has no parent"):
+    with pytest.raises(
+        ConfigError,
+        match=(f"expected one of {first}, got none, and the version in use has no parent"),
+    ):
         store.rollback()
     with pytest.raises(ConfigError, match=f"version: expected one of {first}, got '../x' in "):
         store.rollback("../x")
@@ -475,13 +514,23 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
             "--max-age: expected a number with s, m, h or d, such as 90m, got '26'",
         ),
         (lambda store: store.storage.delete("last_run.json"), [], "no retraining has ended yet"),
-        (lambda store: store.storage.write("last_run.json", b"{"), [], "no retraining has ended yet"),
+        (
+            lambda store: store.storage.write("last_run.json", b"{"),
+            [],
+            ("no retraining has ended yet"),
+        ),
         (lambda store: store.record_run("refused", "", False), [], "until data, recipe or config"),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
-        (lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"), [], "is missing"),
+        (
+            lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"),
+            [],
+            ("is missing"),
+        ),
     ],
 )
-def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoil, arguments, expected):
+def test_status_reports_a_retraining_that_needs_attention(
+    tmp_path, capsys, spoil, arguments, expected
+):
     store = ChampionStore(str(tmp_path))
     promote(store, 1)
     store.record_run("promoted", "f1", True)
@@ -506,7 +555,10 @@ def test_status_reports_a_retraining_that_needs_attention(tmp_path, capsys, spoi
 def test_status_of_a_store_that_refuses_is_an_error_and_no_silent_schedule(
     guarded_store, monkeypatch, capsys, place, key, expected
 ):
-    keys = {"right": guarded_store.keys, "wrong": {**guarded_store.keys, "AWS_ACCESS_KEY_ID": "AKIAWRONG"}}
+    keys = {
+        "right": guarded_store.keys,
+        "wrong": {**guarded_store.keys, "AWS_ACCESS_KEY_ID": "AKIAWRONG"},
+    }
     for name, value in keys.get(key, {}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
@@ -525,16 +577,24 @@ def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
     cron_job = yaml.safe_load((deploy / "champion-status.yaml").read_text())
     pod = cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    python, _, module, *arguments = (word.replace("CHAMPION_URL", store.url) for word in container["command"])
+    python, _, module, *arguments = (
+        word.replace("CHAMPION_URL", store.url) for word in container["command"]
+    )
     assert (python, module) == ("python", "flyte_ddp.promotion")
     assert main(arguments) == 0
-    # It reads the store with the identity of the tasks, or with the keys of the Secret for workers where there is one.
+    # It reads the store with the identity of the tasks, or with the keys of the Secret for workers
+    # where there is one.
     (source,) = container["envFrom"]
-    secrets = [each["metadata"]["name"] for each in yaml.safe_load_all((deploy / "secrets.yaml").read_text())]
+    secrets = [
+        each["metadata"]["name"]
+        for each in yaml.safe_load_all((deploy / "secrets.yaml").read_text())
+    ]
     assert source["secretRef"]["name"] in secrets
     assert source["secretRef"]["optional"] is True
     accounts = [
-        each for each in yaml.safe_load_all((deploy / "rbac.yaml").read_text()) if each["kind"] == "ServiceAccount"
+        each
+        for each in yaml.safe_load_all((deploy / "rbac.yaml").read_text())
+        if each["kind"] == "ServiceAccount"
     ]
     assert pod["serviceAccountName"] in [each["metadata"]["name"] for each in accounts]
 
@@ -544,7 +604,12 @@ def test_pruning_keeps_the_newest_the_current_and_its_parent(url):
     versions = [promote(store, number).version for number in range(6)]
     store.rollback(versions[2])
     assert store.prune(2) == [versions[0], versions[3]]
-    assert [each.version for each in store.versions()] == [versions[1], versions[2], versions[4], versions[5]]
+    assert [each.version for each in store.versions()] == [
+        versions[1],
+        versions[2],
+        versions[4],
+        versions[5],
+    ]
     assert store._list_versions() == [each.version for each in store.versions()]
     assert number_in(load_champion(url)) == 2
     assert number_in((store.rollback(), store.load())[1]) == 1
@@ -556,7 +621,10 @@ def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys):
     for number in range(3):
         promote(store, number)
     (tmp_path / "champion.json").write_text("{")
-    for arguments, expected in (([], "champion.json is damaged"), (["--keep", "0"], "keep: expected a whole number")):
+    for arguments, expected in (
+        ([], "champion.json is damaged"),
+        (["--keep", "0"], ("keep: expected a whole number")),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["prune", store.url, *(arguments or ["--keep", "1"])])
         assert ended.value.code == 1
@@ -572,7 +640,9 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     assert main(["list", store.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line[0] for line in lines) == [" ", "*"]
-    assert next(line for line in lines if line[0] == "*").startswith(f"* {second.version}  digits  test_loss 2")
+    assert next(line for line in lines if line[0] == "*").startswith(
+        f"* {second.version}  digits  test_loss 2"
+    )
     main(["show", store.url])
     shown = json.loads(capsys.readouterr().out)
     assert shown["champion"]["version"] == second.version
@@ -582,7 +652,13 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     assert number_in(load_champion(store.url)) == 1
     store.record_run("held", "", False)
     main(["status", store.url, "--max-age", "1h"])
-    assert re.search(rf"held; .*; {first.version} is in use, held by a rollback since 20.*Z\n", capsys.readouterr().out)
+    assert re.search(
+        (
+            rf"held; .*; {first.version} is in use, held by a rollback since "
+            r"20.*Z\n"
+        ),
+        capsys.readouterr().out,
+    )
     for told in ("retrainings promote again", "no rollback holds a version"):
         main(["release", store.url])
         assert capsys.readouterr().out == f"{told}\n"

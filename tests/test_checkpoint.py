@@ -1,4 +1,6 @@
-"""Checkpoints outlive whoever wrote them: a run killed at any moment goes on to the weights it would have had."""
+"""Checkpoints outlive whoever wrote them: a run killed at any moment goes on to the weights it
+would have had.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from tests.support.runs import REPOSITORY, new_run
 
 
 def _state(number=0.0):
-    return {"model": {"weight": torch.full((50,), float(number))}, "progress": {"step": number, "names": ["a", None]}}
+    return {
+        "model": {"weight": torch.full((50,), float(number))},
+        "progress": {"step": number, "names": ["a", None]},
+    }
 
 
 def _store(directory, *steps, num_kept=10, best=()):
@@ -88,7 +93,9 @@ def test_a_saved_state_is_loaded(tmp_path):
 def test_the_thread_that_writes_yields_its_core_to_the_training(tmp_path):
     before = set(threading.enumerate())
     _store(tmp_path, 1)
-    (writer,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "checkpoint")
+    (writer,) = (
+        thread for thread in set(threading.enumerate()) - before if thread.name == "checkpoint"
+    )
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert os.getpriority(os.PRIO_PROCESS, writer.native_id) == min(19, own + WRITER_NICENESS)
 
@@ -120,7 +127,15 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
         (lambda tensors, manifest: manifest.write_text("[]"), "TypeError"),
         (lambda tensors, manifest: manifest.write_text('{"step": 9}'), "KeyError"),
     ],
-    ids=["truncated", "flipped", "missing", "empty", "manifest-truncated", "manifest-list", "manifest-bare"],
+    ids=[
+        "truncated",
+        "flipped",
+        "missing",
+        "empty",
+        "manifest-truncated",
+        "manifest-list",
+        "manifest-bare",
+    ],
 )
 def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path, damage, reason):
     store = _store(tmp_path, 3, 6, 9)
@@ -134,15 +149,20 @@ def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path,
     with pytest.raises(CheckpointError, match="step-0000000009"):
         store.load(9)
     aside = {file: file.read_bytes() for file in tmp_path.glob("skipped-*")}
-    assert any(file.name.endswith("step-0000000009.json") and file.name in skipped[0] for file in aside)
+    assert any(
+        file.name.endswith("step-0000000009.json") and file.name in skipped[0] for file in aside
+    )
     assert len(aside) == (2 if "missing" not in reason else 1)
     for later in range(10, 15):
         _save(store, later)
     assert _latest(store) == (14, [])
-    assert {file: file.read_bytes() for file in tmp_path.glob("skipped-*")} == aside  # for people, never deleted
+    # for people, never deleted
+    assert {file: file.read_bytes() for file in tmp_path.glob("skipped-*")} == aside
 
 
-def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_disks_error_is_raised(tmp_path):
+def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_disks_error_is_raised(  # noqa: E501
+    tmp_path,
+):
     with open(tmp_path / "state.pt", "wb") as file:
         entry = save_state(_state(1), file, with_crc32=False)
     contents = (tmp_path / "state.pt").read_bytes()
@@ -150,7 +170,10 @@ def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_d
     assert compute_checksum(contents) == entry[CHECKSUM]
     assert compute_checksum(contents[:-1]) != entry[CHECKSUM]
     assert torch.serialization.get_crc32_options()  # as before, for what users save
-    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left") as raised:
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        pytest.raises(OSError, match=("No space left")) as raised,
+    ):
         save_state(_state(1), full, with_crc32=False)
     assert raised.value.errno == errno.ENOSPC
 
@@ -172,7 +195,9 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
 
 def _kept(store):
     return sorted(
-        int(name[5:15]) for name in store.storage.names() if name.startswith("step-") and name.endswith(".json")
+        int(name[5:15])
+        for name in store.storage.names()
+        if name.startswith("step-") and name.endswith(".json")
     )
 
 
@@ -200,10 +225,16 @@ def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
 
 def test_tensors_that_no_manifest_names_are_removed_after_a_day(tmp_path):
     old = _store(tmp_path, 1, 2)
-    orphans = [tmp_path / f"step-0000000002-{mark}.pt" for mark in ("00c0ffee", "00c0ffee-1of2", "0badcafe")]
+    orphans = [
+        tmp_path / f"step-0000000002-{mark}.pt"
+        for mark in ("00c0ffee", "00c0ffee-1of2", "0badcafe")
+    ]
     (tmp_path / "step-0000000000.json").write_text("{")
     others = [tmp_path / "step-0000000000-0badcafe.pt"]
-    others += [tmp_path / name for name in ("skipped-1-step-0000000001-00c0ffee.pt", "step-of-mine.pt", "model.pt")]
+    others += [
+        tmp_path / name
+        for name in ("skipped-1-step-0000000001-00c0ffee.pt", "step-of-mine.pt", "model.pt")
+    ]
     for file in (*orphans, *others):
         file.write_bytes(b"tensors")
     for file in (*orphans[:2], *others, *_files(old, 1), *_files(old, 2)):
@@ -228,13 +259,17 @@ def test_a_step_that_is_saved_again_after_a_restart_leaves_nothing_to_complain_o
 
 
 class Faulty:
-    """Fails operations on a store as a network would, if `fails` returns True for their name and path."""
+    """Fails operations on a store as a network would, if `fails` returns True for their name and
+    path.
+    """
 
     def __init__(self, monkeypatch, storage, fails):
         self.fails = fails
         self.calls = []
         for name in ("cat_file", "ls", "pipe_file", "open", "rm_file"):
-            monkeypatch.setattr(storage.file_system, name, self.wrapped(name, getattr(storage.file_system, name)))
+            monkeypatch.setattr(
+                storage.file_system, name, self.wrapped(name, getattr(storage.file_system, name))
+            )
 
     def wrapped(self, name, function):
         def call(path, *arguments, **options):
@@ -257,12 +292,18 @@ def test_a_store_that_cannot_be_read_is_waited_for_and_loses_nothing(memory, mon
     store = CheckpointStore(memory, 1, timeout=0.5)
     names = sorted(store.storage.names())
     suffix = {"ls": "", "cat_file manifest": ".json", "cat_file tensors": ".pt"}[failing]
-    faulty = Faulty(monkeypatch, store.storage, lambda name, path: name in failing and path.endswith(suffix))
-    with pytest.raises(StorageUnavailable, match="could not be reached for 0.5 s: ConnectionError") as caught:
+    faulty = Faulty(
+        monkeypatch, store.storage, lambda name, path: name in failing and path.endswith(suffix)
+    )
+    with pytest.raises(
+        StorageUnavailable, match=("could not be reached for 0.5 s: ConnectionError")
+    ) as caught:
         store.load_latest()
     assert "\n" not in str(caught.value)
 
-    faulty.fails = lambda name, path: len(faulty.calls) < 5 and name in failing and path.endswith(suffix)
+    faulty.fails = lambda name, path: (
+        len(faulty.calls) < 5 and name in failing and path.endswith(suffix)
+    )
     faulty.calls.clear()
     store = CheckpointStore(memory, 1, timeout=60)
     assert _latest(store) == (3000, [])
@@ -290,7 +331,9 @@ def test_checkpoints_of_earlier_attempts_are_read_whole_before_deletion(tmp_path
         _save(store, step)
 
     assert _kept(store) == [3, 11, 12]
-    assert sorted(file.name[17:32] for file in tmp_path.glob("skipped-*")) == ["step-0000000004"] * 2
+    assert (
+        sorted(file.name[17:32] for file in tmp_path.glob("skipped-*")) == ["step-0000000004"] * 2
+    )
 
 
 # Saving does not wait for the store
@@ -339,7 +382,13 @@ def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypa
         if len(signs) < 15:
             stored += 1  # as by another part of the upload
 
-    with pytest.raises(StorageUnavailable, match=r"could not be written to for 1.5 s \(store_timeout\)"):
+    with pytest.raises(
+        StorageUnavailable,
+        match=(
+            r"could not be written to for 1.5 s "
+            r"\(store_timeout\)"
+        ),
+    ):
         store.wait(note)
     assert len(signs) >= 15
     with pytest.raises(StorageUnavailable):
@@ -363,7 +412,9 @@ def test_parts_that_are_uploaded_again_are_no_progress(monkeypatch):
             return app(environ, start_response)
 
         store.app = never_complete
-        checkpoints = CheckpointStore(store.fill({"": b""}).replace("/images", "/run"), 2, timeout=4)
+        checkpoints = CheckpointStore(
+            store.fill({"": b""}).replace("/images", "/run"), 2, timeout=4
+        )
         # A newer state takes the place of one that failed: its parts are no progress either.
 
         def save_all():
@@ -375,7 +426,8 @@ def test_parts_that_are_uploaded_again_are_no_progress(monkeypatch):
             save_all()
         assert sum(method == "PUT" for method, *_ in store.requests) > 1
         store.app = app
-        while checkpoints._current or checkpoints._queue:  # its thread writes no line into another test
+        # its thread writes no line into another test
+        while checkpoints._current or checkpoints._queue:
             time.sleep(0.1)
 
 
@@ -390,15 +442,23 @@ def test_saves_continue_during_an_outage_with_one_log_line(memory, monkeypatch, 
 
     assert _kept(store)[-1] == 5
     assert len(_kept(store)) <= 2  # at most one more was being tried when the store came back
-    away, back = [line for record in caplog.records if (line := record.getMessage()).startswith(memory)]
+    away, back = [
+        line for record in caplog.records if (line := record.getMessage()).startswith(memory)
+    ]
     assert "cannot be reached" in away
     assert "answers again" in back
 
 
 def test_a_checkpoint_is_announced_when_the_store_has_all_of_it(memory, monkeypatch):
     announced = []
-    store = CheckpointStore(memory, 2, on_written=lambda *written: announced.append((*written, _kept(store))))
-    faulty = Faulty(monkeypatch, store.storage, lambda name, path: name == "pipe_file" and path.endswith(".json"))
+    store = CheckpointStore(
+        memory, 2, on_written=lambda *written: announced.append((*written, _kept(store)))
+    )
+    faulty = Faulty(
+        monkeypatch,
+        store.storage,
+        lambda name, path: name == "pipe_file" and path.endswith(".json"),
+    )
     url = store.save(_state(1), 1, best=True)
     store.save(_state(2), 2, best=False)  # replaced by the next one, as it waits
     last_url = store.save(_state(3), 3, best=False)
@@ -438,7 +498,8 @@ def test_a_copied_state_keeps_shared_tensors_shared():
     assert torch.equal(copy["c"][0], before["a"][5:])
     assert (copy["c"][1], float(copy["d"])) == (3, 2.0)
     assert copy["a"].untyped_storage().data_ptr() == copy["b"].untyped_storage().data_ptr()
-    # The next state is copied into other memory while this one is in use, and into the same afterwards.
+    # The next state is copied into other memory while this one is in use, and into the same
+    # afterwards.
     assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() != copy["a"].data_ptr()
     assert torch.equal(copy["a"], before["a"])
     memory.release(buffers)
@@ -447,7 +508,9 @@ def test_a_copied_state_keeps_shared_tensors_shared():
 
 
 def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_path, monkeypatch):
-    """Never more than one being written, one that waits and the best one, however long the store is away."""
+    """Never more than one being written, one that waits and the best one, however long the store is
+    away.
+    """
     store = CheckpointStore(str(tmp_path), 2)
     held = threading.Event()
     write = Storage.write
@@ -551,7 +614,8 @@ def test_a_portable_state_has_copies_on_the_cpu_in_the_default_format(tmp_path):
     assert loaded["weight"].any()
 
 
-# Runs that are killed and go on. Dropping has dropout, whose draws must be those of an uninterrupted run.
+# Runs that are killed and go on. Dropping has dropout, whose draws must be those of an
+# uninterrupted run.
 
 
 @pytest.fixture(scope="module")
@@ -559,7 +623,8 @@ def resumed(tmp_path_factory):
     """A run killed in mid-epoch, its newest checkpoint then damaged, that went on to its end."""
     run = new_run(tmp_path_factory.mktemp("resumed"), "Dropping")
     manifests = []
-    while len(manifests) < 2:  # the newest state may have none yet when its rank is killed, on a busy machine all may
+    # the newest state may have none yet when its rank is killed, on a busy machine all may
+    while len(manifests) < 2:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FAULT", "kill 0 17")
             patch.setenv("STEP_SECONDS", "0.05")
@@ -599,7 +664,10 @@ def test_a_killed_run_has_the_whole_history(resumed, finished_run):
     assert [(epoch.epoch, epoch.step) for epoch in run.result.epochs] == [(1, 9), (2, 18), (3, 27)]
     for ours, theirs in zip(run.result.epochs, whole, strict=True):
         assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-12)
-        assert (ours.test_loss, ours.metrics["accuracy"]) == (theirs.test_loss, theirs.metrics["accuracy"])
+        assert (ours.test_loss, ours.metrics["accuracy"]) == (
+            theirs.test_loss,
+            theirs.metrics["accuracy"],
+        )
     assert run.result.finished.best_epoch == finished_run("Dropping", 2).result.finished.best_epoch
 
 
@@ -621,7 +689,9 @@ def one_epoch(tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_another_number_of_ranks_resumes_to_the_same_weights(tmp_path, one_epoch, finished_run, num_processes):
+def test_another_number_of_ranks_resumes_to_the_same_weights(
+    tmp_path, one_epoch, finished_run, num_processes
+):
     run = _copy(one_epoch, tmp_path).train(num_processes)
 
     assert (run.loaded.step, run.started.world_size) == (9, num_processes)
@@ -640,13 +710,23 @@ def test_other_recipe_options_are_refused_at_resume(tmp_path):
     assert run.state()["0.weight"].shape[0] == 24
     assert run.started.config["recipe_options"]["width"] == 24
     assert run.started.data.endswith("for width 24")
-    with pytest.raises((ConfigError, RankFailure), match=r"recipe_options.width: expected 24, .* got 16;"):
+    with pytest.raises(
+        (ConfigError, RankFailure),
+        match=(
+            r"recipe_options.width: expected 24, .* "
+            r"got 16;"
+        ),
+    ):
         new_run(tmp_path, "Optional").train(1, data=lambda: str(run.data()), epochs=2)
 
 
 def test_other_data_are_refused_at_resume(tmp_path, one_epoch):
     with pytest.raises(
-        (ConfigError, RankFailure), match=r"data: expected the data with which .*step-0000000009.* got others"
+        (ConfigError, RankFailure),
+        match=(
+            r"data: expected the data with which "
+            r".*step-0000000009.* got others"
+        ),
     ):
         _copy(one_epoch, tmp_path).train(1, source="7")
 
@@ -667,9 +747,14 @@ def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
     assert len(store.storage.names()) == 2 * 3
     assert _latest(CheckpointStore(f"{bucket}/run/", 2)) == (4, [])
     file_system = store.storage.file_system
-    tensors = next(name for name in store.storage.names() if name.startswith("step-0000000004") and "pt" in name)
+    tensors = next(
+        name
+        for name in store.storage.names()
+        if name.startswith("step-0000000004") and "pt" in name
+    )
     file_system.pipe_file(
-        f"{store.storage.root}/{tensors}", file_system.cat_file(f"{store.storage.root}/{tensors}")[:99]
+        f"{store.storage.root}/{tensors}",
+        file_system.cat_file(f"{store.storage.root}/{tensors}")[:99],
     )
     step, skipped = _latest(store)
     assert step == 3
@@ -681,7 +766,8 @@ def take_away(outage, seconds=4.0, run=None, step=0):
     """Take a store away for some seconds, now or when `run` reaches `step`.
 
     Returns:
-        A list that will hold the steps that `run` had reached when the store went away and when it came back.
+        A list that will hold the steps that `run` had reached when the store went away and when it
+        came back.
     """
     steps = []
 
@@ -706,7 +792,9 @@ def take_away(outage, seconds=4.0, run=None, step=0):
 
 
 @pytest.mark.long
-def test_a_run_survives_outages_in_mid_run_and_at_resume(store_server, bucket, tmp_path, finished_run, monkeypatch):
+def test_a_run_survives_outages_in_mid_run_and_at_resume(
+    store_server, bucket, tmp_path, finished_run, monkeypatch
+):
     monkeypatch.setenv("STEP_SECONDS", "0.2")
     config = {"checkpoints": f"{bucket}/training", "checkpoint_interval": 1}
     first, second = new_run(tmp_path / "first"), new_run(tmp_path / "second")
@@ -722,7 +810,11 @@ def test_a_run_survives_outages_in_mid_run_and_at_resume(store_server, bucket, t
     for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
         assert sum(expected in line for line in run.lines) == 1, run.lines
     assert run.loaded.step == 9
-    reads = [path for method, path in store_server.requests if method == "GET" and "step-0000000009-" in path]
+    reads = [
+        path
+        for method, path in store_server.requests
+        if method == "GET" and "step-0000000009-" in path
+    ]
     assert len(reads) == 1  # the other rank got the state from the one that read it
     assert run.loaded.url.startswith(f"{bucket}/training/step-0000000009")
     assert run.loaded.skipped == []
@@ -744,20 +836,44 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(tmp_path, small_disk, monkeypatch):
+def test_a_full_disk_is_named_at_once_and_does_not_fail_a_training_that_has_finished(
+    tmp_path, small_disk, monkeypatch
+):
     monkeypatch.setenv("STEP_SECONDS", "0.1")  # else some are skipped, and the disk is never full
     run, url = new_run(tmp_path), small_disk / "run"
-    run.train(1, checkpoints=str(url), epochs=2, checkpoint_interval=4, checkpoints_to_keep=50, store_timeout=5.0)
+    run.train(
+        1,
+        checkpoints=str(url),
+        epochs=2,
+        checkpoint_interval=4,
+        checkpoints_to_keep=50,
+        store_timeout=5.0,
+    )
     assert run.result.finished.step == 18
     assert run.state().keys() == get_recipe(run.recipe).model().state_dict().keys()
     assert len(list(url.glob("step-*.json"))) <= 2  # the newest and the best: the others made room
-    named = f"the disk of {url} is full: OSError: [Errno 28] No space left on device; waiting for space there"
+    named = (
+        f"the disk of {url} is full: OSError: [Errno 28] No space left on device; waiting for "
+        "space there"
+    )
     assert f"[rank 0] {named}" in run.lines
 
 
 def test_files_of_other_names_in_the_place_are_never_touched(tmp_path):
-    names = ["step-notes.json", "step-12.bak", "step-x.pt.tmp", "step-5.json", "step-0000000005-notes.pt", "step-1.pt"]
-    names += ["step-00000000012.json", "step-0000000001.json.tmp", "step-0000000001.json.bak", "skipped.json"]
+    names = [
+        "step-notes.json",
+        "step-12.bak",
+        "step-x.pt.tmp",
+        "step-5.json",
+        "step-0000000005-notes.pt",
+        "step-1.pt",
+    ]
+    names += [
+        "step-00000000012.json",
+        "step-0000000001.json.tmp",
+        "step-0000000001.json.bak",
+        "skipped.json",
+    ]
     for name in names:
         (tmp_path / name).write_text(name)
     (tmp_path / "step-000000000012").mkdir()
@@ -767,7 +883,9 @@ def test_files_of_other_names_in_the_place_are_never_touched(tmp_path):
         store.wait()
     half = tmp_path / f"step-0000000001.json.{'a' * 32}.tmp"
     half.touch()
-    (tmp_path / json.loads((tmp_path / "step-0000000005.json").read_text())["files"][0]["file"]).write_bytes(b"damaged")
+    (
+        tmp_path / json.loads((tmp_path / "step-0000000005.json").read_text())["files"][0]["file"]
+    ).write_bytes(b"damaged")
     again = CheckpointStore(str(tmp_path), 1)
     found, _, skipped = again.load_latest()
     assert found is None
@@ -780,7 +898,9 @@ def test_files_of_other_names_in_the_place_are_never_touched(tmp_path):
     assert CheckpointStore(str(tmp_path), 1).load_latest()[0]["progress"]["step"] == 6
 
 
-def test_a_disk_with_room_for_two_checkpoints_and_a_half_gets_the_newest(tmp_path, monkeypatch, caplog):
+def test_a_disk_with_room_for_two_checkpoints_and_a_half_gets_the_newest(
+    tmp_path, monkeypatch, caplog
+):
     write, fits = Storage._write, []
 
     def write_if_it_fits(storage, path, contents):

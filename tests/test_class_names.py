@@ -1,4 +1,6 @@
-"""The names of the classes travel with a model's state, and are compared wherever a state meets data."""
+"""The names of the classes travel with a model's state, and are compared wherever a state meets
+data.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,17 @@ class Model(nn.Sequential):
 
 @dataclass
 class Animals(Recipe):
-    """Two blobs a class; the source has the names of the classes, which `datasets` reads, as image_folder does."""
+    """Two blobs a class; the source has the names of the classes, which `datasets` reads, as
+    image_folder does.
+    """
 
     shift: float = field(default=0.0)
-    defaults = {"epochs": 1, "global_batch_size": 10, "evaluation_batch_size": 40, "learning_rate": 0.05}
+    defaults = {
+        "epochs": 1,
+        "global_batch_size": 10,
+        "evaluation_batch_size": 40,
+        "learning_rate": 0.05,
+    }
 
     def prepare(self, source, directory):
         (directory / "names.json").write_text(json.dumps(source.split(",")))
@@ -96,7 +105,9 @@ def test_names_in_any_form_are_text(recipe, expected):
 
 def state_file(names, num_classes=0, scale=1.0, writes_safetensors=False, tmp_path=None):
     torch.manual_seed(0)
-    state = {name: scale * value for name, value in Model(num_classes or len(names)).state_dict().items()}
+    state = {
+        name: scale * value for name, value in Model(num_classes or len(names)).state_dict().items()
+    }
     state = with_class_names(state, names) if names else state
     if writes_safetensors:
         save_safetensors(state, tmp_path / "state.safetensors")
@@ -113,7 +124,12 @@ def test_names_survive_a_file_and_change_nothing_for_others(tmp_path, writes_saf
     model = Model(2)
     assert list(state) == list(model.state_dict()) or sorted(state) == sorted(model.state_dict())
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-    assert class_names_of(from_bytes(state_file([], 2, writes_safetensors=writes_safetensors, tmp_path=tmp_path))) == []
+    assert (
+        class_names_of(
+            from_bytes(state_file([], 2, writes_safetensors=writes_safetensors, tmp_path=tmp_path))
+        )
+        == []
+    )
 
 
 def test_a_training_leaves_them_in_states_card_and_manifest(tmp_path):
@@ -135,8 +151,18 @@ def test_a_training_leaves_them_in_states_card_and_manifest(tmp_path):
         (ANT_BEE, BEE_COW, [], "its classes are ant, bee, those of the data are bee, cow"),
         (ANT_BEE, ["bee", "ant"], [], "its classes are ant, bee, those of the data are bee, ant"),
         (ANT_BEE, BEE_COW, ["body"], "its classes are ant, bee, those of the data are bee, cow"),
-        (ANT_BEE, ["ant", "bee", "cow"], [], "other shapes at head.weight (2, 6) instead of (3, 6), "),
-        (ANT_BEE, ["ant", "bee", "cow"], [], "its classes are ant, bee, those of the data are ant, bee, cow"),
+        (
+            ANT_BEE,
+            ["ant", "bee", "cow"],
+            [],
+            ("other shapes at head.weight (2, 6) instead of (3, 6), "),
+        ),
+        (
+            ANT_BEE,
+            ["ant", "bee", "cow"],
+            [],
+            ("its classes are ant, bee, those of the data are ant, bee, cow"),
+        ),
         (ANT_BEE, BEE_COW, ["head"], ""),
         (ANT_BEE, ["ant", "bee", "cow"], ["head."], ""),
         (ANT_BEE, ANT_BEE, [], ""),
@@ -164,7 +190,9 @@ def test_an_initial_state_of_other_classes_is_refused(tmp_path, theirs, ours, fr
         load_initial_state(model, str(file), fresh_layers=fresh, class_names=ours)
         given = load_state(str(file))
         assert torch.equal(model.body.weight, given["body.weight"])
-        assert torch.equal(model.head.weight, before["head.weight"] if fresh else given["head.weight"])
+        assert torch.equal(
+            model.head.weight, before["head.weight"] if fresh else given["head.weight"]
+        )
 
 
 def challenge(tmp_path, source, **config):
@@ -179,11 +207,16 @@ def challenge(tmp_path, source, **config):
 @pytest.mark.parametrize("names", [ANT_BEE, []], ids=["named", "by-the-manifest-alone"])
 def test_a_champion_of_other_classes_is_incompatible(tmp_path, source, names):
     store = ChampionStore(str(tmp_path / "champion"))
-    first = judge(store, challenge(tmp_path, "ant,bee"), PromotionCriteria(), state_file(names, 2, scale=5))
+    first = judge(
+        store, challenge(tmp_path, "ant,bee"), PromotionCriteria(), state_file(names, 2, scale=5)
+    )
     assert first.outcome == Outcome.PROMOTED
     version = store.version_in_use()
     given = challenge(tmp_path, source)
-    expected = f"its classes are ant, bee, those of the data are {source.replace(',', ', ')}; give a model of another"
+    expected = (
+        f"its classes are ant, bee, those of the data are {source.replace(',', ', ')}; "
+        "give a model of another"
+    )
     planned = plan(store, given, PromotionCriteria())
     assert (planned.train, planned.outcome) == (False, "refused")
     assert expected in planned.reason
@@ -208,6 +241,13 @@ def test_a_champion_from_before_the_names_were_kept_is_compared_as_ever(tmp_path
 def test_a_state_is_not_measured_on_other_classes(tmp_path):
     directory = challenge(tmp_path, "bee,cow").directory
     with pytest.raises(
-        ConfigError, match="^state: expected .*its classes are ant, bee, those of the data are bee, cow"
+        ConfigError,
+        match=("^state: expected .*its classes are ant, bee, those of the data are bee, cow"),
     ):
-        evaluate_state(Animals(), TrainingConfig(), from_bytes(state_file(ANT_BEE)), directory, lambda *batch: None)
+        evaluate_state(
+            Animals(),
+            TrainingConfig(),
+            from_bytes(state_file(ANT_BEE)),
+            directory,
+            lambda *batch: None,
+        )

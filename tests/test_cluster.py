@@ -1,4 +1,6 @@
-"""Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in tests/kubernetes."""
+"""Local and existing Dask clusters, with real schedulers and workers; Kubernetes' own are in
+tests/kubernetes.
+"""
 
 import json
 import logging
@@ -29,17 +31,26 @@ def double_in_a_child(number: int) -> int:
         return int(pool.apply(abs, (-2 * number,)))
 
 
-def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children_and_survive_ctrl_c() -> None:
+def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children_and_survive_ctrl_c() -> (  # noqa: E501
+    None
+):
     nannies = logging.getLogger("distributed.nanny")
     level = nannies.getEffectiveLevel()
     with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run") as client:
         assert nannies.getEffectiveLevel() == logging.WARNING  # people want to read of epochs
         workers = client.scheduler_info(n_workers=-1)["workers"]
-        assert [(each["nthreads"], each["memory_limit"]) for each in workers.values()] == [(1, 0), (1, 0)]
+        assert [(each["nthreads"], each["memory_limit"]) for each in workers.values()] == [
+            (1, 0),
+            (1, 0),
+        ]
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
-        assert os.getpgrp() not in client.run(os.getpgrp).values()  # to which a terminal sends SIGINT
-        futures = [client.submit(double_in_a_child, 3, workers=[address], pure=False) for address in workers]
+        # to which a terminal sends SIGINT
+        assert os.getpgrp() not in client.run(os.getpgrp).values()
+        futures = [
+            client.submit(double_in_a_child, 3, workers=[address], pure=False)
+            for address in workers
+        ]
         assert client.gather(futures) == [6, 6]
         address = client.scheduler.address
     assert nannies.getEffectiveLevel() == level
@@ -49,21 +60,27 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
 
 
 def test_a_local_worker_comes_back_however_long_it_takes() -> None:
-    """Dask waits 15 s for one that was lost, and then ends its nanny. A busy machine or a second loss take longer."""
+    """Dask waits 15 s for one that was lost, and then ends its nanny. A busy machine or a second
+    loss take longer.
+    """
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "10ms"}),
         open_cluster(ClusterConfig(kind="local", num_nodes=1), "run") as client,
     ):
         (pid,) = client.run(os.getpid).values()
         os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: set(client.run(os.getpid, on_error="ignore").values()) - {pid}, timeout=100)
+        assert eventually(
+            lambda: set(client.run(os.getpid, on_error="ignore").values()) - {pid}, timeout=100
+        )
 
 
 @pytest.mark.parametrize("through_environment", [False, True])
 def test_an_existing_cluster_is_used_and_left_running(
     through_environment: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
         if through_environment:
             monkeypatch.setenv(ADDRESS_VARIABLE, cluster.scheduler_address)
             config = ClusterConfig(num_nodes=1)
@@ -87,15 +104,24 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
     def start(role: str, address: str, *arguments: str) -> subprocess.Popen[bytes]:
         (container,) = pods[role]["spec"]["containers"]
         given = {each["name"]: each.get("value", "worker") for each in container["env"]}
-        variables = {name: value.replace(CERTIFICATE_MOUNT, str(tmp_path)) for name, value in given.items()}
+        variables = {
+            name: value.replace(CERTIFICATE_MOUNT, str(tmp_path)) for name, value in given.items()
+        }
         assert variables.get("DASK_SCHEDULER_ADDRESS", address).startswith("tls://")
         command = [Path(sys.executable).with_name("dask"), *container["args"][1:], *arguments]
         command = [str(each).replace("$(DASK_WORKER_NAME)", "worker") for each in command]
-        environment = {**os.environ, **variables, "DASK_SCHEDULER_ADDRESS": address, "HOME": str(tmp_path)}
+        environment = {
+            **os.environ,
+            **variables,
+            "DASK_SCHEDULER_ADDRESS": address,
+            "HOME": str(tmp_path),
+        }
         return subprocess.Popen(command, env=environment, cwd=tmp_path)
 
     arguments = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"]
-    processes = [start("scheduler", "tls://127.0.0.1:1", *arguments, "--scheduler-file", str(noted))]
+    processes = [
+        start("scheduler", "tls://127.0.0.1:1", *arguments, "--scheduler-file", str(noted))
+    ]
     try:
         while not noted.is_file() or not (text := noted.read_text()):
             assert processes[0].poll() is None
@@ -109,7 +135,11 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
             assert client.submit(sum, [1, 2]).result(timeout=30) == 3
             monkeypatch.setattr(connect, "FOREIGN_SERVER_TIMEOUT", 0.0)
             stranger = Security.temporary()
-            for other, target in ((stranger, address), (stranger, worker), (None, address.replace("tls", "tcp"))):
+            for other, target in (
+                (stranger, address),
+                (stranger, worker),
+                (None, address.replace("tls", "tcp")),
+            ):
                 with pytest.raises(ClusterError, match="is not a Dask scheduler|cannot be reached"):
                     connect._connect(target, time.monotonic() + 1, other)
     finally:
@@ -120,14 +150,23 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
 
 
 def test_too_few_workers_end_the_start_at_its_deadline() -> None:
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
-        config = ClusterConfig(num_nodes=3, scheduler_address=cluster.scheduler_address, start_timeout=2)
-        with pytest.raises(ClusterError, match="1 of 3 workers connected within 2 s"), open_cluster(config, "run"):
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        config = ClusterConfig(
+            num_nodes=3, scheduler_address=cluster.scheduler_address, start_timeout=2
+        )
+        with (
+            pytest.raises(ClusterError, match="1 of 3 workers connected within 2 s"),
+            open_cluster(config, "run"),
+        ):
             raise AssertionError("started")
 
 
 def test_min_nodes_lets_a_run_start_with_fewer() -> None:
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
         address = cluster.scheduler_address
         config = ClusterConfig(num_nodes=3, min_nodes=1, scheduler_address=address, start_timeout=2)
         with open_cluster(config, "run") as client:
@@ -136,13 +175,19 @@ def test_min_nodes_lets_a_run_start_with_fewer() -> None:
 
 def test_a_scheduler_that_does_not_answer_is_named() -> None:
     config = ClusterConfig(scheduler_address="tcp://127.0.0.1:9", start_timeout=1)
-    with pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9 cannot be reached"), open_cluster(config, "run"):
+    with (
+        pytest.raises(ClusterError, match=r"tcp://127\.0\.0\.1:9 cannot be reached"),
+        open_cluster(config, "run"),
+    ):
         raise AssertionError("connected")
 
 
 def test_an_existing_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match="scheduler_address"), open_cluster(ClusterConfig(kind="existing"), "run"):
+    with (
+        pytest.raises(ConfigError, match="scheduler_address"),
+        open_cluster(ClusterConfig(kind="existing"), "run"),
+    ):
         raise AssertionError("connected")
 
 
@@ -179,5 +224,5 @@ for _ in range(2):
         pass
 import dask
 assert dask.config.get("distributed.scheduler.allowed-failures") == 3
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", script], check=True)

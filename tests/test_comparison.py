@@ -1,4 +1,6 @@
-"""A comparison is an interval of what would be measured on other draws of the held-out samples, never chance alone."""
+"""A comparison is an interval of what would be measured on other draws of the held-out samples,
+never chance alone.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Unregistered(Metric):
 
 
 class Rare(Close):
-    """Without a value where few samples are far off, as some metrics have none without a sample of a class."""
+    """Without a value where few samples are far off, as some metrics have none without a sample of
+    a class.
+    """
 
     def compute(self):
         if self.close > 0.55 * self.total:
@@ -100,13 +104,18 @@ class Lengths(BLEUScore):
         super().update(preds, [[each] for each in target])
 
 
-KINDS = {kind.__name__: kind for kind in (PearsonCorrCoef, KendallRankCorrCoef, Lengths, Close, MergedClose, MeanClose)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (PearsonCorrCoef, KendallRankCorrCoef, Lengths, Close, MergedClose, MeanClose)
+}
 KINDS |= {kind.__name__: kind for kind in (Unregistered, Rare)}
 
 
 @dataclass
 class Numbers(Recipe):
-    """The model weighs two numbers, of which the first tells something of the target, and the second nothing."""
+    """The model weighs two numbers, of which the first tells something of the target, and the
+    second nothing.
+    """
 
     kind: str = "Close"
     size: int = 30
@@ -117,7 +126,9 @@ class Numbers(Recipe):
     def datasets(self, directory):
         draw = torch.Generator().manual_seed(0)
         inputs = torch.randn(self.size, 2, generator=draw)
-        return [TensorDataset(inputs, inputs[:, 0] + 0.7 * torch.randn(self.size, generator=draw))] * 2
+        return [
+            TensorDataset(inputs, inputs[:, 0] + 0.7 * torch.randn(self.size, generator=draw))
+        ] * 2
 
     def model(self):
         return nn.Linear(2, 1, bias=False)
@@ -139,7 +150,10 @@ def fewer_draws(monkeypatch):
 
 
 NAME = f"{__name__}.Numbers"
-MONITORS = {"figure": {"metric": "figure", "mode": "max"}, "test_loss": {"metric": "test_loss", "mode": "min"}}
+MONITORS = {
+    "figure": {"metric": "figure", "mode": "max"},
+    "test_loss": {"metric": "test_loss", "mode": "min"},
+}
 
 
 def measure(recipe, *weights, monitored="figure"):
@@ -217,13 +231,48 @@ REAL = ((0.0, 1.0), (1.0, 0.0))
 @pytest.mark.parametrize(
     ("options", "models", "outcome", "reason"),
     [
-        ({"kind": "PearsonCorrCoef"}, NOISE, Outcome.NOT_BETTER, "so with 95 % confidence it is better by -"),
-        ({"kind": "PearsonCorrCoef"}, REAL, Outcome.PROMOTED, "so with 95 % confidence it is better by 0."),
-        ({"size": 5, "monitored": "test_loss"}, REAL, Outcome.NOT_BETTER, "5 parts of the data give no interval"),
-        ({"size": 2}, REAL, Outcome.NOT_BETTER, "2 parts of the data give no interval (they are too few, or "),
-        ({"size": 1, "monitored": "test_loss"}, REAL, Outcome.NOT_BETTER, "1 parts of the data give no interval"),
-        ({"kind": "Rare", "size": 8}, REAL, Outcome.NOT_BETTER, "or too many draws of them have no value)"),
-        ({"size": 12, "monitored": "test_loss"}, REAL, Outcome.PROMOTED, "so with 95 % confidence it is better by"),
+        (
+            {"kind": "PearsonCorrCoef"},
+            NOISE,
+            Outcome.NOT_BETTER,
+            ("so with 95 % confidence it is better by -"),
+        ),
+        (
+            {"kind": "PearsonCorrCoef"},
+            REAL,
+            Outcome.PROMOTED,
+            ("so with 95 % confidence it is better by 0."),
+        ),
+        (
+            {"size": 5, "monitored": "test_loss"},
+            REAL,
+            Outcome.NOT_BETTER,
+            ("5 parts of the data give no interval"),
+        ),
+        (
+            {"size": 2},
+            REAL,
+            Outcome.NOT_BETTER,
+            ("2 parts of the data give no interval (they are too few, or "),
+        ),
+        (
+            {"size": 1, "monitored": "test_loss"},
+            REAL,
+            Outcome.NOT_BETTER,
+            ("1 parts of the data give no interval"),
+        ),
+        (
+            {"kind": "Rare", "size": 8},
+            REAL,
+            Outcome.NOT_BETTER,
+            ("or too many draws of them have no value)"),
+        ),
+        (
+            {"size": 12, "monitored": "test_loss"},
+            REAL,
+            Outcome.PROMOTED,
+            ("so with 95 % confidence it is better by"),
+        ),
     ],
     ids=["noise", "real", "five", "two", "one", "no-value", "enough"],
 )

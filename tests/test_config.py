@@ -1,4 +1,6 @@
-"""Every value that cannot be run is refused in one line that names the field, the value and what is expected."""
+"""Every value that cannot be run is refused in one line that names the field, the value and what is
+expected.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,35 @@ from flyte_ddp.recipes.text.recipe import Text
 from tasks.inputs import TrainingOverrides, _refuse_text, given
 
 OUT_OF_RANGE = [
-    *((name, 0) for name in ("epochs", "global_batch_size", "evaluation_batch_size", "gradient_accumulation")),
-    *((name, -3) for name in ("epochs", "global_batch_size", "log_interval", "checkpoints_to_keep")),
+    *(
+        (name, 0)
+        for name in (
+            "epochs",
+            "global_batch_size",
+            "evaluation_batch_size",
+            "gradient_accumulation",
+        )
+    ),
+    *(
+        (name, -3)
+        for name in ("epochs", "global_batch_size", "log_interval", "checkpoints_to_keep")
+    ),
     *((name, 0) for name in ("log_interval", "checkpoints_to_keep")),
     *((name, -1) for name in ("warmup_steps", "seed", "data_workers", "checkpoint_interval")),
     ("memory_interval", -2),
-    *((name, 0.0) for name in ("learning_rate", "collective_timeout", "stall_timeout", "store_timeout")),
+    *(
+        (name, 0.0)
+        for name in ("learning_rate", "collective_timeout", "stall_timeout", "store_timeout")
+    ),
     *((name, -0.5) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
-    *((name, math.nan) for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")),
-    *((name, math.inf) for name in ("learning_rate", "weight_decay", "stall_timeout", "store_timeout")),
+    *(
+        (name, math.nan)
+        for name in ("learning_rate", "weight_decay", "gradient_clip_norm", "momentum")
+    ),
+    *(
+        (name, math.inf)
+        for name in ("learning_rate", "weight_decay", "stall_timeout", "store_timeout")
+    ),
     ("momentum", 1.0),
     ("seed", 1 << 64),  # torch takes seeds of 64 bits
     ("optimizer", "lbfgs"),
@@ -63,7 +85,13 @@ def test_a_bad_value_is_refused_with_field_expectation_and_value(name, value):
 
 @pytest.mark.parametrize("value", [{1, 2}, math.nan])
 def test_an_option_that_json_does_not_know_is_named(value):
-    with pytest.raises(ConfigError, match=r"^recipe_options\['size'\]: expected a JSON value, got "):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^recipe_options\['size'\]: expected a JSON value, "
+            r"got "
+        ),
+    ):
         TrainingConfig(recipe_options={"size": value})
 
 
@@ -87,7 +115,9 @@ def test_a_whole_float_is_a_whole_number_and_a_whole_number_is_a_float():
 
 
 def test_overrides_win_over_recipe_defaults_and_those_over_class_defaults():
-    config = resolve({"epochs": 7, "learning_rate": 0.5}, json.loads('{"epochs": 3, "compile": false}'))
+    config = resolve(
+        {"epochs": 7, "learning_rate": 0.5}, json.loads('{"epochs": 3, "compile": false}')
+    )
 
     assert config == dataclasses.replace(TrainingConfig(), epochs=3, learning_rate=0.5)
 
@@ -95,7 +125,10 @@ def test_overrides_win_over_recipe_defaults_and_those_over_class_defaults():
 def test_an_unknown_field_is_refused_naming_it_and_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match=r"^config: expected one of the fields epochs, .*stall_.*, got 'epoch' \(did you mean epochs\?\)$",
+        match=(
+            r"^config: expected one of the fields epochs, .*stall_.*, got 'epoch' \(did you "
+            r"mean epochs\?\)$"
+        ),
     ):
         resolve({}, {"epoch": 3})
 
@@ -103,7 +136,9 @@ def test_an_unknown_field_is_refused_naming_it_and_the_known_ones():
 def test_a_wrong_default_of_a_recipe_is_refused_like_the_users_values():
     with pytest.raises(ConfigError, match="got 'lr'"):
         resolve({"lr": 0.1}, {})
-    with pytest.raises(ConfigError, match="^epochs: expected a whole number of at least 1, got '3'$"):
+    with pytest.raises(
+        ConfigError, match=("^epochs: expected a whole number of at least 1, got '3'$")
+    ):
         resolve({"epochs": "3"}, {})
 
 
@@ -113,7 +148,10 @@ def test_the_batch_per_rank_is_the_share_of_ranks_and_micro_batches():
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
-    expected = r"^global_batch_size: expected a multiple of 3, got 64 \(3 ranks; the nearest is 63\)$"
+    expected = (
+        r"^global_batch_size: expected a multiple of 3, got 64 \(3 ranks; the nearest is "
+        r"63\)$"
+    )
     with pytest.raises(ConfigError, match=expected):
         TrainingConfig(global_batch_size=64).batch.size_per_rank(3)
     expected = r"got 4 \(2 ranks x 5 micro-batches \(gradient_accumulation\); the nearest is 10"
@@ -127,7 +165,11 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
         ("epochs", 0, "epochs: expected a whole number of at least 1, got 0"),
         ("learning_rate", 0.0, "learning_rate: expected a finite number above 0, got 0.0"),
         ("momentum", 1.0, "momentum: expected a finite number of at least 0 and below 1, got 1.0"),
-        ("stall_timeout", -1.0, "stall_timeout: expected a finite number above 0 (seconds), got -1.0"),
+        (
+            "stall_timeout",
+            -1.0,
+            ("stall_timeout: expected a finite number above 0 (seconds), got -1.0"),
+        ),
         ("optimizer", "lbfgs", "optimizer: expected one of sgd, adam, adamw, got 'lbfgs'"),
         ("compile", "yes", "compile: expected true or false, got 'yes'"),
     ],
@@ -147,7 +189,9 @@ def test_every_field_is_listed_with_its_default_unit_and_meaning(config_class):
         assert re.fullmatch(rf"{field.name}( = \S+( {unit})?)? +\S.*", line), line
 
 
-@pytest.mark.parametrize(("section", "recipe"), [("Language models", Text), ("Images in folders", ImageFolder)])
+@pytest.mark.parametrize(
+    ("section", "recipe"), [("Language models", Text), (("Images in folders"), ImageFolder)]
+)
 def test_the_docs_have_the_options_and_defaults_of_the_recipe(section, recipe):
     page = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
     text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
@@ -155,11 +199,18 @@ def test_the_docs_have_the_options_and_defaults_of_the_recipe(section, recipe):
     found = {}
     for names, defaults in re.findall(r"^\| (`[a-z_`, ]+`) \|([^|]*)\|", text, re.MULTILINE):
         values = [each.strip("` ").removesuffix(" s") for each in defaults.split(",")]
-        found |= dict(itertools.zip_longest([each.strip("` ") for each in names.split(",")], values, fillvalue=""))
+        found |= dict(
+            itertools.zip_longest(
+                [each.strip("` ") for each in names.split(",")], values, fillvalue=""
+            )
+        )
     assert set(found) == set(options)
     for name, default in options.items():
-        if default and default is not dataclasses.MISSING:  # others mean something that the text says
-            assert found[name] == ("on" if default is True else f"{default}".removesuffix(".0")), name
+        # others mean something that the text says
+        if default and default is not dataclasses.MISSING:
+            assert found[name] == ("on" if default is True else f"{default}".removesuffix(".0")), (
+                name
+            )
 
 
 def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
@@ -168,7 +219,10 @@ def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(TrainingOverrides)
     literal = TypeEngine.to_literal(context, overrides, TrainingOverrides, kind)
-    assert given(TypeEngine.to_python_value(context, literal, TrainingOverrides)) == {"epochs": 2, "monitor": monitor}
+    assert given(TypeEngine.to_python_value(context, literal, TrainingOverrides)) == {
+        "epochs": 2,
+        "monitor": monitor,
+    }
     with pytest.raises(InputError, match="monitor.mode: expected one of min, max, got 'least'"):
         TrainingOverrides.from_json('{"monitor": {"mode": "least"}}')
 
@@ -177,29 +231,69 @@ def test_an_object_in_the_config_of_the_command_line_travels_as_a_flyte_input():
     ("name", "meant"),
     [
         *(("lr", "learning_rate"), ("max_lr", "learning_rate"), ("learningRate", "learning_rate")),
-        *(("batch_size", "global_batch_size"), ("per_device_train_batch_size", "global_batch_size")),
-        *(("num_epochs", "epochs"), ("num_train_epochs", "epochs"), ("max_epochs", "epochs"), ("wd", "weight_decay")),
-        *(("early_stopping", "patience"), ("early_stopping_patience", "patience"), ("warmup", "warmup_steps")),
-        *(("lr_scheduler_type", "schedule"), ("optim", "optimizer"), ("max_grad_norm", "gradient_clip_norm")),
-        *(("gradient_clip_val", "gradient_clip_norm"), ("accumulate_grad_batches", "gradient_accumulation")),
+        *(
+            ("batch_size", "global_batch_size"),
+            ("per_device_train_batch_size", "global_batch_size"),
+        ),
+        *(
+            ("num_epochs", "epochs"),
+            ("num_train_epochs", "epochs"),
+            ("max_epochs", "epochs"),
+            ("wd", "weight_decay"),
+        ),
+        *(
+            ("early_stopping", "patience"),
+            ("early_stopping_patience", "patience"),
+            ("warmup", "warmup_steps"),
+        ),
+        *(
+            ("lr_scheduler_type", "schedule"),
+            ("optim", "optimizer"),
+            ("max_grad_norm", "gradient_clip_norm"),
+        ),
+        *(
+            ("gradient_clip_val", "gradient_clip_norm"),
+            ("accumulate_grad_batches", "gradient_accumulation"),
+        ),
         *(
             ("num_workers", "data_workers"),
             ("fp16", "precision"),
             ("gradient_checkpointing", "activation_checkpointing"),
         ),
-        *(("logging_steps", "log_interval"), ("save_steps", "checkpoint_interval"), ("random_seed", "seed")),
+        *(
+            ("logging_steps", "log_interval"),
+            ("save_steps", "checkpoint_interval"),
+            ("random_seed", "seed"),
+        ),
         ("epoch", "epochs"),
     ],
 )
 def test_another_frameworks_name_of_a_field_is_answered_with_ours(name, meant):
-    with pytest.raises(ConfigError, match=rf"^config: .*, got '{name}' \(did you mean {meant}\?\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"^config: .*, got '{name}' \(did you mean "
+            rf"{meant}\?\)$"
+        ),
+    ):
         resolve({}, {name: 1})
 
 
 def test_what_does_not_exist_yet_is_said_so_and_a_far_name_is_not_guessed_at():
-    with pytest.raises(ConfigError, match=r"got 'ema' \(there is no moving average of the weights yet\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"got 'ema' \(there is no moving average of the weights "
+            r"yet\)$"
+        ),
+    ):
         resolve({}, {"ema": 0.99})
-    assert suggest("lr", ["width"]) == suggest("ema", ["width"]) == suggest("frobnicate", ["epochs"]) == ""
+    assert (
+        suggest("lr", ["width"])
+        == suggest("ema", ["width"])
+        == suggest("frobnicate", ["epochs"])
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +305,9 @@ def test_what_does_not_exist_yet_is_said_so_and_a_far_name_is_not_guessed_at():
         ("", '{"epochs": 3,}', "line 1 column 14"),
     ],
 )
-def test_a_mistake_in_the_form_of_a_config_is_told_with_its_line_and_column(tmp_path, name, text, place):
+def test_a_mistake_in_the_form_of_a_config_is_told_with_its_line_and_column(
+    tmp_path, name, text, place
+):
     if name:
         (tmp_path / name).write_text(text)
         text = str(tmp_path / name)

@@ -1,4 +1,6 @@
-"""A recipe that breaks its contract is refused with one line before the first step, and samples may have any shape."""
+"""A recipe that breaks its contract is refused with one line before the first step, and samples may
+have any shape.
+"""
 
 from __future__ import annotations
 
@@ -27,41 +29,116 @@ PLACE = r"tests/support/mistakes\.py:\d+: "
 
 # By the class in tests/support/mistakes.py: the message, after its place in the recipe's file.
 MISTAKES = {
-    "Averaged": r"losses: expected one loss for each sample, shape \(8,\), got shape \(\): use reduction='none'",
-    "Broadcast": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\), which broadcast to \(8, 8\)",
+    "Averaged": (
+        r"losses: expected one loss for each sample, shape \(8,\), got shape \(\): use "
+        r"reduction='none'"
+    ),
+    "Broadcast": (
+        r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\), which "
+        r"broadcast to \(8, 8\)"
+    ),
     "BroadcastAndAveraged": r"model: expected outputs of the targets' shape \(8,\), got \(8, 1\)",
-    "BroadcastOfOne": r"model: expected outputs of the targets' shape \(2,\), got \(2, 1\), which broadcast to ",
-    "OtherInputs": r"model: expected a model of the samples' inputs, here \(8, 1\), got RuntimeError: .* shapes cannot",
+    "BroadcastOfOne": (
+        r"model: expected outputs of the targets' shape \(2,\), got \(2, 1\), which "
+        r"broadcast to "
+    ),
+    "OtherInputs": (
+        r"model: expected a model of the samples' inputs, here \(8, 1\), got "
+        r"RuntimeError: .* shapes cannot"
+    ),
     "PlainNumber": r"losses: expected one loss for each sample, shape \(8,\), got a float",
-    "DefaultNumCorrect": r"num_correct: expected a method of the recipe's own, because .*, got outputs \(8,\), targets",
+    "DefaultNumCorrect": (
+        r"num_correct: expected a method of the recipe's own, because .*, got "
+        r"outputs \(8,\), targets"
+    ),
     "MetricsWithoutNames": r"metrics: expected a dict of metrics by name, got a list",
-    "LabelsOfOneColumn": r"losses: .* that of MultiLabel is for labels .*, got outputs \(8, 2\), targets \(8,\): ",
+    "LabelsOfOneColumn": (
+        r"losses: .* that of MultiLabel is for labels .*, got outputs \(8, 2\), "
+        r"targets \(8,\): "
+    ),
     "NotDifferentiable": r"losses: expected floating-point losses, got torch\.int64",
     "Detached": r"losses: expected losses with a gradient, got some without: do not detach",
-    "DefaultLosses": r"losses: expected one loss .*, got shape \(\): the default is for classes \(B,\)",
-    "CountsAll": r"num_correct: expected at most 1 for a sample, .*, got 13\.64; .* needs num_targets",
-    "WrongNumTargets": r"num_targets: expected the number of each sample's targets, shape \(8,\), got shape \(\)",
-    "OneArgument": r"losses: expected a method with the parameters \(outputs, targets\), got \(outputs\)",
-    "NoMethod": r"num_correct: expected a method with the parameters \(outputs, targets\), got 0\.5",
+    "DefaultLosses": (
+        r"losses: expected one loss .*, got shape \(\): the default is for classes "
+        r"\(B,\)"
+    ),
+    "CountsAll": (
+        r"num_correct: expected at most 1 for a sample, .*, got 13\.64; .* needs "
+        r"num_targets"
+    ),
+    "WrongNumTargets": (
+        r"num_targets: expected the number of each sample's targets, shape \(8,\), "
+        r"got shape \(\)"
+    ),
+    "OneArgument": (
+        r"losses: expected a method with the parameters \(outputs, targets\), got "
+        r"\(outputs\)"
+    ),
+    "NoMethod": (
+        r"num_correct: expected a method with the parameters \(outputs, targets\), got "
+        r"0\.5"
+    ),
     "OtherName": r"datasets: expected a method of this name, got none \(did you mean dataset\?\)",
-    "Unused": r"model: expected a gradient for every parameter, got none for forgotten: use them in the forward pass",
-    "Lazy": r"model: expected parameters with a shape, got none yet for 0\.weight.*0\.bias: .* nn\.LazyLinear",
-    "SparseGradients": r"model: expected dense gradients, which optimizers here take, got sparse .*0\.weight: .*sparse",
+    "Unused": (
+        r"model: expected a gradient for every parameter, got none for forgotten: use them "
+        r"in the forward pass"
+    ),
+    "Lazy": (
+        r"model: expected parameters with a shape, got none yet for 0\.weight.*0\.bias: .* "
+        r"nn\.LazyLinear"
+    ),
+    "SparseGradients": (
+        r"model: expected dense gradients, which optimizers here take, got sparse "
+        r".*0\.weight: .*sparse"
+    ),
     "FiguresOfText": r"figures: verdict: expected a number, got 'good'",
-    "MetricsOfText": r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got 'MeanAbsoluteError'",
-    "MetricOverAll": r"metrics: expected mae of each sample, shape \(8,\), got shape \(\): do not sum over the samples",
-    "AccuracyInPercent": r"metrics: accuracy: expected at most 1 for a sample, the number of its targets, got 100$",
+    "MetricsOfText": (
+        r"metrics: mae: expected a torchmetrics.Metric, or a function .*, got "
+        r"'MeanAbsoluteError'"
+    ),
+    "MetricOverAll": (
+        r"metrics: expected mae of each sample, shape \(8,\), got shape \(\): do not "
+        r"sum over the samples"
+    ),
+    "AccuracyInPercent": (
+        r"metrics: accuracy: expected at most 1 for a sample, the number of its "
+        r"targets, got 100$"
+    ),
     "MetricOfOtherShapes": r"metrics: f1: \w+: .* \(outputs \(8,\), targets \(8,\)\)",
-    "MetricForEachClass": r"metrics: f1: expected one number, got shape \(2,\): take a mean, or one metric each",
-    "ReservedName": r"metrics: expected another name than those of losses and times, got 'test_loss'",
-    "OneDataset": r"datasets: expected a pair of data sets, for training and held out, got a TensorDataset",
+    "MetricForEachClass": (
+        r"metrics: f1: expected one number, got shape \(2,\): take a mean, or "
+        r"one metric each"
+    ),
+    "ReservedName": (
+        r"metrics: expected another name than those of losses and times, got "
+        r"'test_loss'"
+    ),
+    "OneDataset": (
+        r"datasets: expected a pair of data sets, for training and held out, got a "
+        r"TensorDataset"
+    ),
     "Empty": r"datasets: expected a pair of data sets, .* got none for the held-out data",
     "DictSamples": r"datasets: expected \(input, target\) pairs as samples, got a dict",
-    "Streamed": r"datasets: expected .* each with __len__ and __getitem__, got a Stream without them",
-    "WideRegression": r"losses: .* that of Regression is for numbers, .*, got outputs \(8, 2\), targets \(8,\): ",
-    "UnnamedClasses": r"metrics: class_names: expected the names of all classes, at least two, got \[\]",
-    "Segmentation": r"losses: expected one loss for each sample, shape \(8,\), got shape \(8, 6, 6\): the default is",
-    "SegmentationWithoutCounts": r"num_correct: expected at most 1 for a sample, the number of its targets",
+    "Streamed": (
+        r"datasets: expected .* each with __len__ and __getitem__, got a Stream without "
+        r"them"
+    ),
+    "WideRegression": (
+        r"losses: .* that of Regression is for numbers, .*, got outputs \(8, 2\), "
+        r"targets \(8,\): "
+    ),
+    "UnnamedClasses": (
+        r"metrics: class_names: expected the names of all classes, at least two, "
+        r"got \[\]"
+    ),
+    "Segmentation": (
+        r"losses: expected one loss for each sample, shape \(8,\), got shape \(8, 6, "
+        r"6\): the default is"
+    ),
+    "SegmentationWithoutCounts": (
+        r"num_correct: expected at most 1 for a sample, the number of "
+        r"its targets"
+    ),
 }
 
 
@@ -82,7 +159,9 @@ def test_a_broken_contract_is_one_line(name):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["SqueezedInLosses", "FlatTokens", "TimeFirst", "MetricsInACollection"])
+@pytest.mark.parametrize(
+    "name", ["SqueezedInLosses", "FlatTokens", "TimeFirst", "MetricsInACollection"]
+)
 def test_correct_recipes_of_other_shapes_pass(name):
     check(f"tests.support.mistakes.{name}")
 
@@ -107,7 +186,9 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 @pytest.mark.parametrize("value", [lambda self, *arguments: None, 0.5], ids=["method", "attribute"])
-def test_a_name_that_nothing_reads_is_refused_if_it_is_nearly_one_of_recipes(name, value, monkeypatch):
+def test_a_name_that_nothing_reads_is_refused_if_it_is_nearly_one_of_recipes(
+    name, value, monkeypatch
+):
     class Misnamed(mistakes.Line):
         pass
 
@@ -116,7 +197,11 @@ def test_a_name_that_nothing_reads_is_refused_if_it_is_nearly_one_of_recipes(nam
     get_recipe("tests.support.mistakes.Misnamed")
     setattr(Misnamed, name, value)
     with pytest.raises(
-        ConfigError, match=rf"{name}: .*, got '{name}', .*\(did you mean {OTHER_NAMES[name]}\?\); [^\n]*$"
+        ConfigError,
+        match=(
+            rf"{name}: .*, got '{name}', .*\(did you mean {OTHER_NAMES[name]}\?\); "
+            r"[^\n]*$"
+        ),
     ):
         get_recipe("tests.support.mistakes.Misnamed")
 
@@ -128,7 +213,9 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True)
 class Named(mistakes.Line, Loader, nn.Module):
-    """Names of one's own: of an option, of helpers that its code calls, of other bases, private ones, distant ones."""
+    """Names of one's own: of an option, of helpers that its code calls, of other bases, private
+    ones, distant ones.
+    """
 
     loss: str = "l1"
     metric: float = 0.5
@@ -160,10 +247,28 @@ def test_a_name_of_ones_own_passes():
     [
         ([{"lr": 0.1}], r"dicts with a list of parameters as params, got {'lr': 0.1}"),
         ([torch.ones(2)], r"dicts with a list of parameters as params, got tensor"),
-        ([{"params": [], "learning_rate": 0.1}], r"settings of torch.optim in a group, got 'learning_rate'"),
-        ([{"params": [], "weight_decy": 0.1}], r"settings of .* got 'weight_decy' \(did you mean weight_decay\?\)"),
+        (
+            [{"params": [], "learning_rate": 0.1}],
+            (
+                r"settings of torch.optim in a group, got "
+                r"'learning_rate'"
+            ),
+        ),
+        (
+            [{"params": [], "weight_decy": 0.1}],
+            (
+                r"settings of .* got 'weight_decy' \(did you mean "
+                r"weight_decay\?\)"
+            ),
+        ),
         ([{"params": [], "lr": "0.1"}], r"lr: expected a finite number of at least 0, got '0.1'"),
-        ([{"params": [], "lr": float("nan")}], r"lr: expected a finite number of at least 0, got nan"),
+        (
+            [{"params": [], "lr": float("nan")}],
+            (
+                r"lr: expected a finite number of at least 0, got "
+                r"nan"
+            ),
+        ),
         ([{"params": [], "lr": -0.1}], r"lr: expected a finite number of at least 0, got -0.1"),
     ],
 )
@@ -191,29 +296,54 @@ def test_a_recipe_of_another_task_has_no_predictions_by_default():
     pair = {"left": torch.ones(2), "right": torch.ones(2)}
     assert Recipe().predictions(pair, {"score": torch.ones(2)}, torch.ones(2)) == []
     assert Recipe().predictions(torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)) == []
-    assert [each.guess for each in Recipe().predictions(pair, torch.eye(2), torch.arange(2))] == ["0", "1"]
-    assert [each.guess for each in MultiLabel().predictions(pair, torch.eye(2), torch.eye(2))] == ["0", "1"]
+    assert [each.guess for each in Recipe().predictions(pair, torch.eye(2), torch.arange(2))] == [
+        "0",
+        "1",
+    ]
+    assert [each.guess for each in MultiLabel().predictions(pair, torch.eye(2), torch.eye(2))] == [
+        "0",
+        "1",
+    ]
 
 
-@pytest.mark.parametrize("samples", [[torch.ones(1), torch.ones(2)], [None, None], [{"a": 1}, {"b": 1}]])
+@pytest.mark.parametrize(
+    "samples", [[torch.ones(1), torch.ones(2)], [None, None], [{"a": 1}, {"b": 1}]]
+)
 def test_samples_that_make_no_batch_are_one_line(samples):
     with pytest.raises(
-        DataError, match=r"datasets: expected samples of tensors or numbers, each of the same shape, got "
+        DataError,
+        match=(
+            r"datasets: expected samples of tensors or numbers, each of the same "
+            r"shape, got "
+        ),
     ):
         collate([(sample, 1) for sample in samples])
 
 
 def test_a_model_that_is_none_is_one_line():
-    with pytest.raises(ConfigError, match=r"Line\.model: expected an nn\.Module, got the class Linear"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"Line\.model: expected an nn\.Module, got the class "
+            r"Linear"
+        ),
+    ):
         check_model(mistakes.Line(), nn.Linear)
 
 
 def test_data_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=rf"{PLACE}PrepareWithoutReturn\.prepare: expected a line that describes the data, got None"
+        ConfigError,
+        match=(
+            rf"{PLACE}PrepareWithoutReturn\.prepare: expected a line that "
+            r"describes the data, got None"
+        ),
     ):
         new_run(tmp_path / "none", "tests.support.mistakes.PrepareWithoutReturn").train()
-    with pytest.raises(RankFailure, match="global_batch_size: expected at most 40, the number of training .*, got 64"):
+    with pytest.raises(
+        RankFailure,
+        match=("global_batch_size: expected at most 40, the number of training .*, got 64"),
+    ):
         new_run(tmp_path / "large", "tests.support.mistakes.Line").train(1, global_batch_size=64)
 
 
@@ -252,11 +382,15 @@ def test_targets_of_loaded_samples_count_as_those_in_memory(tmp_path):
         assert other.train_loss == pytest.approx(one.train_loss, rel=1e-5)
         assert other.test_loss == pytest.approx(one.test_loss, rel=1e-5)
         assert other.metrics["accuracy"] == one.metrics["accuracy"]
-    assert loaded.result.epochs[-1].test_loss == pytest.approx(plain_loss(mistakes.Masks(), loaded.state()), rel=1e-5)
+    assert loaded.result.epochs[-1].test_loss == pytest.approx(
+        plain_loss(mistakes.Masks(), loaded.state()), rel=1e-5
+    )
 
 
 def test_samples_may_be_dataclasses_and_targets_dicts(tmp_path):
-    one = new_trainer(new_run(tmp_path / "one", "tests.support.mistakes.TwoInputs"), data_workers=1, epochs=2)
+    one = new_trainer(
+        new_run(tmp_path / "one", "tests.support.mistakes.TwoInputs"), data_workers=1, epochs=2
+    )
     first, second = one.fit().epochs
     assert second.test_loss < first.test_loss
     two = new_run(tmp_path / "two", "tests.support.mistakes.TwoInputs").train(2, epochs=2)

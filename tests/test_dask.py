@@ -48,7 +48,8 @@ def fault(client):
 
     def switch_on(text, write_seconds=0):
         variables = {"FAULT": text, "WRITE_SECONDS": str(write_seconds)}
-        client.run(lambda: os.environ.update(variables))  # a bound method would arrive with an environment of its own
+        # a bound method would arrive with an environment of its own
+        client.run(lambda: os.environ.update(variables))
 
     yield switch_on
     client.run(lambda: [os.environ.pop(name, None) for name in ("FAULT", "WRITE_SECONDS")])
@@ -61,17 +62,24 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
 
     torch.testing.assert_close(run.state(), on_one_machine.state())
     ours, theirs = (
-        [type(event) for event in each.events if not isinstance(event, events.CheckpointWritten)]  # at any moment
+        # at any moment
+        [type(event) for event in each.events if not isinstance(event, events.CheckpointWritten)]
         for each in (run, on_one_machine)
     )
     assert ours == theirs
     assert [event.step for event in events_of(run, events.Reported)] == list(range(1, 28))
-    assert events_of(run, events.PredictionsMade) == events_of(on_one_machine, events.PredictionsMade)
+    assert events_of(run, events.PredictionsMade) == events_of(
+        on_one_machine, events.PredictionsMade
+    )
     assert run.result.epochs == events_of(run, events.EpochFinished)
     assert run.error is None
-    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= set(run.lines)
+    assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= set(
+        run.lines
+    )
     plugins = client.run(lambda dask_worker: list(dask_worker.plugins))
-    assert not [name for names in plugins.values() for name in names if name.startswith("training-")]
+    assert not [
+        name for names in plugins.values() for name in names if name.startswith("training-")
+    ]
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
 
 
@@ -109,7 +117,11 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
         spent.restarting > lost.idle_seconds > 0
     )  # the ranks' second start, and until the first one's end was noticed
     assert spent.stepping > 0.05 * 27 * 0.9
-    before = [event.step for event in run.events[: run.events.index(second)] if isinstance(event, events.Reported)]
+    before = [
+        event.step
+        for event in run.events[: run.events.index(second)]
+        if isinstance(event, events.Reported)
+    ]
     if max(before) > second.step:  # else a checkpoint has come in time
         assert spent.redone_steps > 0
 
@@ -117,9 +129,16 @@ def test_a_killed_rank_costs_only_time_and_the_next_is_forked_from_the_same_serv
 def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
     fault("raise 1 4", write_seconds=1)  # step 3 shows that rank 0 has begun to save step 2
     run = new_run(tmp_path)
-    with pytest.raises(RankFailure, match=r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in _raise") as caught:
+    with pytest.raises(
+        RankFailure,
+        match=(
+            r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in "
+            r"_raise"
+        ),
+    ) as caught:
         train(run, client, LOCAL, checkpoint_interval=2)
-    assert (run.checkpoints / "step-0000000002.json").exists()  # rank 0 of the other node was still writing
+    # rank 0 of the other node was still writing
+    assert (run.checkpoints / "step-0000000002.json").exists()
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert run.error is caught.value
     assert len(events_of(run, events.RunStarted)) == 1
@@ -149,7 +168,12 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
         seen.extend(client.run(lambda dask_worker: describe(dask_worker.state.tasks)).values())
 
     def describe(tasks):
-        return str([[(name, getattr(task, name, "")) for name in type(task).__slots__] for task in tasks.values()])
+        return str(
+            [
+                [(name, getattr(task, name, "")) for name in type(task).__slots__]
+                for task in tasks.values()
+            ]
+        )
 
     with running_store() as store:
         for ours, theirs in (
@@ -161,14 +185,21 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
             monkeypatch.delenv(ours)
         run = new_run(tmp_path)
         run.url = store.fill({"": b""}).replace("/images", "/run")
-        train(run, client, dataclasses.replace(LOCAL, max_restarts=1), at_steps=[(6, fail)], checkpoint_interval=2)
+        train(
+            run,
+            client,
+            dataclasses.replace(LOCAL, max_restarts=1),
+            at_steps=[(6, fail)],
+            checkpoint_interval=2,
+        )
         assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
 
     assert len(events_of(run, events.RunStarted)) == 2
     gone = [record for record in caplog.records if "cannot be reached" in record.message]
     back = [record for record in caplog.records if "answers again" in record.message]
     assert len(gone) == len(back)
-    assert 1 <= len(gone) <= 2  # the run's owner has a request of its own, which may end after the other was answered
+    # the run's owner has a request of its own, which may end after the other was answered
+    assert 1 <= len(gone) <= 2
     assert len(seen) == 3
     assert "supervise" in seen[0]
     assert secret not in "".join([*seen, caplog.text, *run.lines])
@@ -205,16 +236,24 @@ def test_ranks_are_ordered_by_host_and_name():
     assert [each.worker for each in nodes] == ["w-2", "w-10", "w-3", "w-4"]
     assert [each.ranks.first_rank for each in nodes] == [0, 2, 4, 6]
     assert {(each.ranks.world_size, each.ranks.num_threads) for each in nodes} == {(8, 2)}
-    after = [dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before]
+    after = [
+        dataclasses.replace(each, host=each.host.replace("10.0.0.9", "10.0.0.0")) for each in before
+    ]
     assert [each.worker for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
 
 
 def test_a_worker_that_has_run_the_ranks_before_is_preferred_to_another():
     """Whose memory may have the state from which the run goes on."""
-    spare, survivor, other = worker("w-1", "10.0.0.1"), worker("w-2", "10.0.0.2"), worker("w-3", "10.0.0.3")
+    spare, survivor, other = (
+        worker("w-1", "10.0.0.1"),
+        worker("w-2", "10.0.0.2"),
+        worker("w-3", "10.0.0.3"),
+    )
     survivor = dataclasses.replace(survivor, has_run=True)
     for num_nodes, names in ((1, ["w-2"]), (2, ["w-1", "w-2"]), (3, ["w-1", "w-2", "w-3"])):
-        nodes = assign_nodes([spare, other, survivor], num_nodes, ClusterConfig(num_nodes=num_nodes))
+        nodes = assign_nodes(
+            [spare, other, survivor], num_nodes, ClusterConfig(num_nodes=num_nodes)
+        )
         assert [each.worker for each in nodes] == names
 
 
@@ -223,7 +262,8 @@ def test_bad_input_is_refused_before_any_cluster_is_asked(tmp_path):
     with pytest.raises(ConfigError, match="global_batch_size: expected a multiple of 3, got 32"):
         driver.run(job, DaskPlace(None, ClusterConfig(num_nodes=3)), str)
     message = (
-        "min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from 3 to 3"
+        "min_nodes: expected a smaller number of nodes, because the global batch splits evenly at "
+        "none from 3 to 3"
     )
     with pytest.raises(ConfigError, match=message):
         driver.run(job, DaskPlace(None, ClusterConfig(num_nodes=4, min_nodes=3)), str)

@@ -1,4 +1,6 @@
-"""A node of a gang: the code, data and messages that it gets, what it leaves behind, and who outlives whom."""
+"""A node of a gang: the code, data and messages that it gets, what it leaves behind, and who
+outlives whom.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_a_supervisor_takes_no_command_before_its_job(monkeypatch):
     supervisor = worker.Supervisor(process, Pipe(), io.BytesIO(), socket.socket())
     monkeypatch.setattr(plugin, "_start", lambda: supervisor)
     plugin.attempt, plugin.admitted = "attempt", {"attempt": None}
-    assert plugin.supervise("attempt", worker.Sealed("the job"), "topic") == "ended with exit code 0"
+    assert plugin.supervise("attempt", worker.Sealed("the job"), "topic") == (
+        "ended with exit code 0"
+    )
     assert lines == [b"the job\n"]
 
 
@@ -93,10 +97,14 @@ def test_a_plugin_that_could_not_be_set_up_is_not_there(client):
     address = client.run(os.getpid).popitem()[0]
     answers = call_workers(client, [address], worker.install, "training-y", b"no zip file")
     assert isinstance(answers[address], zipfile.BadZipFile)
-    assert not call_workers(client, [address], worker.introduce, "training-y")[address]["has_plugin"]
+    assert not call_workers(client, [address], worker.introduce, "training-y")[address][
+        "has_plugin"
+    ]
 
 
-def test_a_worker_that_was_admitted_to_an_attempt_is_not_prepared_for_it_and_keeps_one_supervisor(monkeypatch):
+def test_a_worker_that_was_admitted_to_an_attempt_is_not_prepared_for_it_and_keeps_one_supervisor(
+    monkeypatch,
+):
     plugin = worker.NodePlugin("run", b"")
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     supervisors = [worker.Supervisor(process, None, None, None) for _ in range(2)]
@@ -117,7 +125,9 @@ def test_a_supervisor_that_nobody_needs_ends(end):
     _messages, messages_out = os.pipe()
     _listeners, listeners_in = socket.socketpair()
     given = (commands_in, messages_out, listeners_in.fileno())
-    process = subprocess.Popen([sys.executable, "-c", code, "", "", *map(str, given)], pass_fds=given)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "", "", *map(str, given)], pass_fds=given
+    )
     if end == "the worker is gone":
         os.close(commands)
     assert process.wait() == (0 if end == "no attempt comes" else 1)
@@ -126,18 +136,41 @@ def test_a_supervisor_that_nobody_needs_ends(end):
 def test_a_nodes_job_crosses_whole_and_shows_no_secret():
     ranks = NodeRanks(0, 1, 2, "10.0.0.1", 1234, "", False, 1)
     job = Job(
-        recipe_program("mnist", dask_config(gradient_accumulation=2), f"s3://bucket/initial.pt (sha256 {64 * '0'})"),
+        recipe_program(
+            "mnist",
+            dask_config(gradient_accumulation=2),
+            (f"s3://bucket/initial.pt (sha256 {64 * '0'})"),
+        ),
         "s3://bucket/run",
         1.5,
     )
-    node_job = NodeJob(job, ranks, 20.0, {}, {"AWS_SECRET_ACCESS_KEY": "secret"}, "", "", "data-1", True)
+    node_job = NodeJob(
+        job, ranks, 20.0, {}, {"AWS_SECRET_ACCESS_KEY": "secret"}, "", "", "data-1", True
+    )
     assert NodeJob.from_line(node_job.to_line()) == node_job
     assert "secret" not in repr(node_job) + repr(worker.Sealed(node_job.to_line()))
-    assert decode(encode({"image": b"\x00\xff", "score": np.float32(0.5)})) == {"image": b"\x00\xff", "score": 0.5}
+    assert decode(encode({"image": b"\x00\xff", "score": np.float32(0.5)})) == {
+        "image": b"\x00\xff",
+        "score": 0.5,
+    }
 
 
 NAMES = [
-    *("base64", "event", "at", "self", "__class__", "", "a.b/c:d", "%s {0}", "$\\frac$", "<b>", "\n", "\0", "名"),
+    *(
+        "base64",
+        "event",
+        "at",
+        "self",
+        "__class__",
+        "",
+        "a.b/c:d",
+        "%s {0}",
+        "$\\frac$",
+        "<b>",
+        "\n",
+        "\0",
+        "名",
+    ),
 ]
 
 
@@ -169,7 +202,8 @@ def test_code_that_could_not_be_unpacked_whole_is_not_there_for_a_later_attempt(
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("first.py", "pass")
         archive.writestr("second.py", "the disk is full here")
-    code = buffer.getvalue().replace(b"the disk is full here", b"the disk is full HERE")  # a wrong checksum
+    # a wrong checksum
+    code = buffer.getvalue().replace(b"the disk is full here", b"the disk is full HERE")
     for _ in range(2):
         plugin = worker.NodePlugin("run", code)
         with pytest.raises(zipfile.BadZipFile):
@@ -201,7 +235,9 @@ def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
         importlib.invalidate_caches()
     assert packed[0] == packed[1] != packed_code(recipe_program("digits", dask_config()))
     (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
-    with pytest.raises(ConfigError, match="flowers: expected code without data, got more than 32 MiB"):
+    with pytest.raises(
+        ConfigError, match=("flowers: expected code without data, got more than 32 MiB")
+    ):
         packed_code(flowers)
 
 
@@ -209,9 +245,13 @@ def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
 def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     """Also when the workers have imported another version of it."""
     newer = tmp_path / "newer"
-    shutil.copytree(REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__")
+    )
     module = newer / "flyte_ddp" / "rank" / "main.py"
-    addition = 'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
+    addition = (
+        'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
+    )
     module.write_text(f"{module.read_text()}\n\n{addition}")
     client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
     address = client.scheduler.address
@@ -246,8 +286,12 @@ def test_workers_with_other_versions_that_join_in_mid_run_are_left_out(client, m
 
 
 @pytest.mark.long
-def test_nodes_that_do_not_see_the_data_get_a_copy(start_worker, scheduler, tmp_path, finished_run, monkeypatch):
-    """On a cluster that somebody else has started, as Flyte's own Dask plugin does, of workers without the package."""
+def test_nodes_that_do_not_see_the_data_get_a_copy(
+    start_worker, scheduler, tmp_path, finished_run, monkeypatch
+):
+    """On a cluster that somebody else has started, as Flyte's own Dask plugin does, of workers
+    without the package.
+    """
     monkeypatch.setattr(worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
     monkeypatch.setenv(ADDRESS_VARIABLE, scheduler)
     start_worker(scheduler, "node-0")
@@ -268,7 +312,12 @@ def test_a_scripts_outputs_are_brought_to_their_url_and_leave_the_workers(client
     lines = []
     url = f"file://{tmp_path}/kept"
     program = script_program(str(tmp_path / "train.py"), ["{outputs}"], outputs=url)
-    run_program(program, Gang(2, cluster={"kind": "local", "node_timeout": 60}), relay=lines.append, client=client)
+    run_program(
+        program,
+        Gang(2, cluster={"kind": "local", "node_timeout": 60}),
+        relay=lines.append,
+        client=client,
+    )
     assert (tmp_path / "kept/model").read_text() == "w"
     places = [line.split(" in ")[1] for line in lines if " in " in line]
     assert len(set(places)) == 2
@@ -327,7 +376,10 @@ def test_ranks_do_not_outlive_their_scheduler(start_worker, tmp_path, caplog):
         scheduler.kill()
         scheduler.wait()
 
-    with open_cluster(config, "test") as client, pytest.raises(GangLost, match="the Dask scheduler (is gone|was lost)"):
+    with (
+        open_cluster(config, "test") as client,
+        pytest.raises(GangLost, match=("the Dask scheduler (is gone|was lost)")),
+    ):
         train(new_run(tmp_path), client, config, at_steps=[(3, end_scheduler)], epochs=100)
     (line,) = [record.message for record in caplog.records if "restarts from" in record.message]
     assert line.endswith("the Dask scheduler was lost: it does not answer"), "no node is blamed"

@@ -36,7 +36,9 @@ def _world(rank, world_size):
 
 
 def _noted(run, split):
-    """Return the notes of each rank, in its order: [[(sample, gradient of its loss or nothing)]]."""
+    """Return the notes of each rank, in its order: [[(sample, gradient of its loss or
+    nothing)]].
+    """
     ranks = []
     for file in sorted((run.directory / "record").glob(f"{split}-*.jsonl")):
         ranks.append([json.loads(line) for line in file.read_text().splitlines()])
@@ -52,7 +54,11 @@ def _batches_seen(run):
         seen = []
         for rank in ranks:
             for samples, gradients in rank[step * per_step : (step + 1) * per_step]:
-                seen += [sample for sample, gradient in zip(samples, gradients, strict=True) if gradient != 0]
+                seen += [
+                    sample
+                    for sample, gradient in zip(samples, gradients, strict=True)
+                    if gradient != 0
+                ]
         steps.append(sorted(seen))
     return steps
 
@@ -72,7 +78,8 @@ def test_the_order_depends_on_the_epoch_and_not_on_the_world_size(finished_run):
     assert steps[1] == steps[2] == steps[3]
     epochs = [steps[1][epoch * STEPS_PER_EPOCH :][:STEPS_PER_EPOCH] for epoch in range(3)]
     for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert all(batch not in epochs[other] for batch in epochs[one][:-1])  # the last batch is one sample
+        # the last batch is one sample
+        assert all(batch not in epochs[other] for batch in epochs[one][:-1])
     assert epochs[0][0] != list(range(BATCH))
 
 
@@ -89,8 +96,13 @@ def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes
 @pytest.mark.parametrize("size", [1, 5, 13, 24, 25, 97, 103])
 def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
-    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1))
-    ranks = [epoch_shards(samples, config, _world(rank, world_size), epoch=1) for rank in range(world_size)]
+    samples = LoadedSamples(
+        TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1)
+    )
+    ranks = [
+        epoch_shards(samples, config, _world(rank, world_size), epoch=1)
+        for rank in range(world_size)
+    ]
 
     seen = []
     for shares in zip(*ranks, strict=True):
@@ -102,10 +114,16 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
             if weight
         ]
         assert (
-            len(batch) == shares[0].num_targets == shares[0].num_samples == sum(share.own_targets for share in shares)
+            len(batch)
+            == shares[0].num_targets
+            == shares[0].num_samples
+            == sum(share.own_targets for share in shares)
         )
-        assert all(len(part) <= 24 / world_size / 2 for share in shares for part in share.micro_batches)
-        # SyncBatchNorm's layers communicate in every forward pass: all ranks have as many, each with a sample.
+        assert all(
+            len(part) <= 24 / world_size / 2 for share in shares for part in share.micro_batches
+        )
+        # SyncBatchNorm's layers communicate in every forward pass: all ranks have as many, each
+        # with a sample.
         assert len({len(share.micro_batches) for share in shares}) == 1
         assert all(len(part) > 0 for share in shares for part in share.micro_batches)
         seen += batch
@@ -115,7 +133,9 @@ def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(si
 
 def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
     config = TrainingConfig(global_batch_size=24)
-    samples = LoadedSamples(TensorDataset(torch.arange(97), torch.arange(97)), Tiny(), config, _world(0, 1))
+    samples = LoadedSamples(
+        TensorDataset(torch.arange(97), torch.arange(97)), Tiny(), config, _world(0, 1)
+    )
     whole = epoch_shards(samples, config, _world(1, 2), epoch=2)
 
     rest = epoch_shards(samples, config, _world(1, 2), epoch=2, first_batch=3)
@@ -127,22 +147,32 @@ def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
 
 @st.composite
 def _changing_sizes(draw):
-    """An epoch of some samples, and the world sizes at which its batches are trained, a few batches each.
+    """An epoch of some samples, and the world sizes at which its batches are trained, a few batches
+    each.
 
-    An attempt ends in a loss that was announced, so that its last state is kept, or in one that was not.
+    An attempt ends in a loss that was announced, so that its last state is kept, or in one that was
+    not.
     """
     per_rank, accumulation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     batch = per_rank * accumulation * draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
     sizes = [size for size in range(1, batch + 1) if batch % (size * accumulation) == 0]
-    config = TrainingConfig(global_batch_size=batch, gradient_accumulation=accumulation, seed=draw(st.integers(0, 99)))
+    config = TrainingConfig(
+        global_batch_size=batch, gradient_accumulation=accumulation, seed=draw(st.integers(0, 99))
+    )
     # An attempt may end before its first step.
     stretches = st.tuples(st.sampled_from(sizes), st.integers(0, 5), st.booleans())
-    num_samples, epoch, interval = draw(st.integers(1, 5 * batch)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    num_samples, epoch, interval = (
+        draw(st.integers(1, 5 * batch)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+    )
     return config, num_samples, epoch, interval, draw(st.lists(stretches, max_size=8))
 
 
 def _counted_in_batch(ranks, number):
-    """The samples whose losses count in the batch, in the order of the ranks, and over how many they are a mean."""
+    """The samples whose losses count in the batch, in the order of the ranks, and over how many
+    they are a mean.
+    """
     samples = [
         index
         for shards in ranks
@@ -155,17 +185,25 @@ def _counted_in_batch(ranks, number):
 
 
 # A machine that stands still for a second is no defect of the examples.
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(_changing_sizes())
-def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an_undisturbed_one(run):
+def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an_undisturbed_one(
+    run,
+):
     config, num_samples, epoch, interval, stretches = run
     samples = LoadedSamples(
-        TensorDataset(torch.arange(num_samples), torch.arange(num_samples)), Tiny(), config, _world(0, 1)
+        TensorDataset(torch.arange(num_samples), torch.arange(num_samples)),
+        Tiny(),
+        config,
+        _world(0, 1),
     )
 
     def shards_from(first_batch, world_size):
         return [
-            epoch_shards(samples, config, _world(rank, world_size), epoch, first_batch) for rank in range(world_size)
+            epoch_shards(samples, config, _world(rank, world_size), epoch, first_batch)
+            for rank in range(world_size)
         ]
 
     undisturbed = shards_from(0, 1)
@@ -174,7 +212,9 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
     for world_size, num_steps, is_announced in [*stretches, (1, len(expected), True)]:
         first = len(seen)
         ranks = shards_from(first, world_size)
-        seen += [_counted_in_batch(ranks, number) for number in range(min(num_steps, len(ranks[0])))]
+        seen += [
+            _counted_in_batch(ranks, number) for number in range(min(num_steps, len(ranks[0])))
+        ]
         if not is_announced:
             del seen[max(first, len(seen) // interval * interval) :]
 
@@ -190,11 +230,15 @@ def test_another_seed_gives_another_order():
 @pytest.mark.parametrize("size", [1, 4, 17])
 def test_evaluation_shares_have_no_repeats(size, world_size):
     config = TrainingConfig(evaluation_batch_size=2)
-    samples = LoadedSamples(TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1))
+    samples = LoadedSamples(
+        TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1)
+    )
     seen = []
     for rank in range(world_size):
         seen += [
-            index for part in evaluation_shard(samples, config, _world(rank, world_size)) for index in part.tolist()
+            index
+            for part in evaluation_shard(samples, config, _world(rank, world_size))
+            for index in part.tolist()
         ]
 
     assert sorted(seen) == list(range(size))
@@ -243,12 +287,16 @@ def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_was_replaced():
     (batch,) = samples.batches([torch.tensor([3, 7])], epoch=1)
 
     assert len(samples) == 10
-    assert batch[1].tolist() == loaded.prefetched == [_sample(loaded, 10)[index] for index in (3, 7)]
+    assert (
+        batch[1].tolist() == loaded.prefetched == [_sample(loaded, 10)[index] for index in (3, 7)]
+    )
     assert samples.num_replaced == 3
 
 
 def test_a_sample_larger_than_the_data_is_refused_in_one_line(tmp_path):
-    expected = "sample_size: expected at most 97, the number of training samples, or 0 for all, got 98"
+    expected = (
+        "sample_size: expected at most 97, the number of training samples, or 0 for all, got 98"
+    )
     with pytest.raises(RankFailure) as caught:
         new_run(tmp_path).train(num_processes=1, sample_size=98)
 
@@ -257,7 +305,9 @@ def test_a_sample_larger_than_the_data_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(finished_run, num_processes):
+def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(
+    finished_run, num_processes
+):
     run = finished_run(num_processes=num_processes, sample_size=30)
     sample = _sample(TensorDataset(torch.zeros(97), torch.arange(97)), 30)
 
@@ -272,20 +322,29 @@ def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(finished
     assert seen == dict.fromkeys(sample, 3)
     assert (run.started.num_train_samples, run.started.num_steps) == (30, 3 * 3)
     assert run.started.num_test_samples == Tiny.num_test
-    held_out = Counter(number for rank in _noted(run, "test") for samples, _ in rank for number in samples)
+    held_out = Counter(
+        number for rank in _noted(run, "test") for samples, _ in rank for number in samples
+    )
     assert held_out == dict.fromkeys(range(Tiny.num_test), 3)
 
 
 # Emulated: no tensor is on a GPU here, so what would be moved there is only noted.
 def _on_gpu(monkeypatch, free, sizes):
-    """(size of each data set that is moved to a GPU with `free` bytes, all samples); `sizes` are in bytes."""
+    """(size of each data set that is moved to a GPU with `free` bytes, all samples); `sizes` are in
+    bytes.
+    """
     moved = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     monkeypatch.setattr(TensorSamples, "move_to_device", lambda self: moved.append(self.nbytes))
     datasets = [
-        TensorDataset(torch.zeros(1, size - 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)) for size in sizes
+        TensorDataset(
+            torch.zeros(1, size - 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+        )
+        for size in sizes
     ]
-    samples = open_samples(datasets, Shapeless(), TrainingConfig(), World(0, 0, 1, torch.device("cuda", 0)))
+    samples = open_samples(
+        datasets, Shapeless(), TrainingConfig(), World(0, 0, 1, torch.device("cuda", 0))
+    )
     return moved, samples
 
 
@@ -296,9 +355,17 @@ class Shapeless(Tiny):
 
 @pytest.mark.parametrize(
     ("sizes", "moved"),
-    [((300, 100), [300, 100]), ((300, 200), [300]), ((500, 100), [100]), ((500, 500), []), ((400,), [400])],
+    [
+        ((300, 100), [300, 100]),
+        ((300, 200), [300]),
+        ((500, 100), [100]),
+        ((500, 500), []),
+        ((400,), [400]),
+    ],
 )
-def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(monkeypatch, sizes, moved):
+def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(
+    monkeypatch, sizes, moved
+):
     assert _on_gpu(monkeypatch, 1000, sizes)[0] == moved
 
 
@@ -308,8 +375,11 @@ def test_batches_of_data_too_large_for_the_gpu_are_planned_on_the_host(monkeypat
     (shard,) = epoch_shards(samples, TrainingConfig(), world, epoch=1)
 
     assert [index.device.type for index in shard.micro_batches] == ["cpu"]
-    assert shard.num_targets.device.type == "cpu"  # a scalar from the host goes to a kernel as an argument
-    assert [index.device.type for index in evaluation_shard(samples, TrainingConfig(), world)] == ["cpu"]
+    # a scalar from the host goes to a kernel as an argument
+    assert shard.num_targets.device.type == "cpu"
+    assert [index.device.type for index in evaluation_shard(samples, TrainingConfig(), world)] == [
+        "cpu"
+    ]
 
 
 def test_a_state_is_evaluated_on_a_numbered_device(monkeypatch):
@@ -326,7 +396,9 @@ def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
 
     for name, value in tiny.state().items():
         torch.testing.assert_close(listed.state()[name], value)
-    assert listed.result.epochs[-1].metrics["accuracy"] == tiny.result.epochs[-1].metrics["accuracy"]
+    assert (
+        listed.result.epochs[-1].metrics["accuracy"] == tiny.result.epochs[-1].metrics["accuracy"]
+    )
 
 
 @pytest.mark.slow
@@ -343,7 +415,9 @@ def test_augmentation_differs_between_epochs_and_repeats_between_runs(tmp_path):
     samples = LoadedSamples(train, Tiny(), TrainingConfig(), _world(0, 1))
 
     def inputs(epoch):
-        return torch.cat([inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)])
+        return torch.cat(
+            [inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)]
+        )
 
     assert torch.equal(inputs(1), inputs(1))
     noise = inputs(1) - torch.stack([train.inputs[index] for index in range(10)])

@@ -1,4 +1,6 @@
-"""GPUs are counted and assigned to ranks. A fake stands for the driver's library, because there is none here."""
+"""GPUs are counted and assigned to ranks. A fake stands for the driver's library, because there is
+none here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SLICES = ("MIG-1a", "MIG-2b")
 
 
 class FakeNvml:
-    """The calls of libnvidia-ml. `gpus` holds, for each GPU, the names of its MIG slices; none where MIG is off."""
+    """The calls of libnvidia-ml. `gpus` holds, for each GPU, the names of its MIG slices; none
+    where MIG is off.
+    """
 
     def __init__(self, gpus):
         self.gpus = gpus
@@ -60,7 +64,9 @@ class FakeNvml:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(files, library=...): this machine has these device files and these libraries of NVIDIA's driver."""
+    """machine(files, library=...): this machine has these device files and these libraries of
+    NVIDIA's driver.
+    """
     for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
@@ -74,7 +80,9 @@ def machine(monkeypatch):
         path = types.SimpleNamespace(exists=files.__contains__)
         numbered = [file for file in files if file[-1].isdigit()]
         monkeypatch.setattr(devices, "os", types.SimpleNamespace(path=path, environ=os.environ))
-        monkeypatch.setattr(devices, "ctypes", types.SimpleNamespace(**{**vars(ctypes), "CDLL": load}))
+        monkeypatch.setattr(
+            devices, "ctypes", types.SimpleNamespace(**{**vars(ctypes), "CDLL": load})
+        )
         monkeypatch.setattr(devices, "glob", types.SimpleNamespace(glob=lambda pattern: numbered))
 
     return pretend
@@ -93,7 +101,9 @@ def test_a_pod_with_the_hosts_fourth_gpu_has_gpu_0(machine):
 def test_mig_slices_are_counted_one_by_one(machine, monkeypatch):
     machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
     assert devices.visible_gpus() == SLICES
-    machine(["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"], cuda=1, nvidia_ml=FakeNvml([(), SLICES]))
+    machine(
+        ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"], cuda=1, nvidia_ml=FakeNvml([(), SLICES])
+    )
     assert devices.num_gpus() == 3
     machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1)
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(SLICES))
@@ -128,7 +138,9 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not
-    with pytest.raises(ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH") as caught:
+    with pytest.raises(
+        ConfigError, match=("^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH")
+    ) as caught:
         LocalPlace(1).check(job)
     assert "/usr/local/nvidia/lib64" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -136,9 +148,13 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
 
 def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
-    with pytest.raises(ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"):
+    with pytest.raises(
+        ConfigError, match=("^backend: expected gloo between MIG slices of a GPU, got nccl")
+    ):
         LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0))
-    LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0))
+    LocalPlace(2).check(
+        Job(recipe_program("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0)
+    )
 
 
 def worker(name, host, gpus=(), **values):
@@ -151,24 +167,34 @@ def environments(config, *workers):
 
 def test_a_worker_alone_on_its_host_keeps_what_its_device_plugin_gave_it():
     config = ClusterConfig(num_nodes=2, gpus_per_node=1)
-    assert environments(config, worker("w-0", "10.0.0.1", ("0",)), worker("w-1", "10.0.0.2", SLICES)) == [{}, {}]
+    assert environments(
+        config, worker("w-0", "10.0.0.1", ("0",)), worker("w-1", "10.0.0.2", SLICES)
+    ) == [{}, {}]
 
 
 def test_workers_of_one_host_share_its_gpus():
     config = ClusterConfig(num_nodes=2, gpus_per_node=2)
     four = ("0", "1", "2", "3")
-    assert environments(config, worker("w-0", "10.0.0.1", four), worker("w-1", "10.0.0.1", four)) == [
+    assert environments(
+        config, worker("w-0", "10.0.0.1", four), worker("w-1", "10.0.0.1", four)
+    ) == [
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "2,3"},
     ]
-    config = ClusterConfig(num_nodes=1, gpus_per_node=1)  # of a sweep: other runs have the neighbours
+    # of a sweep: other runs have the neighbours
+    config = ClusterConfig(num_nodes=1, gpus_per_node=1)
     claimed = worker("w-1", "10.0.0.1", ("GPU-77aa",), shares_host=True)
     assert environments(config, claimed) == [{"CUDA_VISIBLE_DEVICES": "GPU-77aa"}]
 
 
 def test_a_worker_with_too_few_gpus_is_named_with_what_to_check():
     config = ClusterConfig(num_nodes=1, gpus_per_node=2)
-    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 1, because worker w-0 .* got 2$"):
+    with pytest.raises(
+        ConfigError, match=("gpus_per_node: expected at most 1, because worker w-0 .* got 2$")
+    ):
         environments(config, worker("w-0", "10.0.0.1", ("0",)))
-    with pytest.raises(ConfigError, match="gpus_per_node: expected at most 0, .* got 2. .*device plugin.*LD_LIBRARY_P"):
+    with pytest.raises(
+        ConfigError,
+        match=("gpus_per_node: expected at most 0, .* got 2. .*device plugin.*LD_LIBRARY_P"),
+    ):
         environments(config, worker("w-0", "10.0.0.1"))

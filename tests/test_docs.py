@@ -1,8 +1,10 @@
-"""Every block of commands and code in the README, in docs/ and in examples/ is run, so that it stays true.
+"""Every block of commands and code in the README, in docs/ and in examples/ is run, so that it
+stays true.
 
-A block that cannot run on any machine has a line directly before it with its needs: `<!-- needs: cluster -->`.
-Its commands are still compared with the workflows, modules and make targets that there are. Blocks of one page run in
-one directory, a copy of the repository, from the first to the last.
+A block that cannot run on any machine has a line directly before it with its needs: `<!-- needs:
+cluster -->`. Its commands are still compared with the workflows, modules and make targets that
+there are. Blocks of one page run in one directory, a copy of the repository, from the first to the
+last.
 """
 
 from __future__ import annotations
@@ -23,20 +25,42 @@ from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"])
+PAGES = sorted(
+    [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"]
+)
 TARGETS = "".join((REPOSITORY / name).read_text() for name in ("Makefile", "project.mk"))
-GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))  # for a cluster: tests/kubernetes/test_guide.py follows them
-FIGURES = REPOSITORY / "benchmarks/README.md"  # its commands take hours, and some of them are gone since
+# for a cluster: tests/kubernetes/test_guide.py follows them
+GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))
+# its commands take hours, and some of them are gone since
+FIGURES = REPOSITORY / "benchmarks/README.md"
 NEEDS = ("cluster", "gpu", "network", "hours", "registry", "helm", "flyte")
-BLOCK = re.compile(r"^(?:<!-- needs: (?P<needs>\w+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    (
+        r"^(?:<!-- needs: (?P<needs>\w+) "
+        r"-->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$"
+    ),
+    re.M | re.S,
+)
 
 # Replacements that make a documented command cheap enough for every run of the tests.
 CHEAPER = (
-    (r"\bmake (test(?:-all|-gpu|-flyte|-kubernetes)?|lint|audit|bench|format|help)\b", r"make --dry-run \1"),
+    (
+        r"\bmake (test(?:-all|-gpu|-flyte|-kubernetes)?|lint|audit|bench|format|help)\b",
+        (
+            r"make "
+            r"--dry-run \1"
+        ),
+    ),
     (r"\bmake (train|train-multi-node)\b", r"""make \1 PROCESSES=1 CONFIG='{"epochs": 1}'"""),
     (r"\b((?!script_wf)\w+_wf)\b", r"""\1 --config '{"epochs": 1}'"""),  # a later --config wins
     (r'"epochs": \d+', '"epochs": 1'),
-    (r'"parallel": "fsdp", "epochs": 1', r'\g<0>, "sample_size": 64, "recipe_options": {"layers": 1, "width": 32}'),
+    (
+        r'"parallel": "fsdp", "epochs": 1',
+        (
+            r'\g<0>, "sample_size": 64, "recipe_options": {"layers": '
+            r'1, "width": 32}'
+        ),
+    ),
     (r'"recipe_options": \{"layers": 2, "context": 64\}', r'"sample_size": 64, \g<0>'),
     (r"(--recipe |RECIPE=)mnist\b", r"\1digits"),
     (r"--data ~/MNIST", ""),
@@ -62,7 +86,9 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name of the file that the block is, from a first line such as `# flowers.py`; else ""."""
+        """The name of the file that the block is, from a first line such as `# flowers.py`; else
+        "".
+        """
         match = re.match(r"# ([\w/.]+\.\w+)\n", self.text)
         return match[1] if match else ""
 
@@ -70,14 +96,25 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
     return [
-        Block(page, text.count("\n", 0, match.start()) + 1, match["language"], match["needs"] or "", match["text"])
+        Block(
+            page,
+            text.count("\n", 0, match.start()) + 1,
+            match["language"],
+            match["needs"] or "",
+            match["text"],
+        )
         for match in BLOCK.finditer(text)
     ]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHELL = [block for block in [*BLOCKS, *(each for page in GUIDES for each in blocks_of(page))] if block.language == "sh"]
-RUN: dict[str, Block] = {}  # by their texts: a block that stands on several pages runs on the first of them
+SHELL = [
+    block
+    for block in [*BLOCKS, *(each for page in GUIDES for each in blocks_of(page))]
+    if block.language == "sh"
+]
+# by their texts: a block that stands on several pages runs on the first of them
+RUN: dict[str, Block] = {}
 for each in BLOCKS:
     if each.language in ("sh", "python") and not each.needs:
         RUN.setdefault(each.text, each)
@@ -85,7 +122,9 @@ for each in BLOCKS:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """directories(page): the copy of the repository in which the blocks of `page` run, with its files in it."""
+    """directories(page): the copy of the repository in which the blocks of `page` run, with its
+    files in it.
+    """
     made = {}
 
     def get(page):
@@ -102,7 +141,8 @@ def directories(tmp_path_factory):
     return get
 
 
-@pytest.mark.slow  # they repeat what tests of their own show; `make test-docs` runs them, and the CI
+# they repeat what tests of their own show; `make test-docs` runs them, and the CI
+@pytest.mark.slow
 @pytest.mark.parametrize("block", RUN.values(), ids=str)
 def test_a_block_runs_with_cheaper_settings(block, directories):
     directory = directories(block.page)
@@ -122,7 +162,8 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(directory),
-            "PYTHONPATH": str(directory) if block.language == "python" else "",  # a file in recipes/ is no script
+            # a file in recipes/ is no script
+            "PYTHONPATH": str(directory) if block.language == "python" else "",
             "WANDB_MODE": "disabled",
             "VERSION": "v1",  # the copy is no git repository
         },
@@ -135,10 +176,21 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
 
 def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
     for block in [block for page in [*PAGES, *GUIDES] for block in blocks_of(page)]:
-        assert block.language in ("", "sh", "python", "yaml", "toml", "mermaid", "diff", "dockerfile"), block
+        assert block.language in (
+            "",
+            "sh",
+            "python",
+            "yaml",
+            "toml",
+            "mermaid",
+            "diff",
+            "dockerfile",
+        ), block
         assert block.needs in ("", *NEEDS), block
     for page in [*PAGES, *GUIDES]:
-        assert page.read_text().count("<!-- needs:") == sum(bool(block.needs) for block in blocks_of(page)), page
+        assert page.read_text().count("<!-- needs:") == sum(
+            bool(block.needs) for block in blocks_of(page)
+        ), page
 
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
@@ -154,24 +206,32 @@ def test_commands_refer_to_existing_files_and_targets(block):
         file, workflow = words[at], words[at + 1]
         inputs = _inputs(REPOSITORY / file, workflow)
         for word in words[at + 2 :]:
-            assert not word.startswith("--") or word[2:] in inputs, f"{workflow} has no input {word}"
+            assert not word.startswith("--") or word[2:] in inputs, (
+                f"{workflow} has no input {word}"
+            )
 
 
 def _inputs(file, workflow):
     (function,) = [
-        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == workflow
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == workflow
     ]
     return [argument.arg for argument in function.args.args]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *GUIDES, FIGURES], ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *GUIDES, FIGURES], ids=lambda page: str(page.relative_to(REPOSITORY))
+)
 def test_every_link_has_a_target(page):
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):
         file = page.parent / target if target else page
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
-            assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings], anchor
+            assert anchor in [
+                re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings
+            ], anchor
 
 
 def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
@@ -189,15 +249,27 @@ def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code(
     from tasks.settings import load_settings
 
     settings = load_settings(environment={})
-    assert (settings.profile, settings.training.timeout_hours) == ("production", settings.driver.timeout_hours)
+    assert (settings.profile, settings.training.timeout_hours) == (
+        "production",
+        settings.driver.timeout_hours,
+    )
     defaults = {
         each.name: each.default
         for kind in (ClusterConfig, KubernetesConfig, TrainingConfig)
         for each in dataclasses.fields(kind)
     }
     defaults["timeout_hours"] = settings.training.timeout_hours
-    table = (REPOSITORY / "docs/reliability.md").read_text().partition("\n## Limits\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.count("|") == 4]
+    table = (
+        (REPOSITORY / "docs/reliability.md")
+        .read_text()
+        .partition("\n## Limits\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.count("|") == 4
+    ]
     found = {
         name: default
         for limit, default, _ in reversed(rows)  # of the two rows about timeout_hours, the first

@@ -1,4 +1,6 @@
-"""The loop of attempts above a kind of node of the test's own: no process, no network, and still it trains."""
+"""The loop of attempts above a kind of node of the test's own: no process, no network, and still it
+trains.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 
 from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import GangLost, NodeLost, OutOfMemory, RankFailure, StorageUnavailable, TrainingStopped
+from flyte_ddp.errors import (
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+)
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.attempt import Failure, Node, find_cause
@@ -38,9 +47,16 @@ def beat(step, **values):
 
 
 class OwnPlace:
-    """One node, without a process, that finds the minimum of (weight - 3) ** 2. `faults` end an attempt at a step."""
+    """One node, without a process, that finds the minimum of (weight - 3) ** 2. `faults` end an
+    attempt at a step.
+    """
 
-    max_restarts, larger_memory, is_cluster, notice_seconds = 3, "memory: expected more", False, 20.0
+    max_restarts, larger_memory, is_cluster, notice_seconds = (
+        3,
+        "memory: expected more",
+        False,
+        20.0,
+    )
     grace, larger, world_size = 5.0, 0, 1
 
     def __init__(self, *faults):
@@ -77,7 +93,12 @@ class OwnPlace:
     def messages(self):
         (node,) = self.nodes
         if self.command.startswith(("stop", "kill")):
-            message = {"kind": "end", "outcome": "stopped", "message": f"TERM at {self.step}", "reason": "TERM"}
+            message = {
+                "kind": "end",
+                "outcome": "stopped",
+                "message": (f"TERM at {self.step}"),
+                "reason": "TERM",
+            }
             return (yield node, message)
         if self.step == self.resumed_step:
             yield node, {"kind": "event", "event": events.CheckpointLoaded(self.step, "")}
@@ -89,7 +110,9 @@ class OwnPlace:
                 return (yield node, {"kind": "lost", "why": str(failure), "cause": failure.cause})
             return (yield node, {"kind": "end", "outcome": "failed", "failure": failure.to_dict()})
         self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
-        self.storage.write(f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode())
+        self.storage.write(
+            f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode()
+        )
         yield node, beat(self.step)
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
@@ -125,17 +148,29 @@ def test_ranks_are_forked_with_the_client_of_their_store():
 
 
 @pytest.mark.parametrize(
-    "steps", [(0,), (0, 0), (7,), (7, 7), (7, 8, 9), (NUM_STEPS - 1,)], ids=lambda steps: "-".join(map(str, steps))
+    "steps",
+    [(0,), (0, 0), (7,), (7, 7), (7, 8, 9), (NUM_STEPS - 1,)],
+    ids=lambda steps: "-".join(map(str, steps)),
 )
 def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_path, steps, caplog):
-    """Before the first step, on its way, again without progress, at each step, before the last one."""
+    """Before the first step, on its way, again without progress, at each step, before the last
+    one.
+    """
     undisturbed = OwnPlace()
     train(undisturbed, tmp_path / "undisturbed")
     place, seen = OwnPlace(*((step, LEAVES) for step in steps)), []
     place.max_restarts = 0
-    train(place, tmp_path / "left", listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)])
+    train(
+        place,
+        tmp_path / "left",
+        listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)],
+    )
     assert place.weights == undisturbed.weights
-    ends = [(event.step, event.num_leaving, event.reason) for event in seen if isinstance(event, AttemptEnded)]
+    ends = [
+        (event.step, event.num_leaving, event.reason)
+        for event in seen
+        if isinstance(event, AttemptEnded)
+    ]
     assert ends == [(step, 1, "this machine leaves") for step in steps]
     starts = [f"step {step}" if step else "its first step" for step in steps]
     assert all(each in caplog.text for each in starts)
@@ -143,7 +178,9 @@ def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_p
 
 
 @pytest.mark.parametrize("outcome", ["done", "killed"])
-def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not(tmp_path, outcome, caplog):
+def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not(
+    tmp_path, outcome, caplog
+):
     class Finishing(OwnPlace):
         """Its node announces that it leaves, and its ranks have nothing more to do."""
 
@@ -159,7 +196,9 @@ def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not
 
     place, seen = Finishing((99, LEAVES)), []
     place.max_restarts = 0
-    train(place, tmp_path, listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)])
+    train(
+        place, tmp_path, listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)]
+    )
     assert len(place.weights) == 1
     ends = [event.num_leaving for event in seen if isinstance(event, AttemptEnded)]
     assert ends == ([] if outcome == "done" else [1])
@@ -167,7 +206,9 @@ def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not
     assert "was lost" not in caplog.text
 
 
-def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_time(tmp_path, caplog):
+def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_time(
+    tmp_path, caplog
+):
     class Growing(OwnPlace):
         larger = 2
 
@@ -188,15 +229,17 @@ def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_ti
     assert "this machine leaves: the gang ended at step 1 and restarts from there" in caplog.text
 
 
-def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_before(tmp_path, scripted, caplog):
+def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_before(
+    tmp_path, scripted, caplog
+):
     script = scripted([(None, 9, 7), ENOUGH])
     script.leaving, script.reason = [Node()], "node 1 leaves"
     with pytest.raises(TrainingStopped):
         train(own_place(0), tmp_path)
     assert (
-        "node 1 leaves: the gang ended at step 9 and restarts from step 7, because no later one was saved in time"
-        in caplog.text
-    )
+        "node 1 leaves: the gang ended at step 9 and restarts from step 7, because no later one "
+        "was saved in time"
+    ) in caplog.text
 
 
 def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
@@ -210,7 +253,12 @@ def test_a_run_is_stopped_with_the_place_to_resume(tmp_path):
             assert isinstance(error, TrainingStopped)
 
     with pytest.raises(TrainingStopped, match=r"^TERM.*: the same run (resumes|starts) ") as caught:
-        train(OwnPlace(*[(step, KILLED) for step in range(1, 4)]), tmp_path, listeners=[Stopping()], stop=stop)
+        train(
+            OwnPlace(*[(step, KILLED) for step in range(1, 4)]),
+            tmp_path,
+            listeners=[Stopping()],
+            stop=stop,
+        )
     assert caught.value.reason == "TERM"
 
 
@@ -222,7 +270,12 @@ def test_a_users_mistake_is_told_also_if_the_run_is_stopped_meanwhile(tmp_path):
 
         def messages(self):
             if self.command.startswith("stop"):
-                return [(self.nodes[0], {"kind": "end", "outcome": "failed", "failure": DENIED.to_dict()})]
+                return [
+                    (
+                        self.nodes[0],
+                        {"kind": "end", "outcome": "failed", "failure": DENIED.to_dict()},
+                    )
+                ]
             stop.set("TERM")
             return super().messages()
 
@@ -231,7 +284,8 @@ def test_a_users_mistake_is_told_also_if_the_run_is_stopped_meanwhile(tmp_path):
 
 
 class Scripted:
-    """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it leaves).
+    """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it
+    leaves).
 
     If `memory` is given, these are the steps of the states that the attempts leave in memory.
     """
@@ -286,10 +340,13 @@ ENOUGH = (TrainingStopped("enough"), 99, 9)
 @pytest.mark.parametrize(
     ("max_restarts", "endings", "error", "num_attempts"),
     [
-        (16, [(OOM_POD, 7, 0), (OOM_POD, 8, 0)], OutOfMemory, 2),  # nothing new was saved in between
-        (16, [(OOM_POD, 7, 5), (OOM_POD, 8, 0), (OOM_POD, 8, 0)], OutOfMemory, 3),  # it got further, once
+        # nothing new was saved in between
+        (16, [(OOM_POD, 7, 0), (OOM_POD, 8, 0)], OutOfMemory, 2),
+        # it got further, once
+        (16, [(OOM_POD, 7, 5), (OOM_POD, 8, 0), (OOM_POD, 8, 0)], OutOfMemory, 3),
         (16, [(OOM_POD, 7, 6), (OOM_POD, 12, 9), ENOUGH], TrainingStopped, 3),
-        (16, [(OOM_POD, 0, 4), (OOM_POD, 0, 8), ENOUGH], TrainingStopped, 3),  # also one that reports no steps
+        # also one that reports no steps
+        (16, [(OOM_POD, 0, 4), (OOM_POD, 0, 8), ENOUGH], TrainingStopped, 3),
         (0, [(AWAY, 5, 3), (AWAY, 9, 5), ENOUGH], TrainingStopped, 3),  # counts as no restart
         (0, [(AWAY, 5, 0), (AWAY, 5, 0)], StorageUnavailable, 2),
         (16, [(DENIED, 5, 0)], RankFailure, 1),
@@ -311,15 +368,23 @@ def test_failures_that_end_a_run_and_failures_that_restart_it(
         train(own_place(max_restarts), tmp_path, recipe_program("digits", TrainingConfig()))
     assert script.num_attempts == num_attempts
     if error is OutOfMemory:
-        assert str(caught.value).startswith("memory: expected more, or a smaller evaluation_batch_size")
+        assert str(caught.value).startswith(
+            "memory: expected more, or a smaller evaluation_batch_size"
+        )
     used_up = f"has used up its restarts (max_restarts: {max_restarts})"
-    has_used_up = error is GangLost or (error is RankFailure and caught.value.kind == "signal" and max_restarts > 0)
+    has_used_up = error is GangLost or (
+        error is RankFailure and caught.value.kind == "signal" and max_restarts > 0
+    )
     assert (used_up in str(caught.value)) == has_used_up
     assert "\n" not in str(caught.value)
 
 
-def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_stacks(tmp_path, scripted, caplog):
-    stall = RankFailure("no rank made progress: rank 1 is stopped\n--- rank 1\n  File", 1, "stall", "stall")
+def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_stacks(
+    tmp_path, scripted, caplog
+):
+    stall = RankFailure(
+        "no rank made progress: rank 1 is stopped\n--- rank 1\n  File", 1, "stall", "stall"
+    )
     scripted([(stall, 7, 0), ENOUGH])
     with pytest.raises(TrainingStopped):
         train(own_place(16), tmp_path)
@@ -329,7 +394,8 @@ def test_a_restart_after_a_stall_is_logged_in_one_line_because_the_log_has_the_s
 
 def test_a_second_kill_for_lack_of_memory_ends_the_run_also_in_another_process(tmp_path, scripted):
     scripted([(OOM_POD, 7, 0), (OOM_POD, 9, 0), (OOM_POD, 9, 0)])
-    for error in (GangLost, OutOfMemory, GangLost):  # the third is of a run in which something was changed
+    # the third is of a run in which something was changed
+    for error in (GangLost, OutOfMemory, GangLost):
         with pytest.raises(error):
             train(own_place(0), tmp_path)
 
@@ -350,16 +416,23 @@ def test_a_run_that_keeps_nothing_never_gets_further(tmp_path, scripted):
         ("kept", [(LOST, 7, 5)], " at step 7 and restarts from its last checkpoint"),
     ],
 )
-def test_a_log_line_says_where_a_lost_gang_was_and_goes_on(tmp_path, scripted, caplog, checkpoints, losses, expected):
+def test_a_log_line_says_where_a_lost_gang_was_and_goes_on(
+    tmp_path, scripted, caplog, checkpoints, losses, expected
+):
     scripted([*losses, ENOUGH])
     with pytest.raises(TrainingStopped):
-        driver.run(Job(Program("minimum", b""), checkpoints and str(tmp_path / checkpoints), 0.0), own_place(16))
+        driver.run(
+            Job(Program("minimum", b""), checkpoints and str(tmp_path / checkpoints), 0.0),
+            own_place(16),
+        )
     assert f"the gang was lost{expected} (restart 1 of at most 16): " in caplog.text
 
 
 def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, monkeypatch):
     def names(storage):
-        raise StorageUnavailable(f"checkpoints: {storage.url} could not be reached for {storage.timeout:g} s")
+        raise StorageUnavailable(
+            f"checkpoints: {storage.url} could not be reached for {storage.timeout:g} s"
+        )
 
     scripted([(KILLED, 5, 0)])
     monkeypatch.setattr(driver.Storage, "names", names)
@@ -367,7 +440,9 @@ def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, mo
         train(own_place(16), tmp_path, Program("minimum", b"", store_timeout=7))
 
 
-def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(tmp_path, scripted, monkeypatch, caplog):
+def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(
+    tmp_path, scripted, monkeypatch, caplog
+):
     script = scripted([(KILLED, 5, 3), (KILLED, 6, 0), (KILLED, 6, 0)])
     script.memory = [5, 6]
     is_away, names = [], Storage.names
@@ -378,15 +453,28 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(tmp_path
             raise StorageUnavailable("the store is away")
         return names(storage)
 
-    monkeypatch.setattr(driver, "STORE_PATIENCE", 60.0)  # a busy machine's disk is slow to answer, not away
+    # a busy machine's disk is slow to answer, not away
+    monkeypatch.setattr(driver, "STORE_PATIENCE", 60.0)
     monkeypatch.setattr(Storage, "names", names_if_there)
-    with pytest.raises(StorageUnavailable, match="the store is away"):  # the third has left nothing there
+    # the third has left nothing there
+    with pytest.raises(StorageUnavailable, match="the store is away"):
         train(own_place(16), tmp_path)
     said = re.findall(r"was lost (.*) and restarts from (.*) \(restart", caplog.text)
-    assert said[:2] == [("at step 5", "step 5, from node 1's memory"), ("at step 6", "step 6, from node 1's memory")]
-    assert [(job.stored, job.is_store_away) for job in script.jobs] == [((), False), ((3,), False), ((3,), True)]
+    assert said[:2] == [
+        ("at step 5", "step 5, from node 1's memory"),
+        ("at step 6", ("step 6, from node 1's memory")),
+    ]
+    assert [(job.stored, job.is_store_away) for job in script.jobs] == [
+        ((), False),
+        ((3,), False),
+        ((3,), True),
+    ]
     tokens = [job.owner.rpartition("-") for job in script.jobs]
-    assert [(run == tokens[0][0], number) for run, _, number in tokens] == [(True, "1"), (True, "2"), (True, "3")]
+    assert [(run == tokens[0][0], number) for run, _, number in tokens] == [
+        (True, "1"),
+        (True, "2"),
+        (True, "3"),
+    ]
 
 
 def test_after_a_lack_of_memory_no_state_there_is_gone_on_from_or_kept(tmp_path, scripted):
@@ -394,7 +482,10 @@ def test_after_a_lack_of_memory_no_state_there_is_gone_on_from_or_kept(tmp_path,
     script.memory = [5]
     with pytest.raises(TrainingStopped):
         train(own_place(16), tmp_path)
-    assert [(job.is_in_memory, job.ran_out_of_memory) for job in script.jobs] == [(False, False), (False, True)]
+    assert [(job.is_in_memory, job.ran_out_of_memory) for job in script.jobs] == [
+        (False, False),
+        (False, True),
+    ]
 
 
 def test_losses_between_which_the_state_in_memory_gets_further_do_not_end_a_run(tmp_path, scripted):

@@ -1,4 +1,6 @@
-"""A process that lives on while a recipe is edited, such as a notebook's, reads the code anew, as its ranks do."""
+"""A process that lives on while a recipe is edited, such as a notebook's, reads the code anew, as
+its ranks do.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Edited(Line):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The directory of a package with a recipe, which imports a helper, and functions that write them."""
+    """The directory of a package with a recipe, which imports a helper, and functions that write
+    them.
+    """
     directory = tmp_path / "edited"
     (directory / "inner").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -47,15 +51,21 @@ def package(tmp_path, monkeypatch):
 
 
 def write(directory, number, more=""):
-    """Write the code in its version `number`, of one digit, so that the size stays; as in one second, for Python."""
+    """Write the code in its version `number`, of one digit, so that the size stays; as in one
+    second, for Python.
+    """
     (directory / "__init__.py").write_text("from edited.inner.recipe import Edited\n")
     (directory / "helper.py").write_text(f"WORDS = 'data {number}'\n")
-    (directory / "inner/recipe.py").write_text(RECIPE.format(epochs=number, weight=number, more=more))
+    (directory / "inner/recipe.py").write_text(
+        RECIPE.format(epochs=number, weight=number, more=more)
+    )
     for file in directory.rglob("*.py"):
         os.utime(file, (2_000_000_000, 2_000_000_000))
 
 
-@pytest.mark.parametrize("name", ["edited.inner.recipe.Edited", "edited.Edited", "edited.inner.recipe:Edited"])
+@pytest.mark.parametrize(
+    "name", ["edited.inner.recipe.Edited", "edited.Edited", "edited.inner.recipe:Edited"]
+)
 def test_defaults_and_data_are_those_of_the_edited_code(name, package):
     config = config_of(name, {})
     assert (config.epochs, get_recipe(name).prepare("", None)) == (1, "data 1")
@@ -91,7 +101,14 @@ def test_a_helper_alone_may_be_edited_and_a_new_one_imported(package):
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("inner/recipe.py", "class Edited(:\n", r"cannot be imported: SyntaxError: .*recipe.py, line 1"),
+        (
+            "inner/recipe.py",
+            "class Edited(:\n",
+            (
+                r"cannot be imported: SyntaxError: .*recipe.py, "
+                r"line 1"
+            ),
+        ),
         ("helper.py", "WORDS = \n", r"cannot be imported: SyntaxError: .*helper.py, line 1"),
         ("inner/recipe.py", "1 / 0\n", r"recipe.py:1: ZeroDivisionError"),
         ("helper.py", None, r"there is no module 'edited.helper'|cannot be imported"),
@@ -99,7 +116,9 @@ def test_a_helper_alone_may_be_edited_and_a_new_one_imported(package):
         ("inner/recipe.py", "Edited = 1\n", r"which is no Recipe in module edited"),
     ],
 )
-def test_an_edit_that_cannot_be_imported_is_one_line_until_it_is_corrected(file, text, expected, package):
+def test_an_edit_that_cannot_be_imported_is_one_line_until_it_is_corrected(
+    file, text, expected, package
+):
     config_of("edited.Edited", {})
     if text is None:
         (package / file).unlink()
@@ -116,7 +135,13 @@ def test_an_edit_that_cannot_be_imported_is_one_line_until_it_is_corrected(file,
 def test_an_edited_library_needs_a_new_process(monkeypatch):
     config_of("digits", {})
     monkeypatch.setitem(source_code._imported, "flyte_ddp.recipes.digits", "another digest")
-    with pytest.raises(ConfigError, match=r"^recipe: expected flyte_ddp.recipes.digits as .*: restart the process$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^recipe: expected flyte_ddp.recipes.digits as .*: "
+            r"restart the process$"
+        ),
+    ):
         config_of("digits", {})
 
 

@@ -40,7 +40,9 @@ from tests.support.runs import new_run
 def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     start_worker, scheduler, tmp_path, finished_run, caplog
 ):
-    """On a cluster that somebody scales; a step takes long on one node, so that the second one is there in time."""
+    """On a cluster that somebody scales; a step takes long on one node, so that the second one is
+    there in time.
+    """
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
     newcomers, prepared = [], []
@@ -56,28 +58,48 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
                 newcomers.append(start_worker(scheduler, "node-2", **pace))
             elif isinstance(event, AttemptEnded) and newcomers:
                 below = psutil.Process(newcomers.pop().pid).children(recursive=True)
-                prepared.extend(process for process in below if "flyte_ddp.launch.dask.node" in str(process.cmdline()))
+                prepared.extend(
+                    process
+                    for process in below
+                    if "flyte_ddp.launch.dask.node" in str(process.cmdline())
+                )
 
     config = ClusterConfig(
-        kind="existing", scheduler_address=scheduler, min_nodes=1, return_timeout=0.1, grow_delay=1, max_restarts=1
+        kind="existing",
+        scheduler_address=scheduler,
+        min_nodes=1,
+        return_timeout=0.1,
+        grow_delay=1,
+        max_restarts=1,
     )
     with open_cluster(config, "test") as client:
-        run = train(Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2)
+        run = train(
+            Elastic(tmp_path, new_run(tmp_path).recipe), client, config, checkpoint_interval=2
+        )
 
     whole, shrunk, grown = events_of(run, events.RunStarted)
     _, resumed, grown_from = events_of(run, events.CheckpointLoaded)
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
-    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == ["the gang grows from 1 to 2 nodes"]
+    assert [event.reason for event in events_of(run, AttemptEnded)][1:] == [
+        ("the gang grows from 1 to 2 nodes")
+    ]
     assert prepared  # the newcomer's supervisor was there before
-    steps = [event.step for event in run.events[run.events.index(shrunk) :] if isinstance(event, events.Reported)]
+    steps = [
+        event.step
+        for event in run.events[run.events.index(shrunk) :]
+        if isinstance(event, events.Reported)
+    ]
     assert steps == list(range(resumed.step + 1, 28))
-    assert f"the gang ended at step {grown_from.step}, after a checkpoint, to grow from 1 to 2 nodes" in caplog.text
+    assert (
+        f"the gang ended at step {grown_from.step}, after a checkpoint, to grow from 1 to 2 nodes"
+    ) in caplog.text
 
 
 def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
-    link = DriverLink(io.BytesIO(), driver_timeout=float("inf"))  # a driver's silence would end this process
+    # a driver's silence would end this process
+    link = DriverLink(io.BytesIO(), driver_timeout=float("inf"))
     for command in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
         link.obey(command)
     assert link.stop.is_set()
@@ -95,7 +117,12 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
     start_worker(scheduler, "node-0", STEP_SECONDS="0.1")
     silent = start_worker(scheduler, "node-1", STEP_SECONDS="0.1")
     config = ClusterConfig(
-        kind="existing", scheduler_address=scheduler, node_timeout=5, min_nodes=1, return_timeout=1, start_timeout=60
+        kind="existing",
+        scheduler_address=scheduler,
+        node_timeout=5,
+        min_nodes=1,
+        return_timeout=1,
+        start_timeout=60,
     )
     stopped, asked_briefly = [], []
 
@@ -108,15 +135,20 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
 
     def fall_silent():
         assert not asked_briefly
-        stopped.extend([psutil.Process(silent.pid), *psutil.Process(silent.pid).children(recursive=True)])
+        stopped.extend(
+            [psutil.Process(silent.pid), *psutil.Process(silent.pid).children(recursive=True)]
+        )
         for process in stopped:
             process.suspend()
 
     with open_cluster(config, "test") as client:
-        run = train(new_run(tmp_path), client, config, at_steps=[(3, fall_silent)], checkpoint_interval=2)
+        run = train(
+            new_run(tmp_path), client, config, at_steps=[(3, fall_silent)], checkpoint_interval=2
+        )
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
-        assert len(set(asked_briefly)) == 1  # the silent one: each look at the workers would wait 5 s for it
+        # the silent one: each look at the workers would wait 5 s for it
+        assert len(set(asked_briefly)) == 1
         for process in stopped:
             process.resume()
         assert eventually(lambda: not ranks_below(silent.pid))
@@ -131,11 +163,13 @@ class Present:
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
     prepared: list = dataclasses.field(default_factory=list)  # addresses
-    importing: set = dataclasses.field(default_factory=set)  # addresses of those that have not imported torch yet
+    # addresses of those that have not imported torch yet
+    importing: set = dataclasses.field(default_factory=set)
 
     def present_workers(self, leave_out=()):
         every = [
-            dataclasses.replace(worker(name, "10.0.0.1", self.gpus), is_busy=name in self.busy) for name in self.names
+            dataclasses.replace(worker(name, "10.0.0.1", self.gpus), is_busy=name in self.busy)
+            for name in self.names
         ]
         return [each for each in every if each.address not in {*leave_out, *self.unfit}]
 
@@ -149,13 +183,17 @@ class Present:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(present, gang, sizes, **config): `seen(seconds)` is the size that is possible when it looks then."""
+    """watch(present, gang, sizes, **config): `seen(seconds)` is the size that is possible when it
+    looks then.
+    """
 
     def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
         monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
-        made = growth.GrowthWatch(gang, sizes, config, present, present.prepare, check, not_before, 60)
+        made = growth.GrowthWatch(
+            gang, sizes, config, present, present.prepare, check, not_before, 60
+        )
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
@@ -201,10 +239,13 @@ def test_a_gang_trains_on_until_the_ranks_of_a_newcomer_can_start_at_once(watch)
     assert [seen(103), seen(104)] == [2, 2]
     assert present.prepared == [address] * 4
     stuck = watch(Present(("w-1", "w-2"), importing={address}), ["w-1"], [2, 1], grow_delay=1)
-    assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]  # it may import for as long in the gang
+    # it may import for as long in the gang
+    assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]
 
 
-def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(watch):
+def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(
+    watch,
+):
     others = tuple(f"w-{number}" for number in range(10))
     gang, sizes = ["w-a", "w-b"], [4, 3, 2]
     present = Present(("w-a", "w-b", "w-7", "w-8"))
@@ -230,7 +271,9 @@ def test_a_watch_that_is_over_prepares_no_worker_and_is_waited_for():
 
     present.present_workers = present_workers
     gang = [worker("w-1", "10.0.0.1")]
-    made = growth.GrowthWatch(gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepare, None, 0.0, 60)
+    made = growth.GrowthWatch(
+        gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepare, None, 0.0, 60
+    )
     assert is_asked.wait(30)
     made.close()
     may_answer.set()
@@ -240,14 +283,22 @@ def test_a_watch_that_is_over_prepares_no_worker_and_is_waited_for():
 
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
     names = ("w-1", "w-2", "w-3", "w-4", "w-5")
-    assert [watch(Present(names[:num]), names[:2], [6, 4, 3, 2], grow_delay=0)(1) for num in (2, 3, 4, 5)] == [
+    assert [
+        watch(Present(names[:num]), names[:2], [6, 4, 3, 2], grow_delay=0)(1)
+        for num in (2, 3, 4, 5)
+    ] == [
         0,
         3,
         4,
         4,
     ]
     assert watch(Present(names[:3]), names[:2], [4, 2], grow_delay=0)(1) == 0
-    assert watch(Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 2
+    assert (
+        watch(
+            Present(names[:2], gpus=("0", "1")), names[:1], [2, 1], grow_delay=0, gpus_per_node=1
+        )(1)
+        == 2
+    )
     without = Present(names[:2], gpus=())
     assert watch(without, names[:1], [2, 1], grow_delay=0, gpus_per_node=1)(1) == 0
     assert list(without.unfit.values()) == ["gpus_per_node: expected 1, got 0 on worker w-2"]
@@ -272,14 +323,21 @@ def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypa
     run = SimpleNamespace(check_stop=lambda: None)
     for patience in (0.0, 1.0, 60.0):
         clock[:] = [0.0]
-        (left,) = place.DaskPlace._wait_for_workers(workers, run, None, [2, 1], frozenset(), patience)
+        (left,) = place.DaskPlace._wait_for_workers(
+            workers, run, None, [2, 1], frozenset(), patience
+        )
         assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
 
 
 def test_a_worker_that_leaves_is_not_waited_for_while_it_closes():
-    nodes = [SimpleNamespace(address=name, is_leaving=name == "leaving") for name in ("leaving", "staying")]
+    nodes = [
+        SimpleNamespace(address=name, is_leaving=name == "leaving")
+        for name in ("leaving", "staying")
+    ]
     latest = SimpleNamespace(nodes=nodes, growth=SimpleNamespace(members=frozenset()), plugin="")
-    workers = SimpleNamespace(config=LOCAL, pool=None, _latest=latest, _roll_call=SimpleNamespace(silent=set()))
+    workers = SimpleNamespace(
+        config=LOCAL, pool=None, _latest=latest, _roll_call=SimpleNamespace(silent=set())
+    )
     expected, _ = place.DaskPlace._look_back(workers, Ended(None, 5, 0, is_announced=True))
     assert (expected, workers._roll_call.silent) == ({"staying"}, {"leaving"})
 

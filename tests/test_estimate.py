@@ -44,13 +44,19 @@ def test_what_arithmetic_tells_is_exact():
     assert one.state_bytes == pytest.approx(4 * weights, rel=1e-3)  # and a step counter of each
     assert made(optimizer="sgd").state_bytes == 3 * weights
     frozen = made(frozen_layers=["0"])
-    assert one.state_bytes - frozen.state_bytes == pytest.approx(3 * FLOAT * 2 * (WIDTH * WIDTH + WIDTH), rel=1e-3)
+    assert one.state_bytes - frozen.state_bytes == pytest.approx(
+        3 * FLOAT * 2 * (WIDTH * WIDTH + WIDTH), rel=1e-3
+    )
     # Each layer's input stays until the backward pass, and the loss has some numbers of its own.
     assert one.activation_bytes == pytest.approx(5 * 16 * WIDTH * FLOAT, rel=0.05)
     split = made(num_ranks=8, parallel="fsdp")
     assert split.state_bytes == one.state_bytes / 8
     assert split.activation_bytes > 6 * FLOAT * WIDTH * WIDTH, "two blocks and the gradient of one"
-    assert (one.batch_size, split.batch_size, made(2, gradient_accumulation=3).batch_size) == (16, 2, 3)
+    assert (one.batch_size, split.batch_size, made(2, gradient_accumulation=3).batch_size) == (
+        16,
+        2,
+        3,
+    )
     assert made(activation_checkpointing=True).activation_bytes < 0.7 * one.activation_bytes
     assert one.epoch_seconds > 0
 
@@ -62,7 +68,8 @@ def test_the_command_prints_one_line_that_ends_with_whether_the_rank_fits(capsys
     number = r"[\d.e-]+"
     for line, end in [(fitting, "fits into 80 GiB"), (too_large, "does not fit into 0.001 GiB")]:
         assert re.fullmatch(
-            rf"151,306 parameters, 4 samples in a forward pass: {number} GiB a rank \(state {number}, "
+            rf"151,306 parameters, 4 samples in a forward pass: {number} GiB a rank \(state "
+            rf"{number}, "
             rf"activations {number}\), {number} s an epoch on (cpu|cuda); {end}",
             line,
         )
@@ -72,8 +79,14 @@ def test_the_command_prints_one_line_that_ends_with_whether_the_rank_fits(capsys
     ("arguments", "expected"),
     [
         (["--recipe", "digit"], "error: recipe: expected"),
-        (["--recipe", "digits", "--gpus", "0"], "error: --gpus: expected a whole number of at least 1, got 0"),
-        (["--recipe", "digits", "--config", '{"epoch": 1}'], "error: config: expected one of the fields"),
+        (
+            ["--recipe", "digits", "--gpus", "0"],
+            ("error: --gpus: expected a whole number of at least 1, got 0"),
+        ),
+        (
+            ["--recipe", "digits", "--config", '{"epoch": 1}'],
+            ("error: config: expected one of the fields"),
+        ),
         (
             ["--recipe", "digits"],
             "error: recipe: expected one whose step runs on this machine, got LookupError: no such",

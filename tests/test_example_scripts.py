@@ -1,4 +1,6 @@
-"""The scripts of `examples/scripts/`: started by this package and by torchrun, each ends in the same loss."""
+"""The scripts of `examples/scripts/`: started by this package and by torchrun, each ends in the
+same loss.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def last_loss(module, script, directory):
     done = subprocess.run(
         [sys.executable, "-m", *module, "--nproc-per-node", "2", SCRIPTS / script, *SHORT[script]],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=600,
@@ -48,9 +55,13 @@ def last_loss(module, script, directory):
 
 
 @pytest.mark.slow  # `make test-docs` runs them, and the CI
-@pytest.mark.parametrize("script", [script for script in SHORT if not script.endswith("_session.py")])
+@pytest.mark.parametrize(
+    "script", [script for script in SHORT if not script.endswith("_session.py")]
+)
 def test_a_script_ends_in_the_same_loss_as_under_torchrun(script, tmp_path):
-    """One that uses a framework has two lines more here, which need the session, than under torchrun."""
+    """One that uses a framework has two lines more here, which need the session, than under
+    torchrun.
+    """
     if script in PACKAGES:
         pytest.importorskip(PACKAGES[script])
     ours = last_loss(["flyte_ddp", "run"], script.replace("_digits", "_session"), tmp_path)
@@ -65,7 +76,9 @@ def test_every_script_is_tested_and_says_how_it_is_started():
     assert scripts.keys() == SHORT.keys()
     for name, text in scripts.items():
         for command in ("python -m flyte_ddp run", "torchrun"):
-            assert re.search(rf"^ *{command} --nproc-per-node 2 examples/scripts/{name}", text, re.M)
+            assert re.search(
+                rf"^ *{command} --nproc-per-node 2 examples/scripts/{name}", text, re.M
+            )
         assert len(text.splitlines()) <= 75
 
 

@@ -15,7 +15,9 @@ from flyte_ddp.rank import fast_start
 
 def run(program):
     """Return the output of `program`, run in a new process."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -39,7 +41,8 @@ print("torch._dynamo" in sys.modules)
 
 def test_a_step_does_not_import_the_compiler_and_a_torch_without_these_names_still_steps():
     assert run(TRAIN.format(before="fast_start.avoid_importing_dynamo()")) == ["False"]
-    # As a torch without the names. When this prints False, torch no longer needs the trick: remove it.
+    # As a torch without the names. When this prints False, torch no longer needs the trick: remove
+    # it.
     renamed = """
 from torch.optim import SGD, Adam
 for optimizer in (SGD, Adam):
@@ -60,7 +63,9 @@ def test_a_rank_that_gets_a_state_from_another_does_not_import_the_compiler(tmp_
         world = function_world()
         fast_start.avoid_importing_dynamo()
         weights = torch.arange(6.0).view(2, 3)
-        state = assemble([{"file": "memory"}], lambda _: {"weights": weights.t()}, world, readers=[0])
+        state = assemble(
+            [{"file": "memory"}], lambda _: {"weights": weights.t()}, world, readers=[0]
+        )
         assert torch.equal(state["weights"], weights.t())
         assert state["weights"].stride() == weights.t().stride()
         found = [name for name in ("torch._dynamo.convert_frame", "sympy") if name in sys.modules]
@@ -95,7 +100,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 print(faults())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
@@ -105,7 +110,9 @@ def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
     missing = "entry.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
     (without,) = run(FAULTS.format(before=missing + "entry.keep_freed_memory()"))
 
-    (returned_again,) = run(FAULTS.format(before="entry.keep_freed_memory(); entry.return_freed_memory()"))
+    (returned_again,) = run(
+        FAULTS.format(before=("entry.keep_freed_memory(); entry.return_freed_memory()"))
+    )
 
     assert int(kept) < 1000 < int(returned)  # page faults
     assert int(returned_again) > 1000
@@ -118,7 +125,9 @@ def test_compilations_are_announced_if_torch_has_the_hooks(monkeypatch):
     torch.compile(lambda inputs: inputs * 3, backend="eager")(torch.zeros(2))
     assert calls == ["start", "end"]
 
-    monkeypatch.setitem(sys.modules, "torch._dynamo.callback", types.ModuleType("torch._dynamo.callback"))
+    monkeypatch.setitem(
+        sys.modules, "torch._dynamo.callback", types.ModuleType("torch._dynamo.callback")
+    )
     fast_start.call_around_compilations(lambda: calls.append("start"), lambda: calls.append("end"))
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", None)
     fast_start.call_around_compilations(lambda: calls.append("start"), lambda: calls.append("end"))
@@ -130,7 +139,10 @@ def test_the_exchange_of_gradients_is_timed_by_names_that_ddp_still_has():
     assert callable(DistributedDataParallel._set_ddp_runtime_logging_sample_rate)
     assert callable(DistributedDataParallel._get_ddp_logging_data)
     timed = types.SimpleNamespace(
-        _get_ddp_logging_data=lambda: {"avg_backward_comm_time": 3e9, "avg_backward_compute_comm_overlap_time": 1e9}
+        _get_ddp_logging_data=lambda: {
+            "avg_backward_comm_time": 3e9,
+            "avg_backward_compute_comm_overlap_time": 1e9,
+        }
     )
     assert fast_start.ddp_exchange_seconds(timed) == (3.0, 1.0)
     assert fast_start.ddp_exchange_seconds(types.SimpleNamespace(_orig_mod=timed)) == (3.0, 1.0)

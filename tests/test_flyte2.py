@@ -1,4 +1,6 @@
-"""The library in tasks of Flyte 2, whose SDK is installed beside it for these tests, and flytekit is not."""
+"""The library in tasks of Flyte 2, whose SDK is installed beside it for these tests, and flytekit
+is not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import pytest
 from tests.support.checkout import REPOSITORY
 from tests.test_project import PROJECT, installed, link, run, with_dependencies  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info < (3, 11), reason="one Python is enough")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason=("one Python is enough")),
+]
 
 VERSION = "2.12.1"
 LOST = """
@@ -61,7 +66,7 @@ class Lost(Digits):
             open("lost", "w").close()
             os.kill(os.getpid(), 9)
         return super().losses(outputs, targets)
-"""
+"""  # noqa: E501
 LOST_RECIPE = """
 import sys
 sys.path.insert(0, {examples!r})
@@ -86,7 +91,7 @@ def lose_a_rank() -> list[int]:
 
 flyte.init()
 print("epochs", flyte.run(lose_a_rank).outputs().o0)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +99,21 @@ def packages(installed, tmp_path_factory):  # noqa: F811
     """Directories with the library, what it needs but for flytekit, and the SDK."""
     place, sdk = tmp_path_factory.mktemp("core"), tmp_path_factory.mktemp("sdk")
     needed = [each for each in PROJECT["dependencies"] if not each.startswith("flytekit")]
-    link(place, with_dependencies([*needed, *PROJECT["optional-dependencies"]["digits"]]) - {"flyteidl"}, installed)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(sdk), f"flyte=={VERSION}"]
+    link(
+        place,
+        with_dependencies([*needed, *PROJECT["optional-dependencies"]["digits"]]) - {"flyteidl"},
+        installed,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        str(sdk),
+        f"flyte=={VERSION}",
+    ]
     subprocess.run(command, check=True, timeout=300)
     return [sdk, place]
 
@@ -106,7 +124,8 @@ def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
     lines = [line for line in output.splitlines() if line.startswith("ActionOutputs")]
     assert lines[0] == "ActionOutputs(o0=15.0)"
     assert ["model_state.pt" in line for line in lines] == [False, True, True]
-    assert lines[1].partition("o1=")[2] == lines[2].partition("o1=")[2]  # one machine, and two nodes
+    # one machine, and two nodes
+    assert lines[1].partition("o1=")[2] == lines[2].partition("o1=")[2]
     assert run(packages, "-S", "-c", "import flytekit", cwd=tmp_path)[0] == 1
 
 
@@ -133,9 +152,15 @@ def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, t
 
 
 def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path):
-    (line,) = re.findall(r"^pip install (.*)$", (REPOSITORY / "docs/your-own-function.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(
+        r"^pip install (.*)$", (REPOSITORY / "docs/your-own-function.md").read_text(), re.MULTILINE
+    )
     uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "v")], check=True, timeout=60)
+    subprocess.run(
+        [uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path / "v")],
+        check=True,
+        timeout=60,
+    )
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
     arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)

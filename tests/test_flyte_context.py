@@ -11,8 +11,8 @@ from flyte_ddp.cluster.kubernetes.manifest import cluster_name
 from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution
 
 EXECUTION = "f33b0c1d2e3f4a5b6c7d"
-# Every place that a task can have in a workflow, as (end of the raw output prefix, end of the metadata prefix) of its
-# attempts: read off Flyte 1.16.
+# Every place that a task can have in a workflow, as (end of the raw output prefix, end of the
+# metadata prefix) of its attempts: read off Flyte 1.16.
 PLACES = {
     "top-level": [(f"x8/{EXECUTION}-n1-0", "n1/data/0"), (f"q1/{EXECUTION}-n1-1", "n1/data/1")],
     "sub-workflow": [
@@ -62,10 +62,14 @@ def test_only_attempts_of_one_node_share_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "node"), [("top-level", "n1"), ("sub-workflow", "n2-0-n2-n1-0-n0"), ("map, first", "n3-0-n0")]
+    ("place", "node"),
+    [("top-level", "n1"), ("sub-workflow", "n2-0-n2-n1-0-n0"), (("map, first"), "n3-0-n0")],
 )
 def test_attempts_have_the_names_of_flytes_pods(place: str, node: str) -> None:
     second = execution_at(*PLACES[place][1])
-    assert second.checkpoints == f"s3://bucket/data/checkpoints/flytesnacks/development/{EXECUTION}/{node}"
+    assert (
+        second.checkpoints
+        == f"s3://bucket/data/checkpoints/flytesnacks/development/{EXECUTION}/{node}"
+    )
     assert second.run_id == f"{EXECUTION}-{node}"
     assert second.attempt_id == f"{EXECUTION}-{node}-1"

@@ -1,4 +1,6 @@
-"""Flyte tasks of a user's own with `Distributed`: the cases of flytekit-kf-pytorch's tests/test_elastic_task.py."""
+"""Flyte tasks of a user's own with `Distributed`: the cases of flytekit-kf-pytorch's
+tests/test_elastic_task.py.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ from tests.support import distributed_tasks as tasks
 from tests.support import kubernetes_task
 from tests.support.runs import fork_functions
 
-SETTINGS = SerializationSettings(ImageConfig(Image("default", "image", "tag")), "project", "domain", "version")
+SETTINGS = SerializationSettings(
+    ImageConfig(Image("default", "image", "tag")), "project", "domain", "version"
+)
 
 
 def literals(distributed: Any, **inputs: Any) -> LiteralMap:
     context = FlyteContextManager.current_context()
-    return TypeEngine.dict_to_literal_map(context, inputs, distributed.python_interface.inputs).to_flyte_idl()
+    return TypeEngine.dict_to_literal_map(
+        context, inputs, distributed.python_interface.inputs
+    ).to_flyte_idl()
 
 
 def template_of(distributed: DistributedTask):
@@ -70,7 +76,10 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     assert read == "a of rank 0; ['a', 'b']; rank 0"
     assert ("mine", "<b>the Deck of rank 0</b>") in decks
     report = dict(decks)["Training"]
-    assert all(each in report for each in ("finished", "Resumed at step", "loss", "SIGKILL", "last reported"))
+    assert all(
+        each in report
+        for each in ("finished", "Resumed at step", "loss", "SIGKILL", ("last reported"))
+    )
     names = [name for name, _ in decks]
     assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}
     shown = capfd.readouterr().err
@@ -87,7 +96,8 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
     assert isinstance(caught.value, FlyteUserRuntimeException)  # as Elastic raises it
     assert not isinstance(caught.value, FlyteRecoverableException)
     assert abs(caught.value.timestamp - time.time()) < 600
-    assert pytest.ExceptionInfo.from_exception(caught.value).traceback  # what pytest reports of an uncaught one
+    # what pytest reports of an uncaught one
+    assert pytest.ExceptionInfo.from_exception(caught.value).traceback
     lines = str(caught.value).splitlines()
     assert lines[1].strip() == "rank 1 failed: ValueError: expected something else"
     frames = [line for line in lines if line.lstrip().startswith("File ")]
@@ -168,11 +178,23 @@ def test_a_task_without_torch_in_the_file_that_is_run_needs_no_package(tmp_path,
     file.write_text(MAIN)
     commands = {
         "python": [sys.executable, str(file)],
-        "pyflyte": [Path(sys.executable).with_name("pyflyte"), "run", str(file), "wf", "--count", '{"value": 3}'],
+        "pyflyte": [
+            Path(sys.executable).with_name("pyflyte"),
+            "run",
+            str(file),
+            "wf",
+            "--count",
+            ('{"value": 3}'),
+        ],
     }
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        commands[way], env=environment, cwd=tmp_path.parent, capture_output=True, text=True, timeout=240
+        commands[way],
+        env=environment,
+        cwd=tmp_path.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert "Count(value=5)" in done.stdout, done.stdout + done.stderr
 
@@ -185,7 +207,10 @@ def test_a_task_in_a_pod_keeps_files_decks_and_checkpoints_in_the_store(tmp_path
     url = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "the-secret"}
     store = s3fs.S3FileSystem(
-        key="key", secret="the-secret", client_kwargs={"endpoint_url": url}, use_listings_cache=False
+        key="key",
+        secret="the-secret",
+        client_kwargs={"endpoint_url": url},
+        use_listings_cache=False,
     )
     store.mkdir("flyte")
     store.pipe_file("flyte/words.txt", b"the total is")
@@ -198,7 +223,11 @@ def test_a_task_in_a_pod_keeps_files_decks_and_checkpoints_in_the_store(tmp_path
         command += ["--raw-output-data-prefix", f"s3://flyte/data/x{attempt}/own-n2-{attempt}"]
         command += ["--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"]
         command += ["task-module", kubernetes_task.__name__, "task-name", name]
-        names = {"EXECUTION_ID": "own", "EXECUTION_PROJECT": "flytesnacks", "EXECUTION_DOMAIN": "development"}
+        names = {
+            "EXECUTION_ID": "own",
+            "EXECUTION_PROJECT": "flytesnacks",
+            "EXECUTION_DOMAIN": "development",
+        }
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
             **{f"FLYTE_INTERNAL_{name}": value for name, value in names.items()},
@@ -223,7 +252,9 @@ def test_a_task_in_a_pod_keeps_files_decks_and_checkpoints_in_the_store(tmp_path
         assert uri.startswith("s3://flyte/data/x1/own-n2-1/")
         assert store.glob("flyte/data/checkpoints/flytesnacks/development/own/n2/step-*5.json")
         deck = store.cat_file(f"{metadata}/1/deck.html").decode()
-        assert all(each in deck for each in ("the Deck of rank 0", "2 ranks on 2 nodes", "finished"))
+        assert all(
+            each in deck for each in ("the Deck of rank 0", "2 ranks on 2 nodes", "finished")
+        )
         assert "the-secret" not in log + deck
         inputs = LiteralMap(literals={"file": outputs.literals["o0"]})
         _, read = execute("read", 2, inputs)
@@ -275,7 +306,9 @@ def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
 
     @task(
-        task_config=Distributed(nnodes="2:4", nproc_per_node=4, cluster={"kubernetes": {"worker_memory": "64Gi"}}),
+        task_config=Distributed(
+            nnodes="2:4", nproc_per_node=4, cluster={"kubernetes": {"worker_memory": "64Gi"}}
+        ),
         requests=Resources(cpu="7500m", mem="32Gi"),
         limits=Resources(gpu="4"),
         accelerator=T4,
@@ -283,10 +316,18 @@ def test_the_sizes_of_a_task_are_those_of_its_ranks_pods(monkeypatch):
     def train() -> None: ...
 
     cluster = train.task_config.gang(train._pods).cluster_config()
-    assert (cluster.num_nodes, cluster.min_nodes, cluster.gpus_per_node, cluster.processes_per_node) == (4, 2, 4, 4)
+    assert (
+        cluster.num_nodes,
+        cluster.min_nodes,
+        cluster.gpus_per_node,
+        cluster.processes_per_node,
+    ) == (4, 2, 4, 4)
     assert (cluster.kubernetes.worker_cpus, cluster.kubernetes.worker_memory) == (7.5, "64Gi")
     template = template_of(train)
-    assert {str(each.name): each.value for each in template.container.resources.requests} == {"1": "1", "3": "2Gi"}
+    assert {str(each.name): each.value for each in template.container.resources.requests} == {
+        "1": "1",
+        "3": "2Gi",
+    }
     assert template.extended_resources is None
     assert train._not_moved == ["accelerator"]
     assert cluster.kubernetes.shared_memory == "64Gi"  # all of it, as Elastic gives
@@ -297,7 +338,9 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     def train() -> None: ...
 
     def template(**options):
-        config = Distributed(nproc_per_node=2, increase_shared_mem=options.pop("increase_shared_mem", True))
+        config = Distributed(
+            nproc_per_node=2, increase_shared_mem=options.pop("increase_shared_mem", True)
+        )
         return template_of(task(task_config=config, **options)(train))
 
     shared = template(limits=Resources(gpu="2"), environment={"A": "b"})
@@ -305,15 +348,22 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     assert shared.container.env == {"FLYTE_DDP_REQUESTED_GPUS": "2", "A": "b"}
     assert template(increase_shared_mem=False).extended_resources is None
     assert template(shared_memory="1Gi").extended_resources.shared_memory.size_limit == "1Gi"
-    mounted = V1Container(name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")])
+    mounted = V1Container(
+        name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")]
+    )
     for containers in ([mounted], [V1Container(name="primary"), V1Container(name="secondary")]):
         several = PodTemplate(pod_spec=V1PodSpec(containers=containers))
-        with pytest.raises(ConfigError, match="^increase_shared_mem: expected False for a pod_template"):
+        with pytest.raises(
+            ConfigError, match=("^increase_shared_mem: expected False for a pod_template")
+        ):
             task(task_config=Distributed(), pod_template=several)(train)
         task(task_config=Distributed(increase_shared_mem=False), pod_template=several)(train)
-        task(task_config=Distributed(nnodes=2), pod_template=several)(train)  # the driver's, where no rank is
+        # the driver's, where no rank is
+        task(task_config=Distributed(nnodes=2), pod_template=several)(train)
         assert len(several.pod_spec.containers) == len(containers)
-    sized = task(task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi"))(train)
+    sized = task(
+        task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi")
+    )(train)
     assert sized.pod_template is None
     assert sized._pods == {"worker_memory": "4Gi", "shared_memory": "1Gi"}
 
@@ -324,7 +374,10 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
         ({"start_method": "thread"}, "start_method: expected spawn or fork, got 'thread'"),
         ({"nnodes": 0}, "nnodes: expected a number of machines"),
         ({"nnodes": 2, "cluster": {"gpus": 1}}, "gpus"),
-        ({"nnodes": 2, "cluster": {"num_nodes": 3}}, "cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+        (
+            {"nnodes": 2, "cluster": {"num_nodes": 3}},
+            ("cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+        ),
         ({"nproc_per_node": "all"}, "nproc_per_node: expected a number of ranks"),
     ],
 )
@@ -347,13 +400,19 @@ def test_files_of_this_machine_are_refused_for_ranks_in_pods():
 
     distributed = task(task_config=Distributed(nnodes=2, cluster={"kind": "kubernetes"}))(train)
     context = FlyteContextManager.current_context()
-    literals = TypeEngine.dict_to_literal_map(context, {"file": tasks.FlyteFile("s3://bucket/file")})
+    literals = TypeEngine.dict_to_literal_map(
+        context, {"file": tasks.FlyteFile("s3://bucket/file")}
+    )
     gang, outputs = distributed.task_config.gang(), distributed.interface.outputs
     _check_places(gang, literals, outputs, "s3://bucket/raw")
-    with pytest.raises(ConfigError, match="^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'"):
+    with pytest.raises(
+        ConfigError, match=("^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'")
+    ):
         _check_places(gang, literals, outputs, "/tmp/raw")
     literals.literals["file"].scalar.blob._uri = "/tmp/file"
-    with pytest.raises(ConfigError, match="^file: expected a URL that the pods of the ranks can reach"):
+    with pytest.raises(
+        ConfigError, match=("^file: expected a URL that the pods of the ranks can reach")
+    ):
         _check_places(gang, literals, outputs, "s3://bucket/raw")
 
 

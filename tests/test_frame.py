@@ -1,4 +1,6 @@
-"""The frame of the tasks that train: how errors reach Flyte, how a report ends, and who has W&B's key."""
+"""The frame of the tasks that train: how errors reach Flyte, how a report ends, and who has W&B's
+key.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def executing(mode: ExecutionState.Mode) -> Iterator[None]:
 
 
 def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
-    """Return the exception that leaves a task in a pod for `error`, and its text in Flyte's console."""
+    """Return the exception that leaves a task in a pod for `error`, and its text in Flyte's
+    console.
+    """
     with executing(ExecutionState.Mode.TASK_EXECUTION):
         try:
             with flyte_errors():
@@ -71,12 +75,24 @@ def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
         (errors.ConfigError("epochs: expected at least 1, got 0"), InputError),
         (errors.DataError("data: expected a directory, got 'x'"), InputError),
         (errors.StorageDenied("checkpoints: expected credentials, got none"), InputError),
-        (errors.StorageUnavailable("s3://bucket did not answer for 600 s"), FlyteRecoverableException),
+        (
+            errors.StorageUnavailable("s3://bucket did not answer for 600 s"),
+            FlyteRecoverableException,
+        ),
         (errors.ClusterError("the workers did not start"), FlyteRecoverableException),
         (errors.GangLost("the gang was lost 4 times"), FlyteRecoverableException),
-        (errors.TrainingStopped("SIGTERM: the run was stopped at step 3"), FlyteRecoverableException),
-        (errors.SweepFailed("no model was trained\nmodel 1: lost", may_succeed=True), FlyteRecoverableException),
-        (errors.SweepFailed("no model was trained\nmodel 1: ValueError", may_succeed=False), InputError),
+        (
+            errors.TrainingStopped("SIGTERM: the run was stopped at step 3"),
+            FlyteRecoverableException,
+        ),
+        (
+            errors.SweepFailed("no model was trained\nmodel 1: lost", may_succeed=True),
+            FlyteRecoverableException,
+        ),
+        (
+            errors.SweepFailed("no model was trained\nmodel 1: ValueError", may_succeed=False),
+            InputError,
+        ),
         (rank_failure("SIGKILL", "signal"), FlyteRecoverableException),
         (rank_failure("no progress", "stall"), FlyteRecoverableException),
         (rank_failure("StorageUnavailable: s3://bucket did not answer"), FlyteRecoverableException),
@@ -84,9 +100,13 @@ def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
         (rank_failure("StorageDenied: no credentials"), InputError),
         (rank_failure("ValueError: bad shape"), TaskFailed),
     ],
-    ids=lambda value: getattr(value, "cause", type(value).__name__) if isinstance(value, Exception) else "",
+    ids=lambda value: (
+        getattr(value, "cause", type(value).__name__) if isinstance(value, Exception) else ""
+    ),
 )
-def test_flyte_shows_the_cause_and_one_traceback_on_one_screen(error: Exception, kind: type[Exception]):
+def test_flyte_shows_the_cause_and_one_traceback_on_one_screen(
+    error: Exception, kind: type[Exception]
+):
     raised, text = shown_by_flyte(error)
     assert type(raised).__mro__.count(kind) == 1
     assert text.count("Traceback (most recent call last)") <= 1
@@ -150,7 +170,10 @@ def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
     lines = shorten_traceback(text).splitlines()
     assert lines == [
         "Traceback (most recent call last):",
-        f'  File "{__file__}", line {Images.__getitem__.__code__.co_firstlineno + 1}, in __getitem__',
+        (
+            f'  File "{__file__}", line {Images.__getitem__.__code__.co_firstlineno + 1}, in '
+            "__getitem__"
+        ),
         '    raise LookupError("no image: 7.png")',
         "LookupError: no image: 7.png",
     ]
@@ -171,9 +194,14 @@ def test_only_the_task_keeps_the_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "key-of-wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "key-of-mlflow")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
-    with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), open_frame(Report(), TINY, str(tmp_path)) as frame:
+    with (
+        executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION),
+        open_frame(Report(), TINY, str(tmp_path)) as frame,
+    ):
         assert frame.keys["WANDB_API_KEY"] == "key-of-wandb"
-        child = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True)
+        child = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True
+        )
         assert frame.keys["MLFLOW_TRACKING_TOKEN"] == "key-of-mlflow"
         assert "key-of-" not in child.stdout
         assert "PATH" in child.stdout
@@ -190,17 +218,29 @@ def data(tmp_path_factory):
 def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "nan 0 3")
     config = config_of(TINY, {})
-    with executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION), pytest.raises(UserError, match="the loss is nan"):
+    with (
+        executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION),
+        pytest.raises(UserError, match=("the loss is nan")),
+    ):
         train_on_one_node.task_function(
-            recipe=TINY, config=config, data=data, checkpoints=str(tmp_path / "c"), output=str(tmp_path / "out")
+            recipe=TINY,
+            config=config,
+            data=data,
+            checkpoints=str(tmp_path / "c"),
+            output=str(tmp_path / "out"),
         )
-    (history,) = re.findall(r"/[^<>\s]*/history\.jsonl", (tmp_path / "out" / "report.html").read_text())
+    (history,) = re.findall(
+        r"/[^<>\s]*/history\.jsonl", (tmp_path / "out" / "report.html").read_text()
+    )
     assert Path(history).is_file()
 
 
 TASKS = {
     "train_on_cluster": (train_on_cluster, {"config": config_of(TINY, {})}),
-    "train_sweep": (train_sweep, {"config": TrainingOverrides(), "trials": [{"learning_rate": 0.1}]}),
+    "train_sweep": (
+        train_sweep,
+        {"config": TrainingOverrides(), "trials": [{"learning_rate": 0.1}]},
+    ),
     "train_at_world_sizes": (
         train_at_world_sizes,
         {"config": TrainingOverrides(), "trials": [{"world_size": 2}, {"world_size": 1}]},
@@ -238,11 +278,19 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_that_was_started_by_itself_creates_no_cluster_that_is_not_allowed(name, data, tmp_path, monkeypatch):
+def test_a_task_that_was_started_by_itself_creates_no_cluster_that_is_not_allowed(
+    name, data, tmp_path, monkeypatch
+):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(connect, "open_cluster", lambda *arguments: pytest.fail("it was opened"))
     run, inputs = TASKS[name]
-    with pytest.raises(UserError, match=r"cluster\.kubernetes\.image: expected none, .* got 'evil:1'"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"cluster\.kubernetes\.image: expected none, .* got "
+            r"'evil:1'"
+        ),
+    ):
         run(
             recipe=TINY,
             data=data,

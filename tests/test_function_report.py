@@ -1,4 +1,6 @@
-"""The report and the W&B run of a function. test_observers.py tests its history and progress bar."""
+"""The report and the W&B run of a function. test_observers.py tests its history and progress
+bar.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.events import CheckpointLoaded, CheckpointWritten, Event, Reported, RunFinished, RunStarted
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    CheckpointWritten,
+    Event,
+    Reported,
+    RunFinished,
+    RunStarted,
+)
 from flyte_ddp.observers.reports.run import MAX_LINES, Report
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.wandb_log import config_of, rows_of
@@ -20,7 +29,9 @@ def restarted_run() -> list[Event]:
     before = [Reported(step, step / 4, {"loss": 1 / step}) for step in range(1, 9)]
     written = CheckpointWritten(5, "s3://bucket/step-5", False)
     loaded = CheckpointLoaded(5, "s3://key:secret@bucket/step-5")
-    after = [Reported(step, step / 4, {"loss": 1 / step, "val_accuracy": 0.875}) for step in range(6, 11)]
+    after = [
+        Reported(step, step / 4, {"loss": 1 / step, "val_accuracy": 0.875}) for step in range(6, 11)
+    ]
     return [STARTED, *before, written, STARTED, loaded, *after]
 
 
@@ -71,5 +82,8 @@ def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest
 
     rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert rows[-1] | {"step": 10, "train/loss": 0.1, "train/val_accuracy": 0.875, "train/epoch": 2.5} == rows[-1]
+    assert (
+        rows[-1] | {"step": 10, "train/loss": 0.1, "train/val_accuracy": 0.875, "train/epoch": 2.5}
+        == rows[-1]
+    )
     assert config_of(tmp_path)["program"] == "train"

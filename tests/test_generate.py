@@ -6,7 +6,13 @@ import torch
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
-from flyte_ddp.recipes.pet_names.generate import CHUNK, draw_chunk, generate_names, load_model, pick_new
+from flyte_ddp.recipes.pet_names.generate import (
+    CHUNK,
+    draw_chunk,
+    generate_names,
+    load_model,
+    pick_new,
+)
 from flyte_ddp.recipes.pet_names.model import NameModel
 
 
@@ -20,7 +26,9 @@ def new_model(window=0):
 
 
 def parrot(*letters):
-    """A model that makes of its last letter only the one `letters` has after it; `letters` start with a blank."""
+    """A model that makes of its last letter only the one `letters` has after it; `letters` start
+    with a blank.
+    """
     model = new_model(window=1)
     logits = torch.full((31, 31), -1e3)
     for one, other in itertools.pairwise(letters):
@@ -36,7 +44,9 @@ def leaning(**weights):
         model.fc.weight.zero_()
         model.fc.bias.fill_(-30.0)
         for letter, weight in weights.items():
-            model.fc.bias[END if letter == "end" else ALPHABET.index(letter)] = torch.tensor(weight).log()
+            model.fc.bias[END if letter == "end" else ALPHABET.index(letter)] = torch.tensor(
+                weight
+            ).log()
     return model
 
 
@@ -72,7 +82,9 @@ def test_chunks_drawn_in_any_order_give_the_same_names():
     model, count = new_model(), 2 * CHUNK
     expected = generate_names(model, count, seed=5)
     copies = [load_model(model.state_dict()) for _ in range(2)]  # as two machines have them
-    drawn = {chunk: draw_chunk(copies[chunk % 2], chunk, 1.0, 5, "", 30) for chunk in reversed(range(4))}
+    drawn = {
+        chunk: draw_chunk(copies[chunk % 2], chunk, 1.0, 5, "", 30) for chunk in reversed(range(4))
+    }
     assert pick_new((drawn[chunk] for chunk in range(4)), count, ()) == expected
 
 
@@ -141,10 +153,14 @@ def test_model_loads_from_its_state_alone(window):
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"conv1.weight": torch.zeros(3)}, {**new_model().state_dict(), "fc.bias": torch.zeros(3)}]
+    "state",
+    [{}, {"conv1.weight": torch.zeros(3)}, {**new_model().state_dict(), "fc.bias": torch.zeros(3)}],
 )
 def test_state_of_another_model_is_refused(state):
-    with pytest.raises(ConfigError, match="model_state: expected the state of recipe pet_names or pet_name_windows"):
+    with pytest.raises(
+        ConfigError,
+        match=("model_state: expected the state of recipe pet_names or pet_name_windows"),
+    ):
         load_model(state)
 
 

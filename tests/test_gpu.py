@@ -1,4 +1,6 @@
-"""Tests on real GPUs. `make test-gpu` runs these; each skips where there are fewer GPUs than it needs."""
+"""Tests on real GPUs. `make test-gpu` runs these; each skips where there are fewer GPUs than it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_pa
     import torch
 
     one, other = (
-        new_run(tmp_path / name, DIGITS).train(num_processes=1, epochs=1, deterministic=True) for name in "ab"
+        new_run(tmp_path / name, DIGITS).train(num_processes=1, epochs=1, deterministic=True)
+        for name in "ab"
     )
     for run in (one, other):
         (taken,) = [event for event in run.events if isinstance(event, HistogramsTaken)]
@@ -101,8 +104,12 @@ def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_pa
 
 
 # On a GPU the ranks check their own losses only in the steps that they report.
-@pytest.mark.parametrize(("fault", "num_processes"), [("nan 1 14", 2), ("infinite-gradient 0 14", 1)])
-def test_no_checkpoint_is_written_of_spoiled_weights(gpu, tmp_path, monkeypatch, fault, num_processes):
+@pytest.mark.parametrize(
+    ("fault", "num_processes"), [("nan 1 14", 2), (("infinite-gradient 0 14"), 1)]
+)
+def test_no_checkpoint_is_written_of_spoiled_weights(
+    gpu, tmp_path, monkeypatch, fault, num_processes
+):
     import torch
 
     from flyte_ddp.checkpoints.store import CheckpointStore
@@ -155,16 +162,21 @@ def test_training_and_held_out_data_lie_on_the_gpu_where_they_fit(gpu):
     from flyte_ddp.world import World
     from tests.support.recipes import Tiny
 
-    datasets = [TensorDataset(torch.rand(100, 8), torch.zeros(100, dtype=torch.int64)) for _ in range(2)]
+    datasets = [
+        TensorDataset(torch.rand(100, 8), torch.zeros(100, dtype=torch.int64)) for _ in range(2)
+    ]
     for samples in open_samples(datasets, Tiny(), TrainingConfig(), World(0, 0, 1, gpu)):
         assert samples.index_device == gpu
 
 
-# 103 samples in batches of 12 leave 7: of micro-batches of 3, rank 0 needs two for its 4 samples, rank 1 one for its 3.
+# 103 samples in batches of 12 leave 7: of micro-batches of 3, rank 0 needs two for its 4 samples,
+# rank 1 one for its 3.
 def test_batch_norm_over_all_ranks_does_not_hang_at_an_uneven_last_batch(tmp_path):
     if num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    run = new_run(tmp_path, "Normed").train(2, sync_batch_norm=True, gradient_accumulation=2, collective_timeout=60)
+    run = new_run(tmp_path, "Normed").train(
+        2, sync_batch_norm=True, gradient_accumulation=2, collective_timeout=60
+    )
     assert len(run.result.epochs) == 3
 
 
@@ -173,7 +185,9 @@ def test_one_sample_under_batch_norm_and_3d_convolutions_train(gpu, tmp_path, re
     assert len(new_run(tmp_path, recipe).train(1).result.epochs) == 3
 
 
-def test_a_gpu_that_runs_out_of_memory_restarts_with_smaller_micro_batches(gpu, tmp_path, monkeypatch):
+def test_a_gpu_that_runs_out_of_memory_restarts_with_smaller_micro_batches(
+    gpu, tmp_path, monkeypatch
+):
     monkeypatch.setenv("FAULT", "cuda-oom 0 3")
     run = new_run(tmp_path).train(1, grow_accumulation_on_oom=True)
     started = [event for event in run.events if isinstance(event, RunStarted)]

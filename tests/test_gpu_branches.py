@@ -1,4 +1,6 @@
-"""Branches that only GPUs take, with stand-ins for what torch.cuda does: they show what is asked for, and no speed."""
+"""Branches that only GPUs take, with stand-ins for what torch.cuda does: they show what is asked
+for, and no speed.
+"""
 
 from __future__ import annotations
 
@@ -64,16 +66,24 @@ def test_memory_and_name_are_those_of_the_gpu(calls):
 
 def test_ranks_on_gpus_meet_over_nccl_each_bound_to_its_gpu(monkeypatch):
     options = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: options.update(rest, backend=backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **rest: options.update(rest, backend=backend)
+    )
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    for backend, expected in {"auto": ("nccl", GPU), "nccl": ("nccl", GPU), "gloo": ("gloo", None)}.items():
+    for backend, expected in {
+        "auto": ("nccl", GPU),
+        "nccl": ("nccl", GPU),
+        "gloo": ("gloo", None),
+    }.items():
         with process_group(WORLD, backend, None, 60):
             assert (options["backend"], options["device_id"]) == expected
 
 
 def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monkeypatch):
     made = []
-    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda model, **options: made.append(options))
+    monkeypatch.setattr(
+        parallel, "DistributedDataParallel", lambda model, **options: made.append(options)
+    )
     monkeypatch.setattr(parallel, "set_ddp_timing_interval", None)  # a call would be an error
     monkeypatch.setattr(nn.Module, "to", lambda self, *arguments, **options: self)
     parallel.replicate(nn.Linear(2, 1), TrainingConfig(), WORLD)
@@ -94,13 +104,18 @@ def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monke
 )
 def test_the_peak_of_a_gpu_is_looked_up_by_its_name(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = [evaluation.peak_flops(TrainingConfig(precision=each), WORLD) / 1e12 for each in ("bf16", "fp32")]
+    found = [
+        evaluation.peak_flops(TrainingConfig(precision=each), WORLD) / 1e12
+        for each in ("bf16", "fp32")
+    ]
     assert found == pytest.approx(teraflops)
 
 
 def test_a_checkpoint_of_a_gpus_tensors_is_copied_into_pinned_memory(monkeypatch):
     pinned = []
-    monkeypatch.setattr(torch.UntypedStorage, "pin_memory", lambda self: pinned.append(self.nbytes()) or self)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "pin_memory", lambda self: pinned.append(self.nbytes()) or self
+    )
     assert staging._new_buffer(SimpleNamespace(nbytes=lambda: 64, device=GPU)).nbytes() == 64
     assert pinned == [64]
 
@@ -109,4 +124,6 @@ def test_a_checkpoint_of_a_gpus_tensors_is_copied_into_pinned_memory(monkeypatch
 def test_a_forward_pass_in_bf16_is_under_autocast_of_the_gpu(monkeypatch, precision):
     monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
     found = passes.autocast(TrainingConfig(precision=precision), GPU)
-    assert isinstance(found, nullcontext) if precision == "fp32" else found == ("cuda", torch.bfloat16)
+    assert (
+        isinstance(found, nullcontext) if precision == "fp32" else found == ("cuda", torch.bfloat16)
+    )

@@ -11,7 +11,14 @@ import pytest
 from flyte_ddp.errors import DataError, StorageUnavailable
 from flyte_ddp.recipes.image_folder import files
 from flyte_ddp.recipes.image_folder.files import FileReader, UnreadableImage, list_images
-from tests.support.image_store import COLOURS, image_bytes, image_tree, prepare, running_store, write_tree
+from tests.support.image_store import (
+    COLOURS,
+    image_bytes,
+    image_tree,
+    prepare,
+    running_store,
+    write_tree,
+)
 from tests.support.runs import REPOSITORY
 
 
@@ -24,10 +31,13 @@ def store():
 # In a bucket
 
 
-def test_a_prefix_of_many_files_is_listed_page_by_page_and_judged_by_names(store, prepared, monkeypatch):
+def test_a_prefix_of_many_files_is_listed_page_by_page_and_judged_by_names(
+    store, prepared, monkeypatch
+):
     monkeypatch.setattr(files, "MAX_LOOKS", 2000)
     tree = {f"{name}/{number:04d}.png": b"-" for name in ("a", "b") for number in range(1100)}
-    url = store.fill(tree | {"a/": b"", "a/notes.txt": b"-"})  # some tools make such objects for folders
+    # some tools make such objects for folders
+    url = store.fill(tree | {"a/": b"", "a/notes.txt": b"-"})
     before = len(store.requests)
 
     _, train, test, description = prepare(url, prepared)
@@ -46,7 +56,9 @@ def test_an_image_costs_one_request_and_a_process_opens_one_client(store, prepar
     url = store.fill(image_tree())
     _, train, _, _ = prepare(url, prepared)
     opened = FileReader._open_once
-    monkeypatch.setattr(FileReader, "_open_once", lambda self: clients.append(opened(self)) or clients[-1])
+    monkeypatch.setattr(
+        FileReader, "_open_once", lambda self: clients.append(opened(self)) or clients[-1]
+    )
     before = len(store.requests)
 
     train.prefetch(range(12))
@@ -79,7 +91,13 @@ def test_requests_are_signed_unless_anonymous(store, prepared, anonymous):
 
 
 def test_options_of_object_stores_are_refused_elsewhere(tmp_path, prepared):
-    with pytest.raises(DataError, match=r"anonymous: expected none with .* for s3:// and gs:// only"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"anonymous: expected none with .* for s3:// and gs:// "
+            r"only"
+        ),
+    ):
         prepare(write_tree(image_tree(), tmp_path / "tree"), prepared, anonymous=True)
 
 
@@ -106,8 +124,22 @@ def test_transient_errors_are_retried(store, fault):
 @pytest.mark.parametrize(
     ("fault", "error", "reason"),
     [
-        ("throttle", StorageUnavailable, r".* could not be reached for 1 s: .*reduce your request rate"),
-        ("short", UnreadableImage, r"/a.png cannot be read: expected the listed \d+ bytes, got \d+"),
+        (
+            "throttle",
+            StorageUnavailable,
+            (
+                r".* could not be reached for 1 s: .*reduce your request "
+                r"rate"
+            ),
+        ),
+        (
+            "short",
+            UnreadableImage,
+            (
+                r"/a.png cannot be read: expected the listed \d+ bytes, got "
+                r"\d+"
+            ),
+        ),
     ],
 )
 def test_retries_end_with_the_files_name_and_the_reason(store, monkeypatch, fault, error, reason):

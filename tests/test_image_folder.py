@@ -1,4 +1,6 @@
-"""Images in folders: chosen, listed and held out, decoded and augmented, and never silently missing."""
+"""Images in folders: chosen, listed and held out, decoded and augmented, and never silently
+missing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from flyte_ddp.recipes.image_folder.index import read_index
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.world import World
-from tests.support.image_store import COLOURS, image_bytes, image_tree, prepare, running_store, write_tree
+from tests.support.image_store import (
+    COLOURS,
+    image_bytes,
+    image_tree,
+    prepare,
+    running_store,
+    write_tree,
+)
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -35,14 +44,19 @@ def store():
 def names_in(directory):
     """The names of the training and of the held-out images."""
     index = read_index(directory)
-    return tuple({images.file(sample).name for sample in range(len(images))} for images in (index.train, index.test))
+    return tuple(
+        {images.file(sample).name for sample in range(len(images))}
+        for images in (index.train, index.test)
+    )
 
 
 # Which images
 
 
 def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_path, prepared):
-    recipe, train, test, description = prepare(write_tree(image_tree(), tmp_path / "tree"), prepared)
+    recipe, train, test, description = prepare(
+        write_tree(image_tree(), tmp_path / "tree"), prepared
+    )
 
     assert recipe.class_names == ["blue", "green", "red"]
     assert (len(train), len(test)) == (12, 12)
@@ -54,7 +68,9 @@ def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_p
         image, label = train[sample]
         assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 32))
         # A random part of the image: the corner with the number is less than half of any.
-        assert image.flatten(1).median(dim=1).values.tolist() == list(COLOURS[recipe.class_names[label]])
+        assert image.flatten(1).median(dim=1).values.tolist() == list(
+            COLOURS[recipe.class_names[label]]
+        )
 
 
 def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, prepared):
@@ -66,8 +82,12 @@ def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, p
     }
     *_, description = prepare(write_tree(tree, tmp_path / "tree"), prepared)
 
-    assert description.startswith("8 training and 8 held-out images (in val/) of 2 classes (blue, red), read from")
-    assert description.endswith("; 12 files left out: 9 outside of the folders used (test/), 2 hidden, 1 no image")
+    assert description.startswith(
+        "8 training and 8 held-out images (in val/) of 2 classes (blue, red), read from"
+    )
+    assert description.endswith(
+        "; 12 files left out: 9 outside of the folders used (test/), 2 hidden, 1 no image"
+    )
 
 
 def test_without_split_directories_a_share_is_held_out_that_stays_when_images_are_added(tmp_path):
@@ -95,7 +115,10 @@ BROKEN_TREES = {
     "one class": (image_tree(classes=("red",)), "at least two classes, got 'red' in"),
     "train alone": (
         image_tree(("train",)),
-        r"one folder of training images, such as train/, and beside it .* val/ or test/, got train/ in",
+        (
+            r"one folder of training images, such as train/, and beside it .* val/ or test/, got "
+            r"train/ in"
+        ),
     ),
     "class only held out": (
         {name: each for name, each in image_tree().items() if not name.startswith("train/green")},
@@ -106,7 +129,11 @@ BROKEN_TREES = {
         r"got no held-out \(in val/\) images of class 'green' in",
     ),
     "too few": (
-        {name: each for name, each in image_tree().items() if name[:10] != "train/blue" or name.endswith("000.png")},
+        {
+            name: each
+            for name, each in image_tree().items()
+            if name[:10] != "train/blue" or name.endswith("000.png")
+        },
         "expected at least 2 training images of each class .*, got 1 of class 'blue'",
     ),
 }
@@ -129,9 +156,15 @@ def test_an_unusable_tree_is_refused_with_the_reason(tmp_path, prepared, name):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("s3://no-such-bucket/images", "data: .*got s3://no-such-bucket/images: .*; create the bucket or correct"),
+        (
+            "s3://no-such-bucket/images",
+            ("data: .*got s3://no-such-bucket/images: .*; create the bucket or correct"),
+        ),
         ("nope://images", "data: expected a path or a URL that fsspec knows, got 'nope://images'"),
-        ("s3://somebody:secret@bucket/images", "without a user name or a password; give them in the environment"),
+        (
+            "s3://somebody:secret@bucket/images",
+            ("without a user name or a password; give them in the environment"),
+        ),
     ],
 )
 def test_a_source_that_cannot_be_listed_is_refused(store, prepared, source, reason):
@@ -144,7 +177,10 @@ def test_a_source_that_cannot_be_listed_is_refused(store, prepared, source, reas
 def test_an_empty_prefix_is_refused(store, prepared):
     url = store.fill(image_tree(classes=("blue", "red")))
 
-    with pytest.raises(DataError, match=f"expected a directory or a prefix .* got {url}/nothing, which holds no files"):
+    with pytest.raises(
+        DataError,
+        match=(f"expected a directory or a prefix .* got {url}/nothing, which holds no files"),
+    ):
         prepare(f"{url}/nothing", prepared)
 
 
@@ -152,16 +188,31 @@ def test_an_empty_prefix_is_refused(store, prepared):
     ("options", "reason"),
     [
         ({"trainable": "tail"}, "recipe_options.trainable: expected one of all, head, got 'tail'"),
-        ({"unreadable": "ignore"}, "recipe_options.unreadable: expected one of fail, skip, got 'ignore'"),
-        ({"held_out": 1.0}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        (
+            {"unreadable": "ignore"},
+            ("recipe_options.unreadable: expected one of fail, skip, got 'ignore'"),
+        ),
+        (
+            {"held_out": 1.0},
+            ("recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        ),
         ({"image_size": 8}, "recipe_options.image_size: expected 0, or at least 16 pixels, got 8"),
         (
             {"architecture": "vit_b_16", "image_size": 100},
             "recipe_options.image_size: expected a multiple of 16, got 100",
         ),
-        ({"endpoint_url": "https://host"}, "expected one of .*, got 'endpoint_url': the store is the task's env"),
-        ({"cache": "/tmp/images"}, "expected one of .*, got 'cache': the store is the task's environment's"),
-        ({"weights": "default"}, "got 'weights': give initial_model_state, such as torchvision:resnet18"),
+        (
+            {"endpoint_url": "https://host"},
+            ("expected one of .*, got 'endpoint_url': the store is the task's env"),
+        ),
+        (
+            {"cache": "/tmp/images"},
+            ("expected one of .*, got 'cache': the store is the task's environment's"),
+        ),
+        (
+            {"weights": "default"},
+            ("got 'weights': give initial_model_state, such as torchvision:resnet18"),
+        ),
     ],
 )
 def test_an_option_outside_its_range_is_refused(options, reason):
@@ -170,7 +221,9 @@ def test_an_option_outside_its_range_is_refused(options, reason):
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(prepared):
-    with pytest.raises(DataError, match="architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'"):
+    with pytest.raises(
+        DataError, match=("architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'")
+    ):
         prepare("", prepared, architecture="resnet19")
 
 
@@ -182,9 +235,9 @@ def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
         fingerprints.add(describe_data(tmp_path / name)["fingerprint"])
 
     assert len(fingerprints) == 1
-    assert (
-        description
-        == "240 training and 80 held-out images (in val/) of 4 classes (circle, cross, square, triangle), drawn here"
+    assert description == (
+        "240 training and 80 held-out images (in val/) of 4 classes (circle, cross, square, "
+        "triangle), drawn here"
     )
     assert recipe.class_names == ["circle", "cross", "square", "triangle"]
     (tmp_path / "two").rename(tmp_path / "elsewhere")  # as on another machine
@@ -222,11 +275,27 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
         (_saved(HALF_RED.convert("LA"), "PNG"), (76,) * 3, (255,) * 3),
         (_saved(HALF_RED, "WEBP", lossless=True), (255, 0, 0), (255,) * 3),
         (_saved(PALETTE, "PNG"), (255, 0, 0), (0, 0, 0)),
-        (_saved(HALF_RED.convert("P"), "GIF", transparency=HALF_RED.convert("P").getpixel((3, 0))), None, (255,) * 3),
+        (
+            _saved(
+                HALF_RED.convert("P"), "GIF", transparency=HALF_RED.convert("P").getpixel((3, 0))
+            ),
+            None,
+            (255,) * 3,
+        ),
         (_saved(SIXTEEN_BITS, "PNG"), (200,) * 3, (200,) * 3),
         (_saved(SIXTEEN_BITS, "TIFF"), (200,) * 3, (200,) * 3),
     ],
-    ids=["grey", "black and white", "alpha", "grey alpha", "webp", "palette", "gif", "16 bit png", "16 bit tiff"],
+    ids=[
+        "grey",
+        "black and white",
+        "alpha",
+        "grey alpha",
+        "webp",
+        "palette",
+        "gif",
+        "16 bit png",
+        ("16 bit tiff"),
+    ],
 )
 def test_every_kind_of_image_becomes_rgb(contents, first, last):
     image = decode_image(contents)
@@ -237,7 +306,9 @@ def test_every_kind_of_image_becomes_rgb(contents, first, last):
 
 
 def test_cmyk_becomes_rgb():
-    image = decode_image(_saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95))
+    image = decode_image(
+        _saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95)
+    )
 
     assert image.mode == "RGB"
     assert np.allclose(image.getpixel((8, 8)), (200, 30, 30), atol=12)
@@ -253,7 +324,10 @@ def test_an_image_is_rotated_by_its_exif_orientation():
 
 
 def test_augmentation_is_drawn_from_seed_epoch_and_sample_alone(tmp_path, prepared):
-    contents = _saved(Image.fromarray(np.random.RandomState(0).randint(0, 256, (60, 60, 3), dtype=np.uint8)), "PNG")
+    contents = _saved(
+        Image.fromarray(np.random.RandomState(0).randint(0, 256, (60, 60, 3), dtype=np.uint8)),
+        "PNG",
+    )
     tree = dict.fromkeys(image_tree(), contents)
     _, train, test, _ = prepare(write_tree(tree, tmp_path / "tree"), prepared)
     seeded, again = SeededDataset(train, 5), SeededDataset(train, 5)
@@ -271,8 +345,12 @@ def test_pixels_are_normalized_as_torchvisions_weights_want():
     batch[1] = 0
     inputs = ImageFolder().inputs(batch)
 
-    assert inputs[0, :, 0, 0].tolist() == pytest.approx([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225])
-    assert inputs[1, :, 0, 0].tolist() == pytest.approx([-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225])
+    assert inputs[0, :, 0, 0].tolist() == pytest.approx(
+        [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
+    )
+    assert inputs[1, :, 0, 0].tolist() == pytest.approx(
+        [-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+    )
 
 
 # Unreadable images
@@ -280,14 +358,22 @@ def test_pixels_are_normalized_as_torchvisions_weights_want():
 
 BROKEN_IMAGES = {
     "missing": (None, "cannot be read: FileNotFoundError"),
-    "no image": (b"<html>Not found</html>", "is no image that can be read: its format is not known"),
+    "no image": (
+        b"<html>Not found</html>",
+        ("is no image that can be read: its format is not known"),
+    ),
     "empty": (b"", "cannot be read: expected the listed"),
-    "cut": (image_bytes(COLOURS["green"], size=(200, 200), kind="JPEG")[:700], "is no image that can be read"),
+    "cut": (
+        image_bytes(COLOURS["green"], size=(200, 200), kind="JPEG")[:700],
+        ("is no image that can be read"),
+    ),
 }
 
 
 def _prepare_broken(tmp_path, prepared, kind, names=("train/green/001.png",), **options):
-    """As `prepare`, of images of which some are broken: the cut one from the beginning, others after the listing."""
+    """As `prepare`, of images of which some are broken: the cut one from the beginning, others
+    after the listing.
+    """
     source = write_tree(image_tree(), tmp_path / "tree")
     contents, _ = BROKEN_IMAGES[kind]
     files = [Path(source, name) for name in names]
@@ -313,7 +399,9 @@ def test_an_unreadable_image_is_named_and_fatal_by_default(tmp_path, prepared, k
 
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
-def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, prepared, kind, caplog):
+def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(
+    tmp_path, prepared, kind, caplog
+):
     _, train, test, _ = _prepare_broken(tmp_path, prepared, kind, unreadable="skip", augment=False)
     train.prefetch(range(12))
     samples = [train[sample] for sample in range(12)]
@@ -325,7 +413,9 @@ def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(tmp_path, 
     assert (train.num_replaced, test.num_replaced) == (1, 0)
     train[5]
     assert train.num_replaced == 2
-    lines = [record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert "train/green/001.png" in lines[0]
 

@@ -49,10 +49,19 @@ def state_file(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["resnet18", "mobilenet_v3_small", "squeezenet1_1", pytest.param("vit_b_32", marks=pytest.mark.slow)],
+    [
+        "resnet18",
+        "mobilenet_v3_small",
+        "squeezenet1_1",
+        pytest.param("vit_b_32", marks=pytest.mark.slow),
+    ],
 )
-def test_the_last_layer_is_for_the_classes_and_alone_trained_if_so_configured(prepared, architecture):
-    recipe, train, _, _ = prepare("", prepared, architecture=architecture, trainable="head", image_size=64)
+def test_the_last_layer_is_for_the_classes_and_alone_trained_if_so_configured(
+    prepared, architecture
+):
+    recipe, train, _, _ = prepare(
+        "", prepared, architecture=architecture, trainable="head", image_size=64
+    )
     torch.manual_seed(0)
     model = recipe.model()
     outputs = model(recipe.inputs(torch.stack([train[sample][0] for sample in range(2)])))
@@ -64,12 +73,16 @@ def test_the_last_layer_is_for_the_classes_and_alone_trained_if_so_configured(pr
     assert all(model.get_parameter(name).shape[0] == 4 for name in trained)
 
 
-def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_one_line(tmp_path, prepared, monkeypatch):
+def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_one_line(
+    tmp_path, prepared, monkeypatch
+):
     from torchvision import models
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     published = {
-        name: value for name, value in models.resnet18().state_dict().items() if not name.endswith("batches_tracked")
+        name: value
+        for name, value in models.resnet18().state_dict().items()
+        if not name.endswith("batches_tracked")
     }
 
     def fetch(url, target, hash_prefix, progress):
@@ -83,9 +96,18 @@ def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_on
     recipe, *_ = prepare("", prepared)
     name, fresh = "torchvision:resnet18", ["fc"]
     assert check_initial_state(name) == name  # no path
-    with pytest.raises(ConfigError, match=f"^initial_model_state: '{name}' cannot be downloaded .* no route to host"):
+    with pytest.raises(
+        ConfigError,
+        match=(f"^initial_model_state: '{name}' cannot be downloaded .* no route to host"),
+    ):
         load_initial_state(recipe.model(), name, fresh_layers=fresh)
-    with pytest.raises(ConfigError, match=r"other shapes at fc.weight \(1000, 512\) instead of \(4, 512\).*fresh_lay"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"other shapes at fc.weight \(1000, 512\) instead of "
+            r"\(4, 512\).*fresh_lay"
+        ),
+    ):
         load_initial_state(recipe.model(), name)
     for version in ("", ".IMAGENET1K_V1"):
         model = recipe.model()
@@ -93,16 +115,23 @@ def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_on
         load_initial_state(model, name + version, fresh_layers=fresh)
         assert torch.equal(model.fc.weight, own_head)
         assert all(
-            torch.equal(model.state_dict()[key], published[key]) for key in published if not key.startswith("fc")
+            torch.equal(model.state_dict()[key], published[key])
+            for key in published
+            if not key.startswith("fc")
         )
     assert fetched == [("resnet18-f37072fd.pth", "f37072fd")] * 2
     for unknown in ("torchvision:resnet19", "torchvision:resnet18.V9", "torchvision:"):
-        with pytest.raises(ConfigError, match=f"^initial_model_state: expected .* torchvision:resnet50 .*'{unknown}'$"):
+        with pytest.raises(
+            ConfigError,
+            match=(f"^initial_model_state: expected .* torchvision:resnet50 .*'{unknown}'$"),
+        ):
             load_initial_state(recipe.model(), unknown)
 
 
 def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_move():
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)
+    )
     model[0].requires_grad_(False)
     model.train()
     keep_frozen_statistics(model)
@@ -113,9 +142,13 @@ def test_the_statistics_of_a_frozen_batch_norm_stay_and_those_of_a_trained_one_m
 
 
 def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_path):
-    job = Job(recipe_program("image_folder", TrainingConfig(sync_batch_norm=True)), str(tmp_path), 0.0)
+    job = Job(
+        recipe_program("image_folder", TrainingConfig(sync_batch_norm=True)), str(tmp_path), 0.0
+    )
     LocalPlace(1).check(job)
-    with pytest.raises(ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"):
+    with pytest.raises(
+        ConfigError, match=("^sync_batch_norm: expected false for ranks without GPUs, got true")
+    ):
         LocalPlace(2).check(job)
 
 
@@ -126,7 +159,13 @@ def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^compile: expected false, or a C\+\+ compiler .*COMPILER=1.*, got true"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^compile: expected false, or a C\+\+ compiler "
+            r".*COMPILER=1.*, got true"
+        ),
+    ):
         LocalPlace(1).check(Job(program, str(tmp_path), 0.0))
     with pytest.raises(ConfigError, match="^compile: expected"):
         program.check_compiler()  # as a rank on another machine does
@@ -149,7 +188,9 @@ def test_predictions_travel_with_small_images_and_the_likeliest_classes():
 
 @pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def bucket_run(request, store, tmp_path_factory):
-    """Two ranks, without and with loader processes, on images in a bucket, one of which is deleted in mid-epoch."""
+    """Two ranks, without and with loader processes, on images in a bucket, one of which is deleted
+    in mid-epoch.
+    """
     tree = image_tree(count=16)
     url = store.fill(tree)
     directory = tmp_path_factory.mktemp("bucket_run")
@@ -161,14 +202,21 @@ def bucket_run(request, store, tmp_path_factory):
             return
         asked.append(name.removeprefix("images/"))
         if len(asked) == 20:
-            gone.append(next(other for other in sorted(tree) if other.startswith("train/") and other not in asked))
+            gone.append(
+                next(
+                    other
+                    for other in sorted(tree)
+                    if other.startswith("train/") and other not in asked
+                )
+            )
             store.delete(url, gone[0])
 
     gone = []
     store.before_request = delete_one
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECORD", str(directory / "record"))
-        patch.setattr("flyte_ddp.recipes.image_folder.files.MAX_LOOKS", 0)  # every request is a rank's
+        # every request is a rank's
+        patch.setattr("flyte_ddp.recipes.image_folder.files.MAX_LOOKS", 0)
         run = new_run(directory, "tests.support.recipes.WatchedImages").train(
             2,
             source=url,
@@ -191,12 +239,17 @@ def test_a_deleted_image_is_named_once_per_process_and_counted_each_epoch(bucket
     assert [epoch.num_replaced for epoch in bucket_run.result.epochs] == [1, 1, 1]
     lines = [line for line in bucket_run.lines if bucket_run.gone in line]
     assert 1 <= len(lines) <= 2
-    assert all("FileNotFoundError" in line and "another image of its class replaces it" in line for line in lines)
+    assert all(
+        "FileNotFoundError" in line and "another image of its class replaces it" in line
+        for line in lines
+    )
 
 
 def test_both_ranks_evaluate_with_the_saved_statistics(bucket_run):
     record = Path(bucket_run.directory) / "record"
-    first, second = (json.loads((record / f"statistics-{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (
+        json.loads((record / f"statistics-{rank}.json").read_text()) for rank in (0, 1)
+    )
 
     assert first == second
     assert first == pytest.approx(bucket_run.state()["bn1.running_mean"].tolist())

@@ -1,4 +1,6 @@
-"""Imports go one way, and a process does not import what it does not need: most of a start-up's time is imports."""
+"""Imports go one way, and a process does not import what it does not need: most of a start-up's
+time is imports.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ LAYERS = {
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }
-# Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which one imports another.
+# Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
+# one imports another.
 MAX_ROOMS, MAX_ARROWS = 20, 89
 # What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
 PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
@@ -65,21 +68,36 @@ HOMES = {
     "lightning": ("flyte_ddp.integrations.lightning",),
     "mlflow": ("flyte_ddp.observers.mlflow",),
     "accelerate": ("flyte_ddp.integrations.accelerate",),
-    "optuna": ("flyte_ddp.studies.search", "flyte_ddp.studies.plots"),  # samples and prunes, and draws
+    # samples and prunes, and draws
+    "optuna": ("flyte_ddp.studies.search", "flyte_ddp.studies.plots"),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
     "safetensors": ("flyte_ddp.storage.weights",),
     "wandb": ("flyte_ddp.observers",),
 }
-SLOW = ("tokenizers", "torch", "torchvision", "matplotlib", "wandb", "sklearn", "flytekit", "optuna", "pandas")
-# Modules that run in a rank, or generate names or text, may import torch at the top; those that start a rank may not.
+SLOW = (
+    "tokenizers",
+    "torch",
+    "torchvision",
+    "matplotlib",
+    "wandb",
+    "sklearn",
+    "flytekit",
+    "optuna",
+    "pandas",
+)
+# Modules that run in a rank, or generate names or text, may import torch at the top; those that
+# start a rank may not.
 STARTS_RANKS = ("flyte_ddp.checkpoints.ownership",)
 COMPUTES = (
     "flyte_ddp.checkpoints",
     "flyte_ddp.integrations",
     "flyte_ddp.rank",
     "flyte_ddp.world",
-    *(f"flyte_ddp.recipes.{module}" for module in ("pet_names.generate", "pet_names.model", "text.model")),
+    *(
+        f"flyte_ddp.recipes.{module}"
+        for module in ("pet_names.generate", "pet_names.model", "text.model")
+    ),
 )
 
 
@@ -111,7 +129,11 @@ def _imports(file):
             assert node.level == 0, f"{file}:{node.lineno}: relative imports hide their layer"
             for alias in node.names:
                 dotted = f"{node.module}.{alias.name}"
-                yield node.lineno, dotted if dotted in MODULES else node.module, id(node) in in_function
+                yield (
+                    node.lineno,
+                    dotted if dotted in MODULES else node.module,
+                    id(node) in in_function,
+                )
 
 
 def _within(module, packages):
@@ -124,12 +146,16 @@ def _layer(module):
 
 
 def _broken(rule):
-    """A line for every import of the project for which `rule(module, imported, in_function)` has an objection."""
+    """A line for every import of the project for which `rule(module, imported, in_function)` has an
+    objection.
+    """
     lines = []
     for module, file in MODULES.items():
         for line, imported, in_function in _imports(file):
             if objection := rule(module, imported, in_function):
-                lines.append(f"{file.relative_to(REPOSITORY)}:{line} imports {imported}: {objection}")
+                lines.append(
+                    f"{file.relative_to(REPOSITORY)}:{line} imports {imported}: {objection}"
+                )
     return lines
 
 
@@ -144,7 +170,10 @@ def test_imports_go_from_upper_layers_to_lower_ones_only():
 
 def test_no_files_import_each_other_in_a_circle():
     """Neither at the top, nor inside functions, nor for type checkers alone."""
-    arrows = {module: {found for _, found, _ in _imports(file) if found in MODULES} for module, file in MODULES.items()}
+    arrows = {
+        module: {found for _, found, _ in _imports(file) if found in MODULES}
+        for module, file in MODULES.items()
+    }
     while leaves := {module for module, found in arrows.items() if not found & arrows.keys()}:
         arrows = {module: found for module, found in arrows.items() if module not in leaves}
     tops = True
@@ -157,11 +186,18 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_rooms_and_the_arrows_between_them_stay_few():
     rooms = {_room(module) for module in MODULES}
-    imports = [(module, imported) for module, file in MODULES.items() for _, imported, _ in _imports(file)]
-    arrows = {(_room(module), _room(imported)) for module, imported in imports if imported in MODULES}
+    imports = [
+        (module, imported) for module, file in MODULES.items() for _, imported, _ in _imports(file)
+    ]
+    arrows = {
+        (_room(module), _room(imported)) for module, imported in imports if imported in MODULES
+    }
     arrows = {(source, target) for source, target in arrows if source != target}
 
-    assert (len(rooms) <= MAX_ROOMS, len(arrows) <= MAX_ARROWS) == (True, True), (len(rooms), len(arrows))
+    assert (len(rooms) <= MAX_ROOMS, len(arrows) <= MAX_ARROWS) == (True, True), (
+        len(rooms),
+        len(arrows),
+    )
 
 
 def _room(module):
@@ -170,15 +206,23 @@ def _room(module):
 
 
 def test_no_code_asks_which_kind_a_program_is():
-    """Programs differ only in the fields of `Program`, so that each promise is kept in one place for all of them."""
+    """Programs differ only in the fields of `Program`, so that each promise is kept in one place
+    for all of them.
+    """
     defined, asked = set(), []
     for file in MODULES.values():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
                 defined.add(node.name)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "isinstance",
+                "issubclass",
+            ):
                 kinds = {ast.unparse(name).rpartition(".")[2] for name in ast.walk(node.args[1])}
-                asked += [f"{file.relative_to(REPOSITORY)}:{node.lineno}" for _ in kinds.intersection(PROGRAMS)]
+                asked += [
+                    f"{file.relative_to(REPOSITORY)}:{node.lineno}"
+                    for _ in kinds.intersection(PROGRAMS)
+                ]
 
     assert set(PROGRAMS) <= defined
     assert asked == []
@@ -199,7 +243,9 @@ def test_every_library_that_is_imported_is_declared():
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
-    extras = {each for extra in set(EXTRAS.values()) for each in project["optional-dependencies"][extra]}
+    extras = {
+        each for extra in set(EXTRAS.values()) for each in project["optional-dependencies"][extra]
+    }
     declared |= {canonicalize_name(Requirement(each).name) for each in extras}
     distributions = metadata.packages_distributions()
 
@@ -219,7 +265,9 @@ def test_every_library_that_is_imported_is_declared():
 def test_wandb_is_imported_inside_functions_only():
     def rule(module, imported, in_function):
         return (
-            "it takes a second, so only functions import it" if _within(imported, ["wandb"]) and not in_function else ""
+            "it takes a second, so only functions import it"
+            if _within(imported, ["wandb"]) and not in_function
+            else ""
         )
 
     assert _broken(rule) == []
@@ -233,7 +281,11 @@ def test_supervisors_import_nothing_slow():
         and not _within(name, ["flyte_ddp.flytekit_plugin"])
         and (_within(name, STARTS_RANKS) or not _within(name, COMPUTES))
     ]
-    assert {"flyte_ddp.launch.driver", "flyte_ddp.recipes.mnist", "flyte_ddp.recipes.digits"} <= set(modules)
+    assert {
+        "flyte_ddp.launch.driver",
+        "flyte_ddp.recipes.mnist",
+        "flyte_ddp.recipes.digits",
+    } <= set(modules)
     program = f"""
 import importlib, sys
 for module in {modules!r}:
@@ -243,7 +295,9 @@ for module in {modules!r}:
     if slow:
         print(module, "imports", *slow)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
 
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
 
@@ -255,7 +309,9 @@ import flyte_ddp
 assert not [name for name in sys.modules if name.startswith("flyte_ddp.")], "import flyte_ddp imports more"
 from flyte_ddp import DataError, Recipe, load_champion
 assert issubclass(DataError, ValueError) and Recipe.prepare and callable(load_champion)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
 
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")

@@ -1,4 +1,6 @@
-"""A run may start from given weights: exactly those, of exactly its model, and only where it has not begun yet."""
+"""A run may start from given weights: exactly those, of exactly its model, and only where it has
+not begun yet.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def test_every_rank_starts_from_the_given_weights(tmp_path):
     url, given = str(tmp_path / "given.pt"), state_of(7)
     torch.save(given, url)
     run = new_run(tmp_path)
-    config = config_of(run.recipe, {"epochs": 1, "learning_rate": 1e-12, "momentum": 0.0})  # the weights stay
+    # the weights stay
+    config = config_of(run.recipe, {"epochs": 1, "learning_rate": 1e-12, "momentum": 0.0})
     job = Job(recipe_program(run.recipe, config, url), str(run.checkpoints), time.time())
     run.result = driver.run(job, LocalPlace(2), lambda: str(run.data()), [run], run.relay)
 
@@ -51,7 +54,9 @@ def test_every_rank_starts_from_the_given_weights(tmp_path):
 
 
 def weights_equal(trainer, state):
-    return all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
+    return all(
+        torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items()
+    )
 
 
 def test_a_checkpoint_overrides_the_initial_state(tmp_path):
@@ -87,7 +92,8 @@ def test_a_checkpoint_overrides_the_initial_state(tmp_path):
         (lambda url: Path(url).write_bytes(b""), "cannot be read: EOFError"),
         (
             lambda url: torch.save(state_of(7, "Normed"), url),
-            "does not fit the model: it lacks 2.weight, 2.bias; the model has no 1.weight, 1.bias, 1.running_mean, "
+            "does not fit the model: it lacks 2.weight, 2.bias; the model has no 1.weight, "
+            "1.bias, 1.running_mean, "
             "1.running_var, 1.num_batches_tracked and 2 more",
         ),
         (
@@ -107,7 +113,8 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, write
         load_initial_state(model, url)
     message = str(caught.value)
     assert message.startswith(
-        f"initial_model_state: expected a state dict with exactly the model's keys and shapes, got {url!r}, which "
+        "initial_model_state: expected a state dict with exactly the model's keys and shapes, "
+        f"got {url!r}, which "
     )
     assert expected in message
     assert "\n" not in message
@@ -129,10 +136,15 @@ def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert pin_state("given.pt") == pin_state(first) == check_initial_state("given.pt") == first
     moved = pin_state(file_with(tmp_path / "moved.pt", state_of(7)))
-    signed = [f"https://store/given.pt?X-Amz-Signature={secret} (sha256 {digest})" for secret in ("ab/c", "de/f")]
+    signed = [
+        f"https://store/given.pt?X-Amz-Signature={secret} (sha256 {digest})"
+        for secret in ("ab/c", "de/f")
+    ]
     assert is_same_state(first, moved)
     assert is_same_state(first, signed[0])
-    assert {redact_url(each) for each in signed} == {f"https://store/given.pt?X-Amz-Signature=... (sha256 {digest})"}
+    assert {redact_url(each) for each in signed} == {
+        (f"https://store/given.pt?X-Amz-Signature=... (sha256 {digest})")
+    }
     replaced = pin_state(file_with(url, state_of(8)))
     assert not is_same_state(first, replaced)
     assert is_same_state(url, replaced)  # of a checkpoint that has no checksum
@@ -140,7 +152,10 @@ def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
         assert pin_state(without) == without
 
     model = get_recipe("tests.support.recipes.Tiny").model()
-    with pytest.raises(ConfigError, match=f"^initial_model_state: expected the contents with SHA-256 {digest}, which "):
+    with pytest.raises(
+        ConfigError,
+        match=(f"^initial_model_state: expected the contents with SHA-256 {digest}, which "),
+    ):
         load_initial_state(model, first)
     load_initial_state(model, replaced)
     assert all(torch.equal(value, state_of(8)[name]) for name, value in model.state_dict().items())
@@ -150,7 +165,9 @@ def test_a_state_in_a_bucket_counts_by_its_contents_too(bucket):
     contents = io.BytesIO()
     torch.save(state_of(7), contents)
     write_file(f"{bucket}/given.pt", contents.getvalue())
-    assert pin_state(f"{bucket}/given.pt").endswith(f" (sha256 {hashlib.sha256(contents.getvalue()).hexdigest()})")
+    assert pin_state(f"{bucket}/given.pt").endswith(
+        f" (sha256 {hashlib.sha256(contents.getvalue()).hexdigest()})"
+    )
     assert pin_state(f"{bucket}/none.pt") == f"{bucket}/none.pt"
 
 
@@ -174,12 +191,20 @@ def test_a_run_resumes_with_the_same_contents_alone(tmp_path):
 def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_path, monkeypatch):
     url, run = tmp_path / "given.pt", new_run(tmp_path)
     names, inputs = [], []
-    monkeypatch.setattr(TrialRunner, "_train_waiting", lambda runner: setattr(runner.runs[0], "status", FINISHED))
+    monkeypatch.setattr(
+        TrialRunner, "_train_waiting", lambda runner: setattr(runner.runs[0], "status", FINISHED)
+    )
     for seed in (7, 8, 7):
         file_with(url, state_of(seed))
         trials = build_trials(run.recipe, {}, [{"learning_rate": 0.1}])
         runner = TrialRunner(
-            run.recipe, str(tmp_path), str(run.data()), None, ClusterConfig(), True, initial_state=str(url)
+            run.recipe,
+            str(tmp_path),
+            str(run.data()),
+            None,
+            ClusterConfig(),
+            True,
+            initial_state=str(url),
         )
         names.append(runner.train(trials)[0].key)
         inputs.append(prepare(recipe=run.recipe, initial_model_state=str(url)).initial_model_state)
@@ -194,14 +219,21 @@ def test_a_run_that_goes_on_with_other_code_says_so(tmp_path, caplog):
     first.progress.step = 5
     first.save_checkpoint(best=True)
     first.store.wait()
-    for recipe, version, expected in (("Tiny", "a1", ""), ("Tiny", "b2", "Tiny b2"), ("Dropped", "a1", "Dropped a1")):
+    for recipe, version, expected in (
+        ("Tiny", "a1", ""),
+        ("Tiny", "b2", "Tiny b2"),
+        ("Dropped", "a1", ("Dropped a1")),
+    ):
         caplog.clear()
         second = new_trainer(run)
         second.recipe, second.recipe_version = type(recipe, (type(second.recipe),), {})(), version
         assert second.resume()[0]
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == (1 if expected else 0)
-        assert not expected or f"goes on with other code: recipe {expected}, before Tiny a1" in lines[0]
+        assert (
+            not expected
+            or f"goes on with other code: recipe {expected}, before Tiny a1" in lines[0]
+        )
 
 
 HEADED = "tests.support.heads.Headed"
@@ -216,7 +248,11 @@ def test_another_head_is_trained_on_a_frozen_body(tmp_path):
     url, given = str(tmp_path / "given.pt"), headed_state()
     torch.save(given, url)
     run = new_run(tmp_path, HEADED)
-    options = {"recipe_options": {"num_classes": 5}, "fresh_layers": ["head"], "frozen_layers": ["body"]}
+    options = {
+        "recipe_options": {"num_classes": 5},
+        "fresh_layers": ["head"],
+        "frozen_layers": ["body"],
+    }
     config = config_of(run.recipe, {"epochs": 1, **options})
     job = Job(recipe_program(run.recipe, config, url), str(run.checkpoints), time.time())
     run.result = driver.run(job, LocalPlace(2), lambda: str(run.data()), [run], run.relay)
@@ -238,18 +274,27 @@ def test_another_head_is_trained_on_a_frozen_body(tmp_path):
         "recipe_options.num_classes: expected 5": {"recipe_options": {"num_classes": 4}},
         r"frozen_layers: expected \['body'\]": {"frozen_layers": []},
     }.items():
-        with pytest.raises(ConfigError, match=f"^{field}, with which .*; another value needs another place"):
+        with pytest.raises(
+            ConfigError, match=(f"^{field}, with which .*; another value needs another place")
+        ):
             new_trainer(run, url, **{**options, **changes}).resume()
 
 
 @pytest.mark.parametrize(
     ("fresh", "expected"),
     [
-        ([], "other shapes at head.weight (4, 16) instead of (3, 16), head.bias (4,) instead of (3,); layers that may"),
+        (
+            [],
+            (
+                "other shapes at head.weight (4, 16) instead of (3, 16), head.bias (4,) instead of "
+                "(3,); layers that may"
+            ),
+        ),
         (["body.1"], "except in the fresh_layers body.1, got "),
         (
             ["heads"],
-            "fresh_layers: expected beginnings of names of the model's layers, such as body, head, got 'heads' "
+            "fresh_layers: expected beginnings of names of the model's layers, such as body, "
+            "head, got 'heads' "
             "(did you mean head?)",
         ),
     ],
@@ -270,7 +315,10 @@ def test_only_fresh_layers_may_have_other_shapes(tmp_path, fresh, expected):
     [
         (["bod"], "such as body, head, got 'bod' (did you mean body?)"),
         (["body.0.weights"], "got 'body.0.weights' (did you mean body.0.weight?)"),
-        (["body", "head"], "frozen_layers: expected a layer that is left to train, got all of them: body, head"),
+        (
+            ["body", "head"],
+            ("frozen_layers: expected a layer that is left to train, got all of them: body, head"),
+        ),
     ],
 )
 def test_frozen_layers_are_layers_of_the_model_and_not_all(layers, expected):
@@ -297,7 +345,12 @@ def nodes_of(workflow):
 def test_every_workflow_hands_the_state_to_all_that_train():
     names = [path.stem for path in Path(__file__).parents[1].glob("workflows/[a-z]*.py")]
     modules = [importlib.import_module(f"workflows.{name}") for name in names]
-    workflows = [each for module in modules for each in vars(module).values() if isinstance(each, WorkflowBase)]
+    workflows = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, WorkflowBase)
+    ]
     training = [each for each in workflows if "initial_model_state" in each.python_interface.inputs]
     others = {each.name.rpartition(".")[2] for each in workflows if each not in training}
     assert others == {"script_wf", "generate_text_wf", "generate_names_wf"}
@@ -309,14 +362,27 @@ def test_every_workflow_hands_the_state_to_all_that_train():
         if binding.var == "initial_model_state"
     }
     tasks = {name.rpartition(".")[2] for _, name in handed}
-    assert tasks >= {"prepare", "plan_retraining", "train_on_one_node", "train_on_cluster", "train_sweep"}
+    assert tasks >= {
+        "prepare",
+        "plan_retraining",
+        "train_on_one_node",
+        "train_on_cluster",
+        "train_sweep",
+    }
     assert "train_at_world_sizes" in tasks
-    assert [each for each, promise in handed.items() if not promise or promise.var != "initial_model_state"] == []
-    # What trains gets it with its checksum, as `prepare` or `plan_retraining` returns it: Flyte's cache compares it.
+    assert [
+        each
+        for each, promise in handed.items()
+        if not promise or promise.var != "initial_model_state"
+    ] == []
+    # What trains gets it with its checksum, as `prepare` or `plan_retraining` returns it: Flyte's
+    # cache compares it.
     prepares = {workflow for workflow, task in handed if task.endswith(".prepare")}
     unchecked = [
         each
         for each, promise in handed.items()
-        if each[0] in prepares and not each[1].endswith(".prepare") and promise.node_id == "global-inputs"
+        if each[0] in prepares
+        and not each[1].endswith(".prepare")
+        and promise.node_id == "global-inputs"
     ]
     assert (len(prepares), unchecked) == (7, [])

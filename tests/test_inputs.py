@@ -1,4 +1,6 @@
-"""Input is judged by its contents, not by its name; what is left out is counted by reason and told."""
+"""Input is judged by its contents, not by its name; what is left out is counted by reason and
+told.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def saved(image, kind, **options):
 
 
 def folders(*names, classes=("a", "b"), count=4):
-    return {f"{top}/{name}/{n}.png": PICTURE for top in names for name in classes for n in range(count)}
+    return {
+        f"{top}/{name}/{n}.png": PICTURE for top in names for name in classes for n in range(count)
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,11 +65,19 @@ def folders(*names, classes=("a", "b"), count=4):
         (folders("seg_train", "seg_test"), "seg_test", ""),
         (folders("train", "val", "extra"), "val", "8 outside of the folders used (extra/)"),
         (folders("train", "valid", "test"), "valid", "8 outside of the folders used (test/)"),
-        (folders("train", "val") | {"unlabelled/1.png": PICTURE}, "val", "1 outside of the folders used (unlabelled/)"),
+        (
+            folders("train", "val") | {"unlabelled/1.png": PICTURE},
+            "val",
+            ("1 outside of the folders used (unlabelled/)"),
+        ),
         (folders("train", "val") | {"train/1.png": PICTURE}, "val", "1 in no class's folder"),
         (folders("train", "val") | {"train/a/c/1.png": PICTURE}, "val", ""),
     ],
-    ids=lambda value: ",".join(dict.fromkeys(name.split("/")[0] for name in value)) if isinstance(value, dict) else "",
+    ids=lambda value: (
+        ",".join(dict.fromkeys(name.split("/")[0] for name in value))
+        if isinstance(value, dict)
+        else ""
+    ),
 )
 def test_usual_names_of_splits_are_never_classes(tmp_path, prepared, tree, held_out, left_out):
     recipe, train, test, description = prepare(write_tree(tree, tmp_path / "tree"), prepared)
@@ -81,8 +93,20 @@ def test_usual_names_of_splits_are_never_classes(tmp_path, prepared, tree, held_
     ("tree", "expected"),
     [
         (folders("train", "more"), r"one folder of training images, .* got more/, train/ in"),
-        (folders("Train", "train", "val"), r"one folder of training images, .* got Train/, train/, val/ in"),
-        (folders("train", "test", "testing"), r"beside it one of held-out images, .* got test/, testing/, train/ in"),
+        (
+            folders("Train", "train", "val"),
+            (
+                r"one folder of training images, .* got Train/, "
+                r"train/, val/ in"
+            ),
+        ),
+        (
+            folders("train", "test", "testing"),
+            (
+                r"beside it one of held-out images, .* got test/, "
+                r"testing/, train/ in"
+            ),
+        ),
         (folders("val", "test"), "one folder of training images, .* got test/, val/ in"),
         (folders(".", "test"), "one folder of training images, .* got a/, b/, test/ in"),
     ],
@@ -93,7 +117,11 @@ def test_folders_of_unclear_purpose_are_refused_in_one_line(tmp_path, prepared, 
 
 
 def test_folders_that_hold_images_themselves_are_classes_whatever_their_names(tmp_path, prepared):
-    tree = {f"{name}/{number}.png": PICTURE for name in ("train", "bus", "valid") for number in range(20)}
+    tree = {
+        f"{name}/{number}.png": PICTURE
+        for name in ("train", "bus", "valid")
+        for number in range(20)
+    }
     del tree["valid/0.png"]
     vehicles = {name: contents for name, contents in tree.items() if not name.startswith("valid")}
     recipe, *_ = prepare(write_tree(vehicles, tmp_path / "vehicles"), prepared)
@@ -107,12 +135,21 @@ FILES = {  # name: (contents, its reason to be left out, "" for an image)
     "UPPER.JPG": (saved(Image.new("CMYK", (40, 40)), "JPEG"), ""),
     "palette.gif": (saved(Image.new("P", (40, 40)), "GIF"), ""),
     "animated.gif": (
-        saved(Image.new("P", (40, 40)), "GIF", save_all=True, append_images=[Image.new("P", (40, 40), 9)]),
+        saved(
+            Image.new("P", (40, 40)),
+            "GIF",
+            save_all=True,
+            append_images=[Image.new("P", (40, 40), 9)],
+        ),
         "",
     ),
     "bitmap.dat": (saved(Image.new("RGB", (40, 40)), "BMP"), ""),
     "tiff.img": (saved(Image.new("I;16", (40, 40)), "TIFF"), ""),
-    "grey.pgm": (b"P5\n# Created by a program with a long name and a long address\n40 40\n255\n" + bytes(1600), ""),
+    "grey.pgm": (
+        (b"P5\n# Created by a program with a long name and a long address\n40 40\n255\n")
+        + bytes(1600),
+        "",
+    ),
     os.fsdecode(b"caf\xe9.jpg"): (PICTURE, ""),
     "linked.png": (Path("a/jpeg.png"), ""),
     "broken_link.png": (Path("nowhere.png"), "no regular file"),
@@ -129,7 +166,9 @@ FILES = {  # name: (contents, its reason to be left out, "" for an image)
 }
 
 
-def test_images_are_known_by_their_contents_and_other_files_are_counted_by_reason(tmp_path, prepared, caplog):
+def test_images_are_known_by_their_contents_and_other_files_are_counted_by_reason(
+    tmp_path, prepared, caplog
+):
     tree = folders("train", "val")
     source = tmp_path / "tree"
     write_tree(tree | {"__MACOSX/train/a/0.png": PICTURE}, source)
@@ -164,7 +203,8 @@ def test_the_beginnings_of_a_stores_files_decide_too_and_nothing_more_is_read(pr
         methods = [method for method, *_ in store.requests[before:]]
     assert len(train) == 9
     assert description.endswith("; 2 files left out: 1 empty, 1 no image")
-    assert methods == ["GET"] * (1 + len(tree) - 1)  # a listing, and one of each file that is not empty
+    # a listing, and one of each file that is not empty
+    assert methods == ["GET"] * (1 + len(tree) - 1)
 
 
 def test_linked_folders_are_classes_and_circles_of_links_end(tmp_path, prepared):
@@ -189,10 +229,21 @@ def test_linked_folders_are_classes_and_circles_of_links_end(tmp_path, prepared)
 def tiff_of_12_bits(value, size=8):
     """A TIFF with 12 bits a pixel, which PIL reads but does not write."""
     row = (value << 12 | value).to_bytes(3, "big") * (size // 2)
-    entries = [(256, size), (257, size), (258, 12), (259, 1), (262, 1), (273, 134), (277, 1), (278, size)]
+    entries = [
+        (256, size),
+        (257, size),
+        (258, 12),
+        (259, 1),
+        (262, 1),
+        (273, 134),
+        (277, 1),
+        (278, size),
+    ]
     entries.append((279, size * len(row)))
     head = struct.pack("<2sHIH", b"II", 42, 8, len(entries))
-    fields = b"".join(struct.pack("<HHII", tag, 4 if tag > 270 else 3, 1, number) for tag, number in entries)
+    fields = b"".join(
+        struct.pack("<HHII", tag, 4 if tag > 270 else 3, 1, number) for tag, number in entries
+    )
     return (head + fields + bytes(4)).ljust(134, b"\0") + row * size
 
 
@@ -267,7 +318,8 @@ def test_a_long_image_takes_no_more_memory_and_is_torchvisions_middle(size, monk
     )[0]
 
     assert max(max(size) for size in sizes) <= 16 * 36
-    # The same part of the image as torchvision's own evaluation takes, whose 3 x 600 pixels in the middle are enough.
+    # The same part of the image as torchvision's own evaluation takes, whose 3 x 600 pixels in the
+    # middle are enough.
     middle = transforms.CenterCrop([min(side, 600) for side in size[::-1]])(picture)
     expected = transforms.PILToTensor()(transforms.CenterCrop(32)(transforms.Resize(36)(middle)))
     assert (image.int() - expected.int()).abs().float().mean() < (1 if max(size) == 40 else 12)
@@ -323,7 +375,10 @@ TEXTS = {  # name: (how the story is stored, its reason to be left out, "" where
     "text.parquet": (str.encode, ""),
     "zip.txt": (zipped, "zip archive"),
     "document.txt": (lambda text: b"%PDF-1.7\n" + text.encode(), "PDF"),
-    "tar.txt.gz": (lambda text: gzip.compress(b"one.txt".ljust(512, b"\0") + text.encode()), "no text"),
+    "tar.txt.gz": (
+        lambda text: gzip.compress(b"one.txt".ljust(512, b"\0") + text.encode()),
+        ("no text"),
+    ),
     "picture.md": (lambda text: PICTURE, "image"),
     "latin.txt": (lambda text: text.encode("latin-1"), "not in UTF-8"),
     "utf16_without_mark.txt": (lambda text: text.encode("utf-16-le"), "no text"),
@@ -370,7 +425,10 @@ def test_one_file_of_text_is_read_or_refused_with_what_it_is(tmp_path, name):
     if reason in ("", "empty"):
         assert documents(Corpus(str(file))) == ([STORIES[0]] if not reason else [])
     elif name.endswith(".png") or reason != "hidden or of other names":
-        with pytest.raises(DataError, match=f"^data: expected text in UTF-8, or in UTF-16 .*{name}: .*; convert it$"):
+        with pytest.raises(
+            DataError,
+            match=(f"^data: expected text in UTF-8, or in UTF-16 .*{name}: .*; convert it$"),
+        ):
             documents(Corpus(str(file)))
 
 
@@ -382,7 +440,10 @@ def test_text_in_utf16_is_cut_at_its_separators(tmp_path):
 
 # Names
 
-NAMES = [f"{first}{second}{third}o" for first in "bdfhjl" for second in "aeiou" for third in "mnprst"]  # 180
+# 180
+NAMES = [
+    f"{first}{second}{third}o" for first in "bdfhjl" for second in "aeiou" for third in "mnprst"
+]
 NO_ROW = "in a line that is no row of the table"
 OTHERS = "with other characters than a to z, hyphen, full stop and space"
 
@@ -402,7 +463,11 @@ def table(names=NAMES, mark=",", header=("License", "Animal's Name", "Breed"), a
         ("too_many.csv", table(line="12,Rex,Cat,grey").encode(), f"1 {NO_ROW}"),
         ("last.csv", table(at=180, line='12,"Rex,Cat').encode(), f"1 {NO_ROW}"),
         ("short.csv", table(line="12").encode(), "1 empty"),
-        ("over_lines.csv", table(["abo", *NAMES[1:]], line=f'12,{NAMES[0]},"one\nand, two"').encode(), ""),
+        (
+            "over_lines.csv",
+            table(["abo", *NAMES[1:]], line=f'12,{NAMES[0]},"one\nand, two"').encode(),
+            "",
+        ),
         ("semicolons.csv", table(mark=";").encode(), ""),
         ("tabs.txt", table(mark="\t").encode(), ""),
         ("bars", table(mark="|").encode(), ""),
@@ -418,7 +483,9 @@ def table(names=NAMES, mark=",", header=("License", "Animal's Name", "Breed"), a
         ("list.csv", json.dumps(NAMES).encode("utf-16"), ""),
     ],
 )
-def test_a_bad_line_costs_one_name_and_any_encoding_and_packing_is_read(tmp_path, name, contents, left_out):
+def test_a_bad_line_costs_one_name_and_any_encoding_and_packing_is_read(
+    tmp_path, name, contents, left_out
+):
     (tmp_path / name).write_bytes(contents)
     (tmp_path / "data").mkdir()
     prepare_data(get_recipe("pet_names"), str(tmp_path / name), tmp_path / "data")
@@ -432,7 +499,11 @@ def test_a_bad_line_costs_one_name_and_any_encoding_and_packing_is_read(tmp_path
     ("name", "contents", "expected"),
     [
         ("pets", table(header=("id", "pet", "breed")).encode(), "with the columns id, pet, breed$"),
-        ("pets.txt", table(mark=";", header=("id", "pet", "breed")).encode(), "with the columns id, pet, breed$"),
+        (
+            "pets.txt",
+            table(mark=";", header=("id", "pet", "breed")).encode(),
+            ("with the columns id, pet, breed$"),
+        ),
         ("zip.csv", zipped(table()), "got .*zip.csv: zip archive$"),
         ("sheet.csv", b"PK\x05\x06" + bytes(18), "got .*sheet.csv: zip archive$"),
         ("paper.csv", b"%PDF-1.4 name", "got .*paper.csv: PDF$"),
@@ -498,7 +569,10 @@ def check(recipe, **config):
         (Labelled(in_memory((LABELS + 1).to(torch.uint8))), f"{CLASSES}4: number"),
         (Labelled(loaded((LABELS + 1).tolist())), f"{CLASSES}4: number"),
         (Labelled(loaded(replace(29, 4).tolist())), f"{CLASSES}4: number"),
-        (Labelled(loaded(["cat", "dog"] * 16)), "data: expected the numbers of classes as targets, got 'cat': number "),
+        (
+            Labelled(loaded(["cat", "dog"] * 16)),
+            ("data: expected the numbers of classes as targets, got 'cat': number "),
+        ),
         (Labelled(in_memory(replace(3, -100))), None),
         (Labelled(loaded(LABELS.tolist())), None),
     ],
@@ -532,5 +606,11 @@ class WithLock(WithLambda):
 @pytest.mark.parametrize("data", [WithLambda(), WithLock()], ids=["lambda", "lock"])
 def test_what_cannot_be_sent_to_loader_processes_is_named_in_one_line(data):
     check(Labelled(data))
-    with pytest.raises(ConfigError, match=r"datasets: expected .* can send to data_workers, [^\n]* a lambda, [^\n]*$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"datasets: expected .* can send to data_workers, "
+            r"[^\n]* a lambda, [^\n]*$"
+        ),
+    ):
         check(Labelled(data), data_workers=1)

@@ -15,7 +15,9 @@ from tests.support.trainers import new_trainer
 
 
 class Odd(nn.Module):
-    """Has layers that return no tensor, and parameters of which no histogram can be drawn as they are."""
+    """Has layers that return no tensor, and parameters of which no histogram can be drawn as they
+    are.
+    """
 
     class Nothing(nn.Module):
         def forward(self, inputs):
@@ -43,7 +45,10 @@ class Odd(nn.Module):
 def test_a_layer_that_returns_no_tensor_has_no_shape():
     layers = describe_layers(Odd(), torch.zeros(1, 4))
 
-    assert [(layer.name, layer.output_shape) for layer in layers] == [("nothing", []), ("pair", [1, 4])]
+    assert [(layer.name, layer.output_shape) for layer in layers] == [
+        ("nothing", []),
+        ("pair", [1, 4]),
+    ]
 
 
 def test_a_histogram_counts_the_finite_values():
@@ -66,7 +71,9 @@ def test_a_histogram_counts_the_finite_values():
 
 
 def test_histograms_need_no_operation_that_has_no_deterministic_kernel_on_gpus(monkeypatch):
-    monkeypatch.setattr(torch, "histc", lambda *arguments, **options: pytest.fail("raises on CUDA floats"))
+    monkeypatch.setattr(
+        torch, "histc", lambda *arguments, **options: pytest.fail("raises on CUDA floats")
+    )
 
     assert take_histograms(nn.Linear(3, 2))[0].keys() == {"weight", "bias"}
 
@@ -96,7 +103,9 @@ def test_a_run_without_showable_layers_and_predictions_succeeds(tmp_path):
     assert isinstance(run.events[-1], RunFinished)
     assert run.started.layers == []
     assert not any(isinstance(event, PredictionsMade) for event in run.events)
-    assert any("the predictions cannot be shown: KeyError: 'no such class'" in line for line in run.lines)
+    assert any(
+        "the predictions cannot be shown: KeyError: 'no such class'" in line for line in run.lines
+    )
 
 
 def test_slow_predictions_are_no_stall(tmp_path):

@@ -1,4 +1,6 @@
-"""The training loops of others: after a kill, at another number of ranks, each sample is trained on once an epoch."""
+"""The training loops of others: after a kill, at another number of ranks, each sample is trained on
+once an epoch.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ class Listener:
 def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path))
-    fault = tmp_path / "step-17-1-9"  # in the middle of the second epoch; the last checkpoint is of step 16
+    # in the middle of the second epoch; the last checkpoint is of step 16
+    fault = tmp_path / "step-17-1-9"
     fault.touch()
     options = {"checkpoints": str(tmp_path / "checkpoints")}
     with pytest.raises(RankFailure, match="SIGKILL"):
@@ -90,12 +93,19 @@ class PatientTask(Task):
 
 @SLOW
 @pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
-def test_an_announced_loss_growth_and_a_stop_lose_no_step(framework, start_worker, scheduler, tmp_path):
+def test_an_announced_loss_growth_and_a_stop_lose_no_step(
+    framework, start_worker, scheduler, tmp_path
+):
     pytest.importorskip(framework)
     (tmp_path / "slow").touch()
-    task, place = PatientTask(str(tmp_path), epochs=40, save_steps=1000), str(tmp_path / "checkpoints")
+    task, place = (
+        PatientTask(str(tmp_path), epochs=40, save_steps=1000),
+        str(tmp_path / "checkpoints"),
+    )
     nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
-    config = ClusterConfig("existing", scheduler_address=scheduler, min_nodes=1, node_timeout=60, grow_delay=1)
+    config = ClusterConfig(
+        "existing", scheduler_address=scheduler, min_nodes=1, node_timeout=60, grow_delay=1
+    )
     config = dataclasses.replace(config, max_restarts=0, grow_interval=0)
     run, stop = new_run(tmp_path), StopRequest(grace=120)
 
@@ -109,19 +119,29 @@ def test_an_announced_loss_growth_and_a_stop_lose_no_step(framework, start_worke
         def close(self, error):
             pass
 
-    faults = [At(4, lambda: nannies[1].send_signal(signal.SIGTERM)), At(10, lambda: start_worker(scheduler, "node-2"))]
+    faults = [
+        At(4, lambda: nannies[1].send_signal(signal.SIGTERM)),
+        At(10, lambda: start_worker(scheduler, "node-2")),
+    ]
     call = cloudpickle.dumps(_Call(PROGRAMS[framework], (task,)))
     program = Program(framework, call, ("tests",), slow_imports=("torch", framework))
     with open_cluster(config, "test") as client, pytest.raises(TrainingStopped):
         driver.run(
-            Job(program, place, time.time()), DaskPlace(client, config), None, [run, *faults, Stops()], run.relay, stop
+            Job(program, place, time.time()),
+            DaskPlace(client, config),
+            None,
+            [run, *faults, Stops()],
+            run.relay,
+            stop,
         )
     assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1, 2]
     ends = [event.step for event in events_of(run, events.AttemptEnded)]
     assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
     listener = Listener()
     result = flyte_ddp.run(PROGRAMS[framework], task, checkpoints=place, listeners=[listener])
-    assert [event.step for event in listener.loaded] == [events_of(run, events.CheckpointSaved)[-1].step]
+    assert [event.step for event in listener.loaded] == [
+        events_of(run, events.CheckpointSaved)[-1].step
+    ]
     assert listener.loaded[0].step > ends[1]
     assert result["counts"][0].tolist() == [task.epochs] * task.num_samples
 
@@ -150,10 +170,17 @@ def train_trl(directory, saves):
 
     words = {f"w{number}": number for number in range(40)}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")),
+        pad_token="w0",
+        eos_token="w1",
     )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, pad_token_id=0, eos_token_id=1, **sizes))
     numbers = torch.randint(2, 40, (32, 6), generator=torch.Generator().manual_seed(1))
     arguments = SFTConfig(
@@ -171,7 +198,9 @@ def train_trl(directory, saves):
         gradient_checkpointing=False,
     )
     data = Dataset.from_dict({"input_ids": numbers.tolist()})
-    trainer = SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()])
+    trainer = SFTTrainer(
+        model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Steps()]
+    )
     if saves:
         from flyte_ddp.integrations.transformers import SessionCallback
 
@@ -188,8 +217,11 @@ def test_trls_trainer_goes_on_in_mid_epoch_at_another_number_of_ranks(tmp_path):
     with pytest.raises(RankFailure, match="SIGKILL"):
         flyte_ddp.run(train_trl, str(tmp_path), True, nproc_per_node=2, **options)
     listener = Listener()
-    found = flyte_ddp.run(train_trl, str(tmp_path), True, nproc_per_node=1, listeners=[listener], **options)
-    assert len(listener.metrics) < 10  # of 12 steps it goes on behind the sixth, and it reports once at the end
+    found = flyte_ddp.run(
+        train_trl, str(tmp_path), True, nproc_per_node=1, listeners=[listener], **options
+    )
+    # of 12 steps it goes on behind the sixth, and it reports once at the end
+    assert len(listener.metrics) < 10
     expected = flyte_ddp.run(train_trl, str(tmp_path / "plain"), False, nproc_per_node=2)
     torch.testing.assert_close(found, expected)
 
@@ -219,7 +251,12 @@ def train_recorded(framework, directory):
         files = {"enable_checkpointing": False, "default_root_dir": directory}
         logger = WandbLogger(project="once", save_dir=directory)
         trainer = lightning.Trainer(
-            accelerator="cpu", max_steps=2, logger=logger, callbacks=[SessionCallback()], limit_val_batches=0, **files
+            accelerator="cpu",
+            max_steps=2,
+            logger=logger,
+            callbacks=[SessionCallback()],
+            limit_val_batches=0,
+            **files,
         )
         trainer.fit(BoringModel())
     else:
@@ -228,7 +265,9 @@ def train_recorded(framework, directory):
         from flyte_ddp.integrations.transformers import SessionCallback
         from tests.support.frameworks import Counting, Samples
 
-        arguments = TrainingArguments(directory, max_steps=2, report_to="wandb", use_cpu=True, disable_tqdm=True)
+        arguments = TrainingArguments(
+            directory, max_steps=2, report_to="wandb", use_cpu=True, disable_tqdm=True
+        )
         trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))
         trainer.add_callback(SessionCallback(trainer))
         trainer.train()
@@ -236,7 +275,8 @@ def train_recorded(framework, directory):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "framework", [*(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning")), "accelerate"]
+    "framework",
+    [*(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning")), "accelerate"],
 )
 def test_a_run_that_is_recorded_in_wandb_is_not_recorded_twice(framework, tmp_path):
     pytest.importorskip(framework)
@@ -248,13 +288,19 @@ def test_a_run_that_is_recorded_in_wandb_is_not_recorded_twice(framework, tmp_pa
         variables = {WANDB_VARIABLE: "1"} if is_recorded else {}
         run_program(Program("recorded", call, ("tests",), variables=variables), Gang())
         # Accelerate's own recording began before ours could end it.
-        files = [each for each in place.rglob("*.wandb") if framework != "accelerate" or b"loss" in each.read_bytes()]
+        files = [
+            each
+            for each in place.rglob("*.wandb")
+            if framework != "accelerate" or b"loss" in each.read_bytes()
+        ]
         found.append(len(files))
     assert found == [0, 1]
 
 
 def continue_training(splits, num_steps):
-    """Train the steps that are left, the model split by FSDP2 or not; return its weights and the optimizer's state."""
+    """Train the steps that are left, the model split by FSDP2 or not; return its weights and the
+    optimizer's state.
+    """
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
@@ -263,20 +309,27 @@ def continue_training(splits, num_steps):
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     found = training.load(model, [optimizer])
     for step in range(found["step"] if found else 0, num_steps):
-        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         training.save(model, [optimizer], step + 1, {"step": step + 1})
         session.current().wait()  # a newer state replaces one that waits
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [each.full_tensor() if is_split(each) else each.detach() for each in [*model.parameters(), *moments]]
+    return [
+        each.full_tensor() if is_split(each) else each.detach()
+        for each in [*model.parameters(), *moments]
+    ]
 
 
 @SLOW
 def test_a_model_is_split_or_not_as_the_number_of_ranks_changes(tmp_path):
     options = {"checkpoints": str(tmp_path)}
     for splits, num_ranks, num_steps in [(True, 2, 2), (False, 1, 4), (True, 2, 6)]:
-        found = flyte_ddp.run(continue_training, splits, num_steps, nproc_per_node=num_ranks, **options)
+        found = flyte_ddp.run(
+            continue_training, splits, num_steps, nproc_per_node=num_ranks, **options
+        )
     torch.testing.assert_close(found, flyte_ddp.run(continue_training, False, 6))
 
 
@@ -312,7 +365,11 @@ def train_twice(framework, directory):
         files = {"enable_checkpointing": False, "logger": False, "default_root_dir": directory}
         for _ in range(2):
             trainer = lightning.Trainer(
-                accelerator="cpu", max_steps=2, callbacks=[SessionCallback()], limit_val_batches=0, **files
+                accelerator="cpu",
+                max_steps=2,
+                callbacks=[SessionCallback()],
+                limit_val_batches=0,
+                **files,
             )
             trainer.fit(BoringModel())
     else:
@@ -321,7 +378,9 @@ def train_twice(framework, directory):
         from flyte_ddp.integrations.transformers import SessionCallback
         from tests.support.frameworks import Counting, Samples
 
-        arguments = TrainingArguments(directory, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
+        arguments = TrainingArguments(
+            directory, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
+        )
         trainer = Trainer(Counting(8), arguments, train_dataset=Samples(8))
         trainer.add_callback(SessionCallback(trainer))
         for _ in range(2):
@@ -338,9 +397,14 @@ def train_twice(framework, directory):
 )
 def test_a_second_training_in_a_run_is_one_line(framework, call, tmp_path):
     pytest.importorskip(framework)
-    expected = f"{call}: expected one call in a run, which has the checkpoints of one training, got a second one"
+    expected = (
+        f"{call}: expected one call in a run, which has the checkpoints of one training, "
+        "got a second one"
+    )
     with pytest.raises(RankFailure, match=expected):
-        flyte_ddp.run(train_twice, framework, str(tmp_path), checkpoints=str(tmp_path / "checkpoints"))
+        flyte_ddp.run(
+            train_twice, framework, str(tmp_path), checkpoints=str(tmp_path / "checkpoints")
+        )
 
 
 @pytest.mark.parametrize("framework", ["accelerate", pytest.param("transformers", marks=SLOW)])
@@ -350,16 +414,26 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
     integration = importlib.import_module(f"flyte_ddp.integrations.{framework}")
 
     def begin(kind, is_fsdp2=False, layout=None):
-        accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2, parallelism_config=layout)
+        accelerator = SimpleNamespace(
+            distributed_type=kind, is_fsdp2=is_fsdp2, parallelism_config=layout
+        )
         if framework == "accelerate":
             integration.prepare(accelerator, torch.nn.Linear(1, 1), DataLoader([1]))
         else:
             integration.SessionCallback(SimpleNamespace(accelerator=accelerator, train=None))
 
-    for kind, name in [(types.FSDP, "FSDP1"), (types.DEEPSPEED, "DEEPSPEED"), (types.MEGATRON_LM, "MEGATRON_LM")]:
-        with pytest.raises(ConfigError, match=f"^accelerator: expected DDP, or FSDP2 .*, got {name}$"):
+    for kind, name in [
+        (types.FSDP, "FSDP1"),
+        (types.DEEPSPEED, "DEEPSPEED"),
+        (types.MEGATRON_LM, "MEGATRON_LM"),
+    ]:
+        with pytest.raises(
+            ConfigError, match=(f"^accelerator: expected DDP, or FSDP2 .*, got {name}$")
+        ):
             begin(kind)
-    with pytest.raises(ConfigError, match="parallelism_config: expected DDP or FSDP2 alone, .*tp_size=2"):
+    with pytest.raises(
+        ConfigError, match=("parallelism_config: expected DDP or FSDP2 alone, .*tp_size=2")
+    ):
         begin(types.FSDP, True, SimpleNamespace(tp_size=2, non_data_parallel_size=2))
 
 
@@ -374,10 +448,15 @@ def test_data_without_a_length_are_not_compared():
 def test_lightning_refuses_batches_that_ranks_with_the_same_samples_would_share(monkeypatch):
     callback = importlib.import_module("flyte_ddp.integrations.lightning").SessionCallback()
     trainer = SimpleNamespace(
-        reload_dataloaders_every_n_epochs=1, current_epoch=0, distributed_sampler_kwargs={"num_replicas": 1}
+        reload_dataloaders_every_n_epochs=1,
+        current_epoch=0,
+        distributed_sampler_kwargs={"num_replicas": 1},
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    expected = r'session.batches: mesh: expected 1 ranks, as of strategy.device_mesh\["data_parallel"\], got 2$'
+    expected = (
+        r"session.batches: mesh: expected 1 ranks, as of "
+        r'strategy.device_mesh\["data_parallel"\], got 2$'
+    )
     with pytest.raises(ConfigError, match=expected):
         callback._check_batches(trainer, session.batches(range(8), 4, 0))
     mesh = SimpleNamespace(shape=(1,), get_coordinate=lambda: [0], size=lambda: 1)
@@ -410,8 +489,15 @@ def train_logging():
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     loader = DataLoader(torch.ones(3, 1))
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "log_every_n_steps": 1}
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[SessionCallback()], **options)
+    options = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "log_every_n_steps": 1,
+    }
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[SessionCallback()], **options
+    )
     trainer.fit(Model(), loader, loader)
 
 
@@ -435,7 +521,13 @@ def test_the_trainers_own_times_and_counts_are_no_figures_of_the_run(monkeypatch
 
     reported = {}
     monkeypatch.setattr(transformers.session, "report", lambda **values: reported.update(values))
-    own = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "train_runtime", "total_flos")
+    own = (
+        "eval_runtime",
+        "eval_samples_per_second",
+        "eval_steps_per_second",
+        "train_runtime",
+        "total_flos",
+    )
     figures = {
         "loss": 1.0,
         "eval_loss": 2.0,
@@ -446,5 +538,10 @@ def test_the_trainers_own_times_and_counts_are_no_figures_of_the_run(monkeypatch
     }
     state = SimpleNamespace(global_step=3, epoch=0.5)
     callback = object.__new__(transformers.SessionCallback)
-    callback.on_log(None, state, None, {**dict.fromkeys(own, 1.0), "eval_model_preparation_time": 1.0, **figures})
+    callback.on_log(
+        None,
+        state,
+        None,
+        {**dict.fromkeys(own, 1.0), "eval_model_preparation_time": 1.0, **figures},
+    )
     assert reported == {"step": 3, "epoch": 0.5, **figures}

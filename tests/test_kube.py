@@ -45,7 +45,10 @@ from tasks.train import pod_failure
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
-KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+KEEP_IN_PLACE = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
 SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -68,7 +71,10 @@ TLS_SETTINGS = [
     {"name": "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION", "value": "True"},
     {"name": "DASK_DISTRIBUTED__COMM__TLS__CA_FILE", "value": "/etc/flyte-ddp-tls/tls.crt"},
     *(
-        {"name": f"DASK_DISTRIBUTED__COMM__TLS__{role}__{part}", "value": f"/etc/flyte-ddp-tls/tls.{suffix}"}
+        {
+            "name": f"DASK_DISTRIBUTED__COMM__TLS__{role}__{part}",
+            "value": f"/etc/flyte-ddp-tls/tls.{suffix}",
+        }
         for role in ("SCHEDULER", "WORKER", "CLIENT")
         for part, suffix in (("CERT", "crt"), ("KEY", "key"))
     ),
@@ -76,7 +82,8 @@ TLS_SETTINGS = [
 CERTIFICATE_MOUNT = {"name": "certificate", "mountPath": "/etc/flyte-ddp-tls", "readOnly": True}
 CERTIFICATE_VOLUME = {"name": "certificate", "secret": {"secretName": "ddp-x-00000000-0"}}
 ROUTES = (
-    "['distributed.http.scheduler.api', 'distributed.http.scheduler.prometheus', 'distributed.http.scheduler.info', "
+    "['distributed.http.scheduler.api', 'distributed.http.scheduler.prometheus', "
+    "'distributed.http.scheduler.info', "
     "'distributed.http.scheduler.json', 'distributed.http.health', 'distributed.http.proxy', "
     "'distributed.http.statics']"
 )
@@ -104,13 +111,19 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
             "priorityClassName": "batch",
             "imagePullSecrets": [{"name": "registry"}],
             "nodeSelector": {"gpu": "a100"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "tolerations": [
+                {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            ],
         },
-        scheduler_pod_template={"tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}]},
+        scheduler_pod_template={
+            "tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}]
+        },
         idle_timeout=120,
     )
     config = ClusterConfig(num_nodes=4, gpus_per_node=2, kubernetes=pods)
-    owner = Driver("task-pod", "0a1b", "flytesnacks-development", "registry.example.com/flyte-ddp:1")
+    owner = Driver(
+        "task-pod", "0a1b", "flytesnacks-development", "registry.example.com/flyte-ddp:1"
+    )
     worker_resources = {"cpu": "7500m", "memory": "56Gi", "nvidia.com/gpu": "2"}
     scheduler_resources = {"cpu": "250m", "memory": "512Mi"}
     assert cluster_spec(config, "ddp-x-00000000-0", owner) == {
@@ -124,13 +137,17 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                 "app.kubernetes.io/managed-by": "flyte-ddp",
             },
             "annotations": {**KEEP_IN_PLACE, "cost-center": "7"},
-            "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "task-pod", "uid": "0a1b"}],
+            "ownerReferences": [
+                {"apiVersion": "v1", "kind": "Pod", "name": "task-pod", "uid": "0a1b"}
+            ],
         },
         "spec": {
             "idleTimeout": 120,
             "scheduler": {
                 "spec": {
-                    "tolerations": [{"key": "small", "operator": "Exists", "tolerationSeconds": 60}],
+                    "tolerations": [
+                        {"key": "small", "operator": "Exists", "tolerationSeconds": 60}
+                    ],
                     "automountServiceAccountToken": False,
                     "securityContext": POD_SECURITY,
                     "serviceAccountName": "reader",
@@ -142,15 +159,25 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                             "args": ["dask", "scheduler", "--host", "0.0.0.0", "--protocol", "tls"],
                             "env": [
                                 *GANG_SETTINGS,
-                                {"name": "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES", "value": ROUTES},
+                                {
+                                    "name": "DASK_DISTRIBUTED__SCHEDULER__HTTP__ROUTES",
+                                    "value": ROUTES,
+                                },
                                 *TLS_SETTINGS,
                                 {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "60"},
                             ],
-                            "resources": {"requests": scheduler_resources, "limits": scheduler_resources},
+                            "resources": {
+                                "requests": scheduler_resources,
+                                "limits": scheduler_resources,
+                            },
                             "securityContext": SECURITY,
                             "ports": [
                                 {"name": "tcp-comm", "containerPort": 8786, "protocol": "TCP"},
-                                {"name": "http-dashboard", "containerPort": 8787, "protocol": "TCP"},
+                                {
+                                    "name": "http-dashboard",
+                                    "containerPort": 8787,
+                                    "protocol": "TCP",
+                                },
                             ],
                             "readinessProbe": {
                                 "httpGet": {"port": "http-dashboard", "path": "/health"},
@@ -176,8 +203,18 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                         "dask.org/component": "scheduler",
                     },
                     "ports": [
-                        {"name": "tcp-comm", "protocol": "TCP", "port": 8786, "targetPort": "tcp-comm"},
-                        {"name": "http-dashboard", "protocol": "TCP", "port": 8787, "targetPort": "http-dashboard"},
+                        {
+                            "name": "tcp-comm",
+                            "protocol": "TCP",
+                            "port": 8786,
+                            "targetPort": "tcp-comm",
+                        },
+                        {
+                            "name": "http-dashboard",
+                            "protocol": "TCP",
+                            "port": 8787,
+                            "targetPort": "http-dashboard",
+                        },
                     ],
                 },
             },
@@ -190,7 +227,9 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                     "imagePullSecrets": [{"name": "registry"}],
                     "priorityClassName": "batch",
                     "nodeSelector": {"gpu": "a100"},
-                    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+                    "tolerations": [
+                        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+                    ],
                     "containers": [
                         {
                             "name": "worker",
@@ -203,10 +242,16 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                             "env": [
                                 *GANG_SETTINGS,
                                 *TLS_SETTINGS,
-                                {"name": "DASK_SCHEDULER_ADDRESS", "value": "tls://ddp-x-00000000-0-scheduler:8786"},
+                                {
+                                    "name": "DASK_SCHEDULER_ADDRESS",
+                                    "value": "tls://ddp-x-00000000-0-scheduler:8786",
+                                },
                                 {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "60"},
                                 {"name": "NCCL_DEBUG", "value": "INFO"},
-                                {"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                                {
+                                    "name": "DASK_WORKER_NAME",
+                                    "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+                                },
                             ],
                             "envFrom": [{"secretRef": {"name": "storage"}}],
                             "resources": {"requests": worker_resources, "limits": worker_resources},
@@ -219,7 +264,10 @@ def test_the_whole_specification_of_a_gpu_cluster() -> None:
                         }
                     ],
                     "volumes": [
-                        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+                        {
+                            "name": "shared-memory",
+                            "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
+                        },
                         TEMPORARY_VOLUME,
                         CERTIFICATE_VOLUME,
                     ],
@@ -251,7 +299,12 @@ def test_without_tls_nothing_of_it_is_asked_for() -> None:
 def test_the_certificate_goes_with_its_cluster() -> None:
     secret = certificate_secret("ddp-x-00000000-0", "2c3d", "certificate", "key")
     assert secret["metadata"]["ownerReferences"] == [
-        {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
+        {
+            "apiVersion": "kubernetes.dask.org/v1",
+            "kind": "DaskCluster",
+            "name": "ddp-x-00000000-0",
+            "uid": "2c3d",
+        }
     ]
     assert secret["stringData"] == {"tls.crt": "certificate", "tls.key": "key"}
 
@@ -261,7 +314,10 @@ def test_a_plain_cluster_sets_no_optional_field() -> None:
     assert "ownerReferences" not in spec["metadata"]
     worker = spec["spec"]["worker"]["spec"]
     container = worker["containers"][0]
-    assert not {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & worker.keys()
+    assert (
+        not {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"}
+        & worker.keys()
+    )
     assert "envFrom" not in container
     assert container["resources"]["limits"] == {"cpu": "2", "memory": "8Gi"}
 
@@ -272,24 +328,39 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
     place = ("ddp-x-00000000-0", "2c3d", "flytesnacks-development", "dask-operator")
     policy = network_policy(*place, driver)
     own = {"podSelector": {"matchLabels": {"dask.org/cluster-name": "ddp-x-00000000-0"}}}
-    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dask-operator"}}}
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dask-operator"}}
+    }
     ports = [{"protocol": "TCP", "port": 8786}, {"protocol": "TCP", "port": 8787}]
     assert policy["spec"] == {
         **own,
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": [own]}, {"from": [operator, {"podSelector": {"matchLabels": labels}}], "ports": ports}],
+        "ingress": [
+            {"from": [own]},
+            {"from": [operator, {"podSelector": {"matchLabels": labels}}], "ports": ports},
+        ],
     }
     assert policy["metadata"]["ownerReferences"] == [
-        {"apiVersion": "kubernetes.dask.org/v1", "kind": "DaskCluster", "name": "ddp-x-00000000-0", "uid": "2c3d"}
+        {
+            "apiVersion": "kubernetes.dask.org/v1",
+            "kind": "DaskCluster",
+            "name": "ddp-x-00000000-0",
+            "uid": "2c3d",
+        }
     ]
     unlabelled = network_policy(*place, dataclasses.replace(driver, labels={}))
     assert unlabelled["spec"]["ingress"][1]["from"] == [operator, {"podSelector": {}}]
     assert network_policy(*place)["spec"]["ingress"][1]["from"] == [operator]
     # A driver in another namespace is let in from there, and an operator from where it is.
-    elsewhere = network_policy("ddp-x-00000000-0", "2c3d", "gpus", "platform", driver)["spec"]["ingress"][1]["from"]
+    elsewhere = network_policy("ddp-x-00000000-0", "2c3d", "gpus", "platform", driver)["spec"][
+        "ingress"
+    ][1]["from"]
     operator["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = "platform"
     home = {"matchLabels": {"kubernetes.io/metadata.name": "flytesnacks-development"}}
-    assert elsewhere == [operator, {"podSelector": {"matchLabels": labels}, "namespaceSelector": home}]
+    assert elsewhere == [
+        operator,
+        {"podSelector": {"matchLabels": labels}, "namespaceSelector": home},
+    ]
 
 
 def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,25 +384,36 @@ def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFix
 
 
 def test_the_annotations_for_autoscalers_can_be_replaced() -> None:
-    spec = cluster_spec(kubernetes(annotations={"karpenter.sh/do-not-disrupt": "false"}), "ddp-x-00000000-0")
-    assert spec["metadata"]["annotations"] == {**KEEP_IN_PLACE, "karpenter.sh/do-not-disrupt": "false"}
+    spec = cluster_spec(
+        kubernetes(annotations={"karpenter.sh/do-not-disrupt": "false"}), "ddp-x-00000000-0"
+    )
+    assert spec["metadata"]["annotations"] == {
+        **KEEP_IN_PLACE,
+        "karpenter.sh/do-not-disrupt": "false",
+    }
 
 
 def test_every_pod_that_the_operator_makes_is_in_one_group_of_the_queue() -> None:
     from dask_kubernetes.operator.controller import controller as operator
 
-    config = ClusterConfig(num_nodes=4, kubernetes=KubernetesConfig(image="image", queue="team", labels={"a": "b"}))
+    config = ClusterConfig(
+        num_nodes=4, kubernetes=KubernetesConfig(image="image", queue="team", labels={"a": "b"})
+    )
     spec = cluster_spec(config, "ddp-x-00000000-0")
     meta = spec["metadata"]["annotations"], spec["metadata"]["labels"]
-    scheduler = operator.build_scheduler_deployment_spec("ddp-x-00000000-0", {"containers": []}, *meta)
+    scheduler = operator.build_scheduler_deployment_spec(
+        "ddp-x-00000000-0", {"containers": []}, *meta
+    )
     names = ("ddp-x-00000000-0-default", "space", "ddp-x-00000000-0", "1a2b")
     worker = operator.build_worker_deployment_spec(*names, {"containers": []}, *meta)
     for deployment in (scheduler, worker):
         pod = deployment["spec"]["template"]["metadata"]
-        for labels in (deployment["metadata"]["labels"], pod["labels"]):  # Kueue reads the queue from either
+        # Kueue reads the queue from either
+        for labels in (deployment["metadata"]["labels"], pod["labels"]):
             assert labels["kueue.x-k8s.io/queue-name"] == "team"
         assert pod["labels"]["kueue.x-k8s.io/pod-group-name"] == "ddp-x-00000000-0"
-        assert pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "5"  # four workers and the scheduler
+        # four workers and the scheduler
+        assert pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "5"
     assert "kueue" not in json.dumps(cluster_spec(kubernetes(image="image"), "ddp-x-00000000-0"))
 
 
@@ -350,21 +432,32 @@ def test_the_image_is_that_of_the_tasks_container_where_a_sidecar_is_first(
     names = {"istio-proxy": "proxy:1", "f1-n0-0": "task:1", "main": "other:1"}
     containers = [SimpleNamespace(name=name, image=image) for name, image in names.items()]
     metadata = SimpleNamespace(name="f1-n0-0", annotations=annotations)
-    assert api._own_image(SimpleNamespace(metadata=metadata, spec=SimpleNamespace(containers=containers))) == image
+    assert (
+        api._own_image(
+            SimpleNamespace(metadata=metadata, spec=SimpleNamespace(containers=containers))
+        )
+        == image
+    )
 
 
 def test_users_cannot_take_the_labels_by_which_orphans_are_found() -> None:
-    spec = cluster_spec(kubernetes(labels={"app.kubernetes.io/managed-by": "me"}), "ddp-x-00000000-0")
+    spec = cluster_spec(
+        kubernetes(labels={"app.kubernetes.io/managed-by": "me"}), "ddp-x-00000000-0"
+    )
     assert spec["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "flyte-ddp"
 
 
 def test_dask_parses_its_variables_back_to_their_types() -> None:
     config = ClusterConfig(node_timeout=7)
-    container = cluster_spec(config, "ddp-x-00000000-0")["spec"]["scheduler"]["spec"]["containers"][0]
+    container = cluster_spec(config, "ddp-x-00000000-0")["spec"]["scheduler"]["spec"]["containers"][
+        0
+    ]
     read = dask.config.collect_env({each["name"]: each["value"] for each in container["env"]})
     for key, value in dask_config(config).items():
         assert dask.config.get(key, config=read) == value
-    assert "distributed.http.scheduler.api" in dask.config.get("distributed.scheduler.http.routes", config=read)
+    assert "distributed.http.scheduler.api" in dask.config.get(
+        "distributed.scheduler.http.routes", config=read
+    )
     assert set(dask.config.get("distributed.scheduler.http.routes")) < set(
         dask.config.get("distributed.scheduler.http.routes", config=read)
     )
@@ -392,25 +485,58 @@ def test_a_pod_template_is_merged_by_name() -> None:
     worker, sidecar = pod["containers"]
     assert "topologySpreadConstraints" not in pod
     assert pod["securityContext"] == {**POD_SECURITY, "fsGroup": 1000}
-    assert [each["value"] for each in worker["env"] if each["name"] == "DASK_DISTRIBUTED__WORKER__DAEMON"] == ["True"]
+    assert [
+        each["value"]
+        for each in worker["env"]
+        if each["name"] == "DASK_DISTRIBUTED__WORKER__DAEMON"
+    ] == ["True"]
     assert pod["terminationGracePeriodSeconds"] == 45
-    assert worker["env"][len(GANG_SETTINGS)] == {"name": "FLYTE_DDP_TERMINATION_GRACE", "value": "45"}
+    assert worker["env"][len(GANG_SETTINGS)] == {
+        "name": "FLYTE_DDP_TERMINATION_GRACE",
+        "value": "45",
+    }
     assert worker["args"][:2] == ["dask", "worker"]
-    assert [mount["mountPath"] for mount in worker["volumeMounts"]] == ["/dev/shm", "/tmp", "/scratch"]
+    assert [mount["mountPath"] for mount in worker["volumeMounts"]] == [
+        "/dev/shm",
+        "/tmp",
+        "/scratch",
+    ]
     assert sidecar == {"name": "sidecar", "image": "sidecar"}
-    assert [volume["name"] for volume in pod["volumes"]] == ["shared-memory", "temporary", "scratch"]
+    assert [volume["name"] for volume in pod["volumes"]] == [
+        "shared-memory",
+        "temporary",
+        "scratch",
+    ]
 
 
 def test_merging_changes_neither_side() -> None:
     base: dict[str, Any] = {"a": {"b": 1}, "list": [{"name": "x", "v": 1}]}
-    override: dict[str, Any] = {"a": {"b": None, "c": 2}, "list": [{"name": "x", "v": 2}], "args": ["new"]}
-    assert merge_pod(base, override) == {"a": {"c": 2}, "list": [{"name": "x", "v": 2}], "args": ["new"]}
+    override: dict[str, Any] = {
+        "a": {"b": None, "c": 2},
+        "list": [{"name": "x", "v": 2}],
+        "args": ["new"],
+    }
+    assert merge_pod(base, override) == {
+        "a": {"c": 2},
+        "list": [{"name": "x", "v": 2}],
+        "args": ["new"],
+    }
     assert base == {"a": {"b": 1}, "list": [{"name": "x", "v": 1}]}
     assert override == {"a": {"b": None, "c": 2}, "list": [{"name": "x", "v": 2}], "args": ["new"]}
 
 
 @pytest.mark.parametrize(
-    "execution_id", ["f3a9", "a" * 200, "Ünïcode_and/Slashes!", "-", "", "9starts-with-a-digit", "x" * 39, "x-" * 30]
+    "execution_id",
+    [
+        "f3a9",
+        "a" * 200,
+        "Ünïcode_and/Slashes!",
+        "-",
+        "",
+        "9starts-with-a-digit",
+        "x" * 39,
+        "x-" * 30,
+    ],
 )
 def test_cluster_names_are_labels_that_leave_room_for_the_operator(execution_id: str) -> None:
     name = cluster_name(execution_id)
@@ -432,11 +558,17 @@ def test_cluster_names_differ_where_anything_differs() -> None:
         ("num_nodes", "2", "num_nodes: expected a whole number of at least 1, got '2'"),
         ("gpus_per_node", -1, "gpus_per_node: expected a whole number of at least 0, got -1"),
         ("min_nodes", 3, "min_nodes: expected at most num_nodes (2), got 3"),
-        ("start_timeout", float("inf"), "start_timeout: expected a finite number above 0 (seconds), got inf"),
+        (
+            "start_timeout",
+            float("inf"),
+            ("start_timeout: expected a finite number above 0 (seconds), got inf"),
+        ),
         ("kubernetes", "small", "kubernetes: expected an object with fields, got 'small'"),
     ],
 )
-def test_an_invalid_value_is_refused_with_the_expected_one(field: str, value: object, expected: str) -> None:
+def test_an_invalid_value_is_refused_with_the_expected_one(
+    field: str, value: object, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({field: value})
     assert str(caught.value) == expected
@@ -472,33 +604,56 @@ def test_an_invalid_value_of_the_pods_is_refused(field: str, value: object, expe
         ("env", {"DEBUG": 1}, "kubernetes.env['DEBUG']: expected a string, got 1"),
     ],
 )
-def test_an_invalid_nested_value_is_named_by_its_path(field: str, value: object, expected: str) -> None:
+def test_an_invalid_nested_value_is_named_by_its_path(
+    field: str, value: object, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_config({"kubernetes": {field: value}})
     assert str(caught.value) == expected
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^processes_per_node: expected at most gpus_per_node \(2\), got 3$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^processes_per_node: expected at most gpus_per_node "
+            r"\(2\), got 3$"
+        ),
+    ):
         ClusterConfig(gpus_per_node=2, processes_per_node=3)
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"gpus": 1}, r"^cluster: expected one of the fields kind, num_nodes, .*kubernetes, got 'gpus'$"),
-        ({"kubernetes": {"gpus": 1}}, r"^kubernetes: expected one of the fields image, .*, got 'gpus'$"),
+        (
+            {"gpus": 1},
+            (
+                r"^cluster: expected one of the fields kind, num_nodes, .*kubernetes, got "
+                r"'gpus'$"
+            ),
+        ),
+        (
+            {"kubernetes": {"gpus": 1}},
+            (
+                r"^kubernetes: expected one of the fields image, .*, got "
+                r"'gpus'$"
+            ),
+        ),
         ({"kubernetes": {"kind": "local"}}, r"^kubernetes: .*, got 'kind'$"),
         ({"image": "a"}, r"^cluster: .*, got 'image'$"),
     ],
 )
-def test_an_unknown_field_is_named_with_the_known_ones(values: dict[str, Any], expected: str) -> None:
+def test_an_unknown_field_is_named_with_the_known_ones(
+    values: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         cluster_config(values)
 
 
 @pytest.mark.parametrize(
-    ("values", "ranks"), [({}, 1), ({"gpus_per_node": 4}, 4), ({"gpus_per_node": 4, "processes_per_node": 2}, 2)]
+    ("values", "ranks"),
+    [({}, 1), ({"gpus_per_node": 4}, 4), ({"gpus_per_node": 4, "processes_per_node": 2}, 2)],
 )
 def test_ranks_per_node(values: dict[str, int], ranks: int) -> None:
     assert ClusterConfig(**values).ranks_per_node == ranks
@@ -517,12 +672,16 @@ def test_a_config_is_a_flyte_input() -> None:
     )
     config = ClusterInput(kind="kubernetes", kubernetes=pods)
     context = FlyteContextManager.current_context()
-    literal = TypeEngine.to_literal(context, config, ClusterInput, TypeEngine.to_literal_type(ClusterInput))
+    literal = TypeEngine.to_literal(
+        context, config, ClusterInput, TypeEngine.to_literal_type(ClusterInput)
+    )
     assert TypeEngine.to_python_value(context, literal, ClusterInput) == config
 
 
 def from_console(values: dict[str, Any]) -> ClusterConfig:
-    """The task's input, as Flyte's console gives it: a protobuf Struct, whose numbers are all floats."""
+    """The task's input, as Flyte's console gives it: a protobuf Struct, whose numbers are all
+    floats.
+    """
     from flytekit import FlyteContextManager
     from flytekit.core.type_engine import TypeEngine
     from flytekit.models.literals import Literal, Scalar
@@ -532,7 +691,9 @@ def from_console(values: dict[str, Any]) -> ClusterConfig:
     from tasks.inputs import ClusterInput
 
     literal = Literal(scalar=Scalar(generic=ParseDict(values, Struct())))
-    config = TypeEngine.to_python_value(FlyteContextManager.current_context(), literal, ClusterInput)
+    config = TypeEngine.to_python_value(
+        FlyteContextManager.current_context(), literal, ClusterInput
+    )
     assert isinstance(config, ClusterInput)
     return config
 
@@ -541,10 +702,20 @@ def test_whole_numbers_from_flytes_console_stay_whole_everywhere() -> None:
     template = {
         "terminationGracePeriodSeconds": 60,
         "tolerations": [{"key": "k", "operator": "Exists", "tolerationSeconds": 30}],
-        "containers": [{"name": "worker", "ports": [{"containerPort": 9000}], "resources": {"limits": {"x/y": 1}}}],
+        "containers": [
+            {
+                "name": "worker",
+                "ports": [{"containerPort": 9000}],
+                "resources": {"limits": {"x/y": 1}},
+            }
+        ],
     }
-    config = from_console({"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}})
-    assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(template, sort_keys=True)
+    config = from_console(
+        {"num_nodes": 3, "kubernetes": {"worker_cpus": 1.5, "pod_template": template}}
+    )
+    assert json.dumps(config.kubernetes.pod_template, sort_keys=True) == json.dumps(
+        template, sort_keys=True
+    )
     assert repr((config.num_nodes, config.kubernetes.worker_cpus)) == "(3, 1.5)"
 
 
@@ -555,8 +726,13 @@ def test_an_unknown_field_from_flytes_console_is_refused(values: dict[str, Any])
 
 
 def test_every_field_is_read_by_something() -> None:
-    code = "".join(path.read_text() for path in (Path(__file__).parents[1] / "flyte_ddp").rglob("*.py"))
-    for kind, owners in ((ClusterConfig, "config|self"), (KubernetesConfig, "kubernetes|pods|self")):
+    code = "".join(
+        path.read_text() for path in (Path(__file__).parents[1] / "flyte_ddp").rglob("*.py")
+    )
+    for kind, owners in (
+        (ClusterConfig, "config|self"),
+        (KubernetesConfig, "kubernetes|pods|self"),
+    ):
         names = [each.name for each in dataclasses.fields(kind)]
         assert [name for name in names if not re.search(rf"({owners})\.{name}\b", code)] == []
 
@@ -573,8 +749,13 @@ def test_every_field_is_read_by_something() -> None:
         ({"key": "other", "operator": "Exists"}, False),
     ],
 )
-def test_tolerations_as_the_scheduler_reads_them(toleration: dict[str, str], expected: bool) -> None:
-    assert tolerates(toleration, SimpleNamespace(key="gpu", value="yes", effect="NoSchedule")) is expected
+def test_tolerations_as_the_scheduler_reads_them(
+    toleration: dict[str, str], expected: bool
+) -> None:
+    assert (
+        tolerates(toleration, SimpleNamespace(key="gpu", value="yes", effect="NoSchedule"))
+        is expected
+    )
 
 
 def test_the_requests_of_a_pod_count_its_sidecars() -> None:
@@ -591,12 +772,18 @@ def test_the_requests_of_a_pod_count_its_sidecars() -> None:
 def test_the_requests_of_a_drivers_own_pod_are_read_as_the_client_has_them() -> None:
     from kubernetes.client import ApiClient, V1Container, V1PodSpec, V1ResourceRequirements
 
-    resources = [None, V1ResourceRequirements(requests={"cpu": "10m"}), V1ResourceRequirements(limits={"cpu": "1"})]
+    resources = [
+        None,
+        V1ResourceRequirements(requests={"cpu": "10m"}),
+        V1ResourceRequirements(limits={"cpu": "1"}),
+    ]
     pod = V1PodSpec(containers=[V1Container(name="c", resources=each) for each in resources])
     assert sum_requests(ApiClient().sanitize_for_serialization(pod)) == {"cpu": Decimal("1.010")}
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("90m", 5400), ("1.5h", 5400), ("1d", 86400)]
+)
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration("--older-than", text) == seconds
 
@@ -626,13 +813,18 @@ def test_the_operators_image_has_the_version_of_its_pinned_package() -> None:
     assert name in (DEPLOY / "admission-policy.yaml").read_text()
     *_, deployment = yaml.safe_load_all((DEPLOY / "operator/operator.yaml").read_text())
     pod = deployment["spec"]["template"]["spec"]
-    assert values["podSecurityContext"]["seccompProfile"] == pod["securityContext"]["seccompProfile"]
+    assert (
+        values["podSecurityContext"]["seccompProfile"] == pod["securityContext"]["seccompProfile"]
+    )
     assert f"{INSTALLED_VERSION}: VERSION\n" in (DEPLOY / "operator/operator.yaml").read_text()
     assert 's|VERSION\\$|\\"$version\\"|' in (DEPLOY / "operator/install.sh").read_text()
 
 
 def operator(
-    image: str = "registry.example.com/operator:7", replicas: int = 1, available: int = 1, **labels: str
+    image: str = "registry.example.com/operator:7",
+    replicas: int = 1,
+    available: int = 1,
+    **labels: str,
 ) -> dict[str, Any]:
     """Deployments, of which one runs the operator under labels of somebody's own."""
     container = {
@@ -643,7 +835,9 @@ def operator(
     template = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
     spec = {"replicas": replicas, "selector": {}, "template": template}
     metadata = {"name": "dask-operator", "namespace": "dask-operator"}
-    return {"items": [{"metadata": metadata, "spec": spec, "status": {"availableReplicas": available}}]}
+    return {
+        "items": [{"metadata": metadata, "spec": spec, "status": {"availableReplicas": available}}]
+    }
 
 
 def quota(**hard: str) -> dict[str, Any]:
@@ -651,7 +845,13 @@ def quota(**hard: str) -> dict[str, Any]:
 
 
 def one_kind() -> dict[str, Any]:
-    kind = {"name": "daskclusters", "kind": "DaskCluster", "namespaced": True, "singularName": "", "verbs": []}
+    kind = {
+        "name": "daskclusters",
+        "kind": "DaskCluster",
+        "namespaced": True,
+        "singularName": "",
+        "verbs": [],
+    }
     return {"groupVersion": "kubernetes.dask.org/v1", "resources": [kind]}
 
 
@@ -666,7 +866,8 @@ class ApiServer:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
-        self.faults: list[int] = []  # what the next requests end with: an HTTP status, or 0 for a cut connection
+        # what the next requests end with: an HTTP status, or 0 for a cut connection
+        self.faults: list[int] = []
         self.cluster: dict[str, Any] | None = None
         # Instead of its own, by the end of the path.
         self.answers: dict[str, Any] = {"/deployments": operator(), "/daskclusters": {"items": []}}
@@ -675,7 +876,9 @@ class ApiServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def answer(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null"
+                )
                 server.requests.append((self.command, self.path.partition("?")[0]))
                 status, reply = server.reply(self.command, self.path, body)
                 fault = server.faults.pop(0) if server.faults else None
@@ -719,7 +922,14 @@ class ApiServer:
         if method == "POST":
             return 201, body
         if path.startswith("/version"):
-            names = ("buildDate", "compiler", "gitCommit", "gitTreeState", "gitVersion", "goVersion")
+            names = (
+                "buildDate",
+                "compiler",
+                "gitCommit",
+                "gitTreeState",
+                "gitVersion",
+                "goVersion",
+            )
             return 200, dict.fromkeys([*names, "major", "minor", "platform"], "1")
         if path.startswith("/apis/kubernetes.dask.org"):
             kinds = [
@@ -735,12 +945,18 @@ def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiS
     server = ApiServer()
     kubeconfig = {
         "current-context": "test",
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "team"}}],
-        "clusters": [{"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.http.server_port}"}}],
+        "contexts": [
+            {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "team"}}
+        ],
+        "clusters": [
+            {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.http.server_port}"}}
+        ],
         "users": [{"name": "test", "user": {"token": "test"}}],
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
+    )
     monkeypatch.setattr(api, "MAX_RETRY_DELAY", 0.1)
     monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 0.5)
     api._api.cache_clear()
@@ -760,7 +976,12 @@ def start(timeout: float = 20) -> None:
 
 def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> None:
     labels = {"kueue.x-k8s.io/queue-name": "vision", "kueue.x-k8s.io/pod-group-name": "ddp-run"}
-    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "non-empty gates"}
+    gated = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "SchedulingGated",
+        "message": ("non-empty gates"),
+    }
     pod = {
         "metadata": {"name": "ddp-run-scheduler", "namespace": "team", "labels": labels},
         "spec": {"containers": []},
@@ -768,22 +989,33 @@ def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> 
     }
     api_server.answers = {"/pods": {"items": [pod]}}
     assert api.explain(ClusterConfig(kubernetes=PODS), "run") == (
-        "ddp-run-scheduler: waits in Kueue's queue vision (kubectl --namespace team describe workload ddp-run)."
+        "ddp-run-scheduler: waits in Kueue's queue vision (kubectl --namespace team describe "
+        "workload ddp-run)."
     )
     del labels["kueue.x-k8s.io/queue-name"]
-    assert "cannot be placed on a node: non-empty gates" in api.explain(ClusterConfig(kubernetes=PODS), "run")
+    assert "cannot be placed on a node: non-empty gates" in api.explain(
+        ClusterConfig(kubernetes=PODS), "run"
+    )
 
 
 @pytest.mark.parametrize("fault", [0, 429, 500, 503])
-def test_requests_are_repeated_while_the_api_server_is_away(api_server: ApiServer, fault: int) -> None:
+def test_requests_are_repeated_while_the_api_server_is_away(
+    api_server: ApiServer, fault: int
+) -> None:
     api_server.faults = [fault, fault]
-    with pytest.raises(ClusterError, match="the Dask operator did not react"):  # so preflight and creation succeeded
+    # so preflight and creation succeeded
+    with pytest.raises(ClusterError, match="the Dask operator did not react"):
         start()
-    assert ("POST", "/apis/kubernetes.dask.org/v1/namespaces/team/daskclusters") in api_server.requests
+    assert (
+        "POST",
+        "/apis/kubernetes.dask.org/v1/namespaces/team/daskclusters",
+    ) in api_server.requests
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_an_operator_that_ends_after_its_first_look_is_not_waited_for(api_server: ApiServer) -> None:
+def test_an_operator_that_ends_after_its_first_look_is_not_waited_for(
+    api_server: ApiServer,
+) -> None:
     reply = api_server.reply
 
     def touch(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -797,7 +1029,11 @@ def test_an_operator_that_ends_after_its_first_look_is_not_waited_for(api_server
         start(timeout=60)
     assert not isinstance(caught.value, ConfigError)
     # A quota that admits no pod is another reason, which is waited for.
-    event = {"metadata": {"name": "e", "resourceVersion": "1"}, "reason": "FailedCreate", "message": "exceeded quota"}
+    event = {
+        "metadata": {"name": "e", "resourceVersion": "1"},
+        "reason": "FailedCreate",
+        "message": ("exceeded quota"),
+    }
     event["involvedObject"] = {"kind": "ReplicaSet", "name": f"{cluster_name('run')}-scheduler-1"}
     api_server.cluster = None
     api_server.answers["/events"] = {"items": [event]}
@@ -816,16 +1052,22 @@ def test_a_creation_with_a_lost_answer_is_recognized(api_server: ApiServer) -> N
     api_server.reply = lose_the_first  # type: ignore[method-assign]
     with pytest.raises(ClusterError, match="the Dask operator did not react"):
         start()
-    created = [path for method, path in api_server.requests if method == "POST" and "daskclusters" in path]
+    created = [
+        path for method, path in api_server.requests if method == "POST" and "daskclusters" in path
+    ]
     assert len(created) == 2
     assert api_server.requests[-1][0] == "DELETE"
 
 
-def test_an_api_server_that_stays_away_is_recoverable(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_server_that_stays_away_is_recoverable(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "API_PATIENCE", 1.0)
     monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
-    with pytest.raises(ClusterError, match="the Kubernetes API server does not answer: not now") as caught:
+    with pytest.raises(
+        ClusterError, match=("the Kubernetes API server does not answer: not now")
+    ) as caught:
         start()
     assert not isinstance(caught.value, ConfigError)
     api_server.http.server_close()
@@ -846,27 +1088,46 @@ def test_refused_pods_are_a_user_error(api_server: ApiServer, status: int) -> No
 
 def test_a_refused_token_is_a_user_error(api_server: ApiServer) -> None:
     api_server.faults = [401]
-    with pytest.raises(PreflightError, match="this process has no access to a Kubernetes API server"):
+    with pytest.raises(
+        PreflightError, match=("this process has no access to a Kubernetes API server")
+    ):
         start()
 
 
 @pytest.mark.parametrize(
     ("changes", "finding"),
     [
-        ({"shared_memory": "9Gi"}, r"shared_memory \(9Gi\) is a part of worker_memory, which is 8Gi only; raise"),
         (
-            {"pod_template": {"containers": [{"name": "worker", "resources": {"limits": {"x/y": "much"}}}]}},
+            {"shared_memory": "9Gi"},
+            (
+                r"shared_memory \(9Gi\) is a part of worker_memory, which is "
+                r"8Gi only; raise"
+            ),
+        ),
+        (
+            {
+                "pod_template": {
+                    "containers": [{"name": "worker", "resources": {"limits": {"x/y": "much"}}}]
+                }
+            },
             "much; correct the resources in `pod_template`",
         ),
     ],
 )
-def test_impossible_sizes_are_preflight_findings(api_server: ApiServer, changes: dict[str, Any], finding: str) -> None:
+def test_impossible_sizes_are_preflight_findings(
+    api_server: ApiServer, changes: dict[str, Any], finding: str
+) -> None:
     config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False, **changes))
-    with pytest.raises(PreflightError, match=finding), lifecycle.kube_cluster(config, "run", time.monotonic() + 20):
+    with (
+        pytest.raises(PreflightError, match=finding),
+        lifecycle.kube_cluster(config, "run", time.monotonic() + 20),
+    ):
         raise AssertionError("started")
 
 
-def test_the_choice_of_credentials_is_not_printed(api_server: ApiServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_choice_of_credentials_is_not_printed(
+    api_server: ApiServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     api.call("VersionApi", "get_code")
     assert capfd.readouterr() == ("", "")
 
@@ -875,7 +1136,14 @@ WORKER = "ddp-x-00000000-0-default-worker-3f2a-6b7c"
 
 
 def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, Any]:
-    status = {"name": "worker", "ready": True, "restartCount": 1, "image": "", "imageID": "", "state": {"running": {}}}
+    status = {
+        "name": "worker",
+        "ready": True,
+        "restartCount": 1,
+        "image": "",
+        "imageID": "",
+        "state": {"running": {}},
+    }
     status["lastState"] = {} if last_end is None else {"terminated": {"exitCode": 137, **last_end}}
     return {
         "metadata": {"name": WORKER, **metadata},
@@ -889,7 +1157,8 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
     [
         (worker_pod({"reason": "OOMKilled", "finishedAt": "now"}), "OOMKilled"),
         (worker_pod({"reason": "Error", "finishedAt": "now"}), "Error"),
-        (worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}), ""),  # an earlier failure's
+        # an earlier failure's
+        (worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}), ""),
         (worker_pod(None), ""),
         (worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), ""),  # evicted
         (None, ""),
@@ -901,7 +1170,10 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     monkeypatch.setattr(api, "END_TIMEOUT", 0.5)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     read = json.loads(json.dumps(pod).replace('"now"', f'"{now}"'))
-    answers = {"/log": (200, None), f"/{WORKER}": (200, read) if pod else (404, {"message": "not found"})}
+    answers = {
+        "/log": (200, None),
+        f"/{WORKER}": (200, read) if pod else (404, {"message": ("not found")}),
+    }
     api_server.reply = lambda method, path, body: next(  # type: ignore[method-assign]
         answer for end, answer in answers.items() if path.split("?")[0].endswith(end)
     )
@@ -910,9 +1182,15 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 
 
-def test_the_end_of_a_deleted_pod_is_not_waited_for(api_server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    api_server.answers |= {"/log": "a line", f"/{WORKER}": worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z")}
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
+def test_the_end_of_a_deleted_pod_is_not_waited_for(
+    api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api_server.answers |= {
+        "/log": "a line",
+        f"/{WORKER}": worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"),
+    }
+    # to sleep is an error
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))
     end = worker_end(ClusterConfig(kind="kubernetes", kubernetes=PODS), WORKER)
     assert "a line" in end.log
 
@@ -920,7 +1198,9 @@ def test_the_end_of_a_deleted_pod_is_not_waited_for(api_server: ApiServer, monke
 def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Kubernetes kills the whole container, so the attempt after it has to look at the pod of the one before."""
+    """Kubernetes kills the whole container, so the attempt after it has to look at the pod of the
+    one before.
+    """
     ended: dict[str, str] = {}
     status = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
 
@@ -928,7 +1208,10 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
         name = path.split("?")[0].rpartition("/")[2]
         state = {"terminated": {"exitCode": 137, "reason": ended.get(name, "Error")}}
         found = {"metadata": {"name": name}, "spec": {"containers": [{"name": "main"}]}}
-        return 200, {**found, "status": {"phase": "Failed", "containerStatuses": [{**status, "state": state}]}}
+        return 200, {
+            **found,
+            "status": {"phase": "Failed", "containerStatuses": [{**status, "state": state}]},
+        }
 
     api_server.reply = reply  # type: ignore[method-assign]
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
@@ -943,7 +1226,13 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     (tmp_path / "step-0000000020.json").touch()
     begin("e-n1-1")  # ended otherwise
     begin("e-n1-2")  # it came further than the first
-    with pytest.raises(OutOfMemory, match=r"memory: expected a larger limit .* The pod of the attempt before, e-n1-3"):
+    with pytest.raises(
+        OutOfMemory,
+        match=(
+            r"memory: expected a larger limit .* The pod of the "
+            r"attempt before, e-n1-3"
+        ),
+    ):
         begin("e-n1-3")
 
 
@@ -960,22 +1249,45 @@ def nodes(*found: dict[str, Any]) -> dict[str, Any]:
     return {"/nodes": {"items": list(found)}}
 
 
-FIXED = {"num_nodes": 2, "kubernetes": {"image": "train:1", "worker_cpus": 1.5, "worker_memory": "4Gi"}}
+FIXED = {
+    "num_nodes": 2,
+    "kubernetes": {"image": "train:1", "worker_cpus": 1.5, "worker_memory": "4Gi"},
+}
 
 
 @pytest.mark.parametrize(
     ("answers", "level", "expected"),
     [
-        ({"/deployments": operator(f"{UPSTREAM}:2024.1.0")}, "warning", "the operator has version 2024.1.0"),
-        ({"/deployments": operator(**{INSTALLED_VERSION: "2024.1.0"})}, "warning", "the operator has version 2024.1.0"),
-        ({"/deployments": operator(replicas=0, available=0)}, "FAILED", "scaled to 0, so nothing makes pods"),
+        (
+            {"/deployments": operator(f"{UPSTREAM}:2024.1.0")},
+            "warning",
+            ("the operator has version 2024.1.0"),
+        ),
+        (
+            {"/deployments": operator(**{INSTALLED_VERSION: "2024.1.0"})},
+            "warning",
+            ("the operator has version 2024.1.0"),
+        ),
+        (
+            {"/deployments": operator(replicas=0, available=0)},
+            "FAILED",
+            ("scaled to 0, so nothing makes pods"),
+        ),
         ({"/deployments": operator(available=0)}, "FAILED", "installed but not running"),
-        ({"/deployments": {"items": []}}, "FAILED", "the Dask operator does not run: no Deployment"),
+        (
+            {"/deployments": {"items": []}},
+            "FAILED",
+            ("the Dask operator does not run: no Deployment"),
+        ),
         ({"/apis/kubernetes.dask.org/v1": one_kind()}, "FAILED", "does not know daskautoscalers, "),
         (
             {"/resourcequotas": quota(**{"limits.memory": "9Gi"})},
             "FAILED",
-            "quota small of namespace team allows limits.memory up to 9Gi, and a task (training) needs 16Gi; request",
+            (
+                "quota small of namespace team allows limits.memory up to 9Gi, and a task "
+                "(training) "
+                "needs 16Gi; request"
+            ),
         ),
         # A worker with 4Gi, a scheduler with 1Gi, and the task that drives them with 3Gi.
         (
@@ -983,11 +1295,19 @@ FIXED = {"num_nodes": 2, "kubernetes": {"image": "train:1", "worker_cpus": 1.5, 
             "FAILED",
             "allows limits.memory up to 7Gi, and this run with its driver needs 8Gi",
         ),
-        ({"/resourcequotas": quota(pods="2")}, "FAILED", "allows pods up to 2, and this run with its driver needs 3"),
+        (
+            {"/resourcequotas": quota(pods="2")},
+            "FAILED",
+            ("allows pods up to 2, and this run with its driver needs 3"),
+        ),
     ],
 )
 def test_the_doctor_names_what_keeps_a_run_from_starting(
-    answers: dict[str, Any], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+    answers: dict[str, Any],
+    level: str,
+    expected: str,
+    api_server: ApiServer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     api_server.answers |= answers
     assert main(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == (level == "FAILED")
@@ -1000,13 +1320,25 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
     ("found", "level", "expected"),
     [
         # Each fits on a node, and the driver does not beside them.
-        ((node(), node("node-1")), "FAILED", "a scheduler and the task's own pod: they have 4 cpu of 4.5"),
-        ((node(cpu="8", taint="new"), node("node-1")), "FAILED", "have room for 1 of 2 workers of 1.5 cpu, 4Gi memory"),
+        (
+            (node(), node("node-1")),
+            "FAILED",
+            ("a scheduler and the task's own pod: they have 4 cpu of 4.5"),
+        ),
+        (
+            (node(cpu="8", taint="new"), node("node-1")),
+            "FAILED",
+            ("have room for 1 of 2 workers of 1.5 cpu, 4Gi memory"),
+        ),
         ((node(cpu="8"),), "ok", "could start in namespace team if its image can be pulled"),
     ],
 )
 def test_the_doctor_looks_for_room_on_the_nodes(
-    found: tuple[Any, ...], level: str, expected: str, api_server: ApiServer, capsys: pytest.CaptureFixture[str]
+    found: tuple[Any, ...],
+    level: str,
+    expected: str,
+    api_server: ApiServer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     api_server.answers |= nodes(*found)
     tasks = '{"driver": {"cpu": "1", "memory": "2Gi"}}'
@@ -1018,7 +1350,9 @@ def test_the_doctor_looks_for_room_on_the_nodes(
 def test_nodes_that_fit_no_pod_end_a_first_attempt_for_good_and_a_retry_recoverably(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an attempt ran before, the configuration fits: the taints are somebody's maintenance."""
+    """Where an attempt ran before, the configuration fits: the taints are somebody's
+    maintenance.
+    """
     api_server.answers |= nodes(node(cpu="8", taint="maintenance"))
     config = ClusterConfig(kubernetes=dataclasses.replace(PODS, autoscaled_nodes=False))
 
@@ -1047,22 +1381,35 @@ def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
         if "dryRun=All" in path and path.startswith("/api/v1/namespaces/team/pods"):
             asked.append(body["spec"])
             if not body["spec"].get("securityContext"):
-                return 403, {"message": 'pods is forbidden: violates PodSecurity "restricted:latest"'}
+                return 403, {
+                    "message": ('pods is forbidden: violates PodSecurity "restricted:latest"')
+                }
         return reply(method, path, body)
 
     api_server.reply = refuse_root  # type: ignore[method-assign]
-    template = {"spec": {"securityContext": {"runAsUser": 1}, "containers": [{"name": "default", "tty": True}]}}
+    template = {
+        "spec": {
+            "securityContext": {"runAsUser": 1},
+            "containers": [{"name": "default", "tty": True}],
+        }
+    }
     api_server.answers["/podtemplates/own"] = {"metadata": {"name": "own"}, "template": template}
     command = ["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]
     assert main(command) == 1
-    assert "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp`" in capsys.readouterr().out
+    assert (
+        "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp`" in capsys.readouterr().out
+    )
     assert main([*command, "--pod-template", "own"]) == 0
     setting = {"inline.yaml": "plugins:\n  k8s:\n    default-pod-template-name: own\n"}
-    api_server.answers["/configmaps"] = {"items": [{"metadata": {"name": "flyte"}, "data": setting}]}
+    api_server.answers["/configmaps"] = {
+        "items": [{"metadata": {"name": "flyte"}, "data": setting}]
+    }
     assert main(command) == 0
     (container,) = asked[-1]["containers"]
     assert (container["tty"], container["name"]) == (True, "task")
-    assert {"cpu": "1", "memory": "3Gi"} in [each["containers"][0].get("resources", {}).get("limits") for each in asked]
+    assert {"cpu": "1", "memory": "3Gi"} in [
+        each["containers"][0].get("resources", {}).get("limits") for each in asked
+    ]
 
 
 def test_the_doctor_names_the_namespace_that_it_checks(
@@ -1070,7 +1417,9 @@ def test_the_doctor_names_the_namespace_that_it_checks(
 ) -> None:
     command = ["doctor", "--cluster", AUTOSCALED]
     assert main(command) == 0
-    assert capsys.readouterr().out.startswith("ok       namespace team is checked, that of the kubeconfig's context")
+    assert capsys.readouterr().out.startswith(
+        "ok       namespace team is checked, that of the kubeconfig's context"
+    )
     monkeypatch.setattr("flyte_ddp.cluster.kubernetes.doctor.context_namespace", lambda: "")
     assert main(command) == 0
     assert capsys.readouterr().out.startswith("ok       namespace default is checked")
@@ -1103,10 +1452,15 @@ def test_the_doctor_knows_what_settings_toml_allows(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "cluster.yaml"  # as the guide has it
-    file.write_text("num_nodes: 1\nkubernetes: {autoscaled_nodes: true, env_from_secrets: [storage]}\n")
+    file.write_text(
+        "num_nodes: 1\nkubernetes: {autoscaled_nodes: true, env_from_secrets: [storage]}\n"
+    )
     assert main(["doctor", "--cluster", str(file)]) == 1
     told = capsys.readouterr().out
-    assert "the tasks would refuse this cluster: cluster.kubernetes.env_from_secrets: expected none, because" in told
+    assert (
+        "the tasks would refuse this cluster: cluster.kubernetes.env_from_secrets: expected "
+        "none, because"
+    ) in told
 
 
 def test_the_doctor_has_one_line_for_what_it_may_not_see(
@@ -1115,15 +1469,34 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
     api_server.forbidden = "/limitranges"  # which nothing asks for
     assert main(["doctor", "--cluster", AUTOSCALED]) == 0
     told = capsys.readouterr().out
-    assert 'unknown  the tasks\' own pods were not checked; pass --tasks "$(python -m tasks requests --json)"' in told
-    assert "unknown  the version of the operator registry.example.com/operator:7 in namespace dask-operator" in told
-    api_server.forbidden = ("/deployments", "/resourcequotas", "/nodes", "reviews", "/pods", "/networkpolicies")
+    assert (
+        "unknown  the tasks' own pods were not checked; pass --tasks \"$(python -m tasks "
+        'requests --json)"'
+    ) in told
+    assert (
+        "unknown  the version of the operator registry.example.com/operator:7 in namespace "
+        "dask-operator"
+    ) in told
+    api_server.forbidden = (
+        "/deployments",
+        "/resourcequotas",
+        "/nodes",
+        "reviews",
+        "/pods",
+        "/networkpolicies",
+    )
     assert main(["doctor", "--cluster", json.dumps(FIXED)]) == 2
     told = capsys.readouterr().out
     assert "FAILED" not in told
     assert "could start in" not in told
     (line,) = [line for line in told.splitlines() if "may not see" in line]
-    for what in ("the operator", "the rights of tasks", "quotas", "nodes", "what the API server admits"):
+    for what in (
+        "the operator",
+        "the rights of tasks",
+        "quotas",
+        "nodes",
+        ("what the API server admits"),
+    ):
         assert what in line
     assert "administrator" in line
     assert main(["doctor", "--cluster", "nowhere.json"]) == 2
@@ -1137,7 +1510,8 @@ def test_the_doctor_waits_for_a_dead_api_server_once(
     api_server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api_server.http.server_close()
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))  # to sleep is an error
+    # to sleep is an error
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=time.monotonic))
     assert main(["doctor", "--cluster", AUTOSCALED]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
@@ -1150,13 +1524,20 @@ def test_the_line_about_a_scheduler_that_has_no_pod_gives_that_as_the_reason(
     answers: list[list[str]] = [[], [], ["pod"]]
     monkeypatch.setattr(lifecycle, "REPORT_INTERVAL", -1)
     monkeypatch.setattr(lifecycle, "POLL_INTERVAL", 0)
-    monkeypatch.setattr(lifecycle, "read_cluster", lambda *_, **__: {"status": {"phase": "Created"}})
+    monkeypatch.setattr(
+        lifecycle, "read_cluster", lambda *_, **__: {"status": {"phase": "Created"}}
+    )
     monkeypatch.setattr(lifecycle, "pods_of", lambda *_: answers.pop(0))
     monkeypatch.setattr(lifecycle, "is_scheduler", lambda pod: True)
     monkeypatch.setattr(lifecycle, "is_ready", lambda pod: True)
     monkeypatch.setattr(lifecycle, "explain", lambda *_: "")
     with caplog.at_level("INFO"):
-        assert lifecycle._wait_for_scheduler(ClusterConfig(), "ddp-run", "team", time.monotonic() + 600) == "pod"
+        assert (
+            lifecycle._wait_for_scheduler(
+                ClusterConfig(), "ddp-run", "team", time.monotonic() + 600
+            )
+            == "pod"
+        )
     assert "Dask cluster ddp-run: waiting for its scheduler. It has no pod yet." in caplog.messages
 
 
@@ -1168,11 +1549,21 @@ def test_the_doctor_finds_clusters_that_outlived_their_driver(
     def cluster(name: str, owner: str = "", hours: float = 1, **metadata: Any) -> dict[str, Any]:
         owners = {"ownerReferences": [{"name": owner, "uid": owner}]} if owner else {}
         created = (now - datetime.timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        known = {"name": name, "namespace": "other", "creationTimestamp": created, **owners, **metadata}
+        known = {
+            "name": name,
+            "namespace": "other",
+            "creationTimestamp": created,
+            **owners,
+            **metadata,
+        }
         return {"metadata": known}
 
     def pod(uid: str, phase: str) -> dict[str, Any]:
-        return {"metadata": {"name": "p", "uid": uid}, "spec": {"containers": []}, "status": {"phase": phase}}
+        return {
+            "metadata": {"name": "p", "uid": uid},
+            "spec": {"containers": []},
+            "status": {"phase": phase},
+        }
 
     clusters = [
         cluster("in-use", "runs", hours=99),
@@ -1182,12 +1573,22 @@ def test_the_doctor_finds_clusters_that_outlived_their_driver(
         cluster("old", hours=49),
         cluster("going", "failed", deletionTimestamp="2026-01-01T00:00:00Z"),
     ]
-    pods = {"runs": pod("runs", "Running"), "failed": pod("failed", "Failed"), "reborn": pod("0a1b", "Running")}
-    api_server.answers |= {"/daskclusters": {"items": clusters}, **{f"/pods/{n}": each for n, each in pods.items()}}
+    pods = {
+        "runs": pod("runs", "Running"),
+        "failed": pod("failed", "Failed"),
+        "reborn": pod("0a1b", "Running"),
+    }
+    api_server.answers |= {
+        "/daskclusters": {"items": clusters},
+        **{f"/pods/{n}": each for n, each in pods.items()},
+    }
     assert main(["doctor", "--cluster", AUTOSCALED]) == 0
     delete = "delete it: kubectl --namespace other delete daskcluster"
     assert [line for line in capsys.readouterr().out.splitlines() if "Dask cluster " in line] == [
-        f"warning  Dask cluster {name} of namespace other {reason}; {delete} {name} --cascade=foreground"
+        (
+            f"warning  Dask cluster {name} of namespace other {reason}; {delete} {name} "
+            "--cascade=foreground"
+        )
         for name, reason in [
             ("ended", "outlived its driver, pod failed"),
             ("replaced", "outlived its driver, pod reborn"),

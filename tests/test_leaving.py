@@ -62,12 +62,18 @@ def train(directory, program, config=None, at_steps=(), listeners=()):
     with open_cluster(config, "test") if config else contextlib.nullcontext() as client:
         place = DaskPlace(client, config) if config else LocalPlace(2)
         job = Job(program, str(directory / "checkpoints"), time.time())
-        run.result = driver.run(job, place, data, [run, *listeners, *(At(*each) for each in at_steps)], run.relay)
+        run.result = driver.run(
+            job, place, data, [run, *listeners, *(At(*each) for each in at_steps)], run.relay
+        )
     return run
 
 
 def result_of(run):
-    return run.state() if run.result.finished.model_state_url else cloudpickle.loads(run.result.finished.value)
+    return (
+        run.state()
+        if run.result.finished.model_state_url
+        else cloudpickle.loads(run.result.finished.value)
+    )
 
 
 def check_no_step_was_lost(run):
@@ -78,7 +84,9 @@ def check_no_step_was_lost(run):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "function"])
-def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path, kind, monkeypatch, caplog):
+def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
+    pair, tmp_path, kind, monkeypatch, caplog
+):
     config, nannies = pair
     fork_functions(monkeypatch)
     slow = tmp_path / "faults"
@@ -101,9 +109,13 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(pair, tmp_path
     assert resumed == ended.step >= 9
     if kind == "function":  # its result depends on the number of ranks at each step
         sizes = [sum(range(1, 5))] * resumed + [sum(range(1, 3))] * (NUM_STEPS - resumed)
-        assert result_of(run) == pytest.approx(sum(size * step**0.5 for step, size in enumerate(sizes, 1)))
+        assert result_of(run) == pytest.approx(
+            sum(size * step**0.5 for step, size in enumerate(sizes, 1))
+        )
     else:
-        torch.testing.assert_close(result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state())
+        torch.testing.assert_close(
+            result_of(run), train(tmp_path / "undisturbed", program_of(kind)).state()
+        )
     assert nannies[1].wait() == 0
     assert nannies[0].poll() is None
 
@@ -115,7 +127,11 @@ class On:
         self.kind, self.step, self.function = kind, step, function
 
     def handle(self, event):
-        if isinstance(event, self.kind) and getattr(event, "step", 0) >= self.step and self.function:
+        if (
+            isinstance(event, self.kind)
+            and getattr(event, "step", 0) >= self.step
+            and self.function
+        ):
             function, self.function = self.function, None
             function()
 
@@ -137,7 +153,10 @@ def test_a_notice_costs_no_step_whenever_it_comes(pair, tmp_path, kind, step):
     tell = On(kind, step, lambda: nannies[1].send_signal(signal.SIGTERM))
     program = recipe_program(
         RECIPE,
-        resolve(get_recipe(RECIPE, {}).defaults, {"checkpoint_interval": 5, "recipe_options": {"faults": str(slow)}}),
+        resolve(
+            get_recipe(RECIPE, {}).defaults,
+            {"checkpoint_interval": 5, "recipe_options": {"faults": str(slow)}},
+        ),
     )
     run = train(tmp_path, program, config, listeners=[tell])
     check_no_step_was_lost(run)
@@ -146,7 +165,9 @@ def test_a_notice_costs_no_step_whenever_it_comes(pair, tmp_path, kind, step):
     assert ended.num_leaving == 1
     assert ended.step <= step + 6  # soon
     assert len(events_of(run, events.EpochFinished)) == 3
-    torch.testing.assert_close(run.state(), train(tmp_path / "undisturbed", program_of("ddp")).state())
+    torch.testing.assert_close(
+        run.state(), train(tmp_path / "undisturbed", program_of("ddp")).state()
+    )
 
 
 def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, tmp_path):
@@ -168,7 +189,9 @@ def test_a_second_sigterm_ends_a_worker_at_once_and_counts_as_no_restart(pair, t
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(pair, start_worker, scheduler, tmp_path):
+def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(
+    pair, start_worker, scheduler, tmp_path
+):
     config, _ = pair
     process, first = start_scheduler(tmp_path)
     slow = tmp_path / "faults"
@@ -202,6 +225,7 @@ def test_the_ranks_of_a_task_get_what_its_pods_grace_leaves(monkeypatch):
     assert graces == {50}
     monkeypatch.setenv(variable["name"], "a minute")
     with pytest.raises(
-        ConfigError, match="^FLYTE_DDP_TERMINATION_GRACE: expected a number of seconds, got 'a minute'$"
+        ConfigError,
+        match=("^FLYTE_DDP_TERMINATION_GRACE: expected a number of seconds, got 'a minute'$"),
     ):
         StopRequest()

@@ -1,4 +1,6 @@
-"""Runs leave no open files or directories behind, and start whatever TMPDIR is and whatever lies beside a script."""
+"""Runs leave no open files or directories behind, and start whatever TMPDIR is and whatever lies
+beside a script.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,23 @@ import flyte_ddp
 from flyte_ddp.launch.scratch import own_directory
 from tests.support.runs import REPOSITORY
 
-STANDARD = ("random", "token", "queue", "logging", "socket", "pickle", "types", "struct", "tempfile", "json")
+STANDARD = (
+    "random",
+    "token",
+    "queue",
+    "logging",
+    "socket",
+    "pickle",
+    "types",
+    "struct",
+    "tempfile",
+    "json",
+)
 SCRIPT = "import sys, helper; print('beside', helper.NAME, flush=True)\n"
-COMMAND = "import sys; sys.path[0] = sys.argv.pop(1); from flyte_ddp.__main__ import main; sys.exit(main())"
+COMMAND = (
+    "import sys; sys.path[0] = sys.argv.pop(1); from flyte_ddp.__main__ import main; "
+    "sys.exit(main())"
+)
 
 
 def number_of_ranks():
@@ -42,12 +58,18 @@ def test_runs_leave_no_open_file():
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
     code = (
         "import sys, time; from flyte_ddp.launch.scratch import own_directory\n"
-        "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', 'w'); time.sleep(600)"
+        "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
+        "'w'); time.sleep(600)"
     )
     others = []
     for _ in range(2):
         others.append(
-            subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", code, tmp_path],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
     killed, living = (Path(each.stdout.readline().strip()) for each in others)
     mine = tmp_path / "ranks-mine"
@@ -69,7 +91,9 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
 
 
 def test_a_forked_process_leaves_its_parents_directory(tmp_path):
-    """Such as a loader process, which drops what it has inherited: its sockets would be in a directory that is gone."""
+    """Such as a loader process, which drops what it has inherited: its sockets would be in a
+    directory that is gone.
+    """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(own_directory("pymp-", str(tmp_path))))
         child = multiprocessing.get_context("fork").Process(target=stack.close)
@@ -84,18 +108,27 @@ def test_a_forked_process_leaves_its_parents_directory(tmp_path):
 @pytest.mark.parametrize("length", [75, 200])
 def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
-        directory = Path(root, *["d" * 40] * (length // 41), "e" * max(1, length - len(root) - length // 41 * 41 - 2))
+        directory = Path(
+            root,
+            *["d" * 40] * (length // 41),
+            "e" * max(1, length - len(root) - length // 41 * 41 - 2),
+        )
         directory.mkdir(parents=True)
         code = (
             "from flyte_ddp.launch.rank_start import start_server, wait_for_server\n"
-            "from multiprocessing import forkserver\nfrom multiprocessing.connection import Listener\n"
+            "from multiprocessing import forkserver\nfrom multiprocessing.connection import "
+            "Listener\n"
             "assert start_server(('json',)); wait_for_server()\n"
             "address = forkserver._forkserver._forkserver_address\n"
             "assert len(Listener().address) < 108; print(address)"
         )
         environment = {**os.environ, "TMPDIR": str(directory)}
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert not done.stdout.startswith(str(directory))
@@ -104,15 +137,25 @@ def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_modules_with_names_of_the_standard_library_beside_a_script_end_nothing(num_nodes, tmp_path):
+def test_modules_with_names_of_the_standard_library_beside_a_script_end_nothing(
+    num_nodes, tmp_path
+):
     for name in STANDARD:
         (tmp_path / f"{name}.py").write_text("raise ImportError('the one beside the script')\n")
     (tmp_path / "helper.py").write_text("NAME = 'mine'\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     on = [] if num_nodes == 1 else ["--nnodes", "2", "--cluster", json.dumps({"kind": "local"})]
-    arguments = ["run", *on, "--nproc-per-node", "1", "--checkpoints", str(tmp_path / "c"), "train.py"]
+    arguments = [
+        "run",
+        *on,
+        "--nproc-per-node",
+        "1",
+        "--checkpoints",
+        str(tmp_path / "c"),
+        "train.py",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, REPOSITORY, *arguments], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", COMMAND, REPOSITORY, *arguments], cwd=tmp_path, capture_output=True, text=True,  # noqa: E501
         env={**os.environ, "PYTHONSAFEPATH": "", "HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

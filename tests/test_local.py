@@ -1,4 +1,6 @@
-"""The launcher on one machine: whatever happens to a rank, a run ends soon with its reason and leaves no process."""
+"""The launcher on one machine: whatever happens to a rank, a run ends soon with its reason and
+leaves no process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _surroundings():
     """Return the state of this process and its machine that a run must not change."""
     return {
         "environment": dict(os.environ),
-        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "handlers": [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        ],
         "main module": sys.modules["__main__"],
         "directory": os.getcwd(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -86,12 +90,18 @@ def be_silent(marker):
 
 
 def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
-    """The supervisor does not look for it only every now and then: a restart would wait for that."""
+    """The supervisor does not look for it only every now and then: a restart would wait for
+    that.
+    """
     fork_functions(monkeypatch)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL", 7200.0)
     messages, marker = [], tmp_path / "there"
     link = Link(messages.append)
-    job = Job(Program("silent", cloudpickle.dumps(_Call(be_silent, (str(marker),))), ("tests",)), "", time.time())
+    job = Job(
+        Program("silent", cloudpickle.dumps(_Call(be_silent, (str(marker),))), ("tests",)),
+        "",
+        time.time(),
+    )
     with local.listening_socket("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
         ranks = NodeRanks(0, 1, 1, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
         future = pool.submit(supervisor.supervise, job, ranks, listener, None, link, NodeMemory())
@@ -102,7 +112,9 @@ def test_an_order_is_obeyed_at_once(tmp_path, monkeypatch):
     assert messages[-1]["outcome"] == "killed"
 
 
-def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path, monkeypatch, survivors):
+def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
+    tmp_path, monkeypatch, survivors
+):
     monkeypatch.setenv("FAULT", "raise 1 6")  # step 5 shows that rank 0 has begun to save step 4
     monkeypatch.setenv("WRITE_SECONDS", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -114,13 +126,18 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
     with pytest.raises(RankFailure) as caught:
         run.train(checkpoint_interval=4)
 
-    assert (run.checkpoints / "step-0000000004.json").exists()  # rank 0 was still writing when the exception came
+    # rank 0 was still writing when the exception came
+    assert (run.checkpoints / "step-0000000004.json").exists()
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert caught.value.cause == "ValueError: broken on purpose"
     message = str(caught.value)
     lines = message.splitlines()
-    assert lines[:2] == ["rank 1 failed: ValueError: broken on purpose", "Traceback (most recent call last):"]
-    assert re.match(r'  File ".*/tests/support/recipes.py", line \d+, in losses', lines[2])  # not the training loop
+    assert lines[:2] == [
+        "rank 1 failed: ValueError: broken on purpose",
+        ("Traceback (most recent call last):"),
+    ]
+    # not the training loop
+    assert re.match(r'  File ".*/tests/support/recipes.py", line \d+, in losses', lines[2])
     assert not [line for line in run.lines if "gloo" in line]
     assert {f"[rank {rank}] the data are opened" for rank in (0, 1)} <= set(run.lines)
     assert 'raise ValueError("broken on purpose")' in message
@@ -135,7 +152,8 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(tmp_path
 def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("FAULT", "fork-kill 1 15")  # leaves a process that holds the rank's pipes
     monkeypatch.setenv("STEP_SECONDS", "0.05")
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what was printed last is there also without it
+    # what was printed last is there also without it
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     run = new_run(tmp_path, "Listed")
 
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
@@ -148,7 +166,9 @@ def test_a_killed_rank_ends_the_run_with_all_its_processes(tmp_path, monkeypatch
     assert 10 <= ended.step <= 15  # between two reports
 
 
-def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
+def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(
+    tmp_path, monkeypatch, survivors
+):
     (tmp_path / "dies_in_ranks.py").write_text(
         "import multiprocessing\n"
         "from tests.support.recipes import Tiny\n"
@@ -195,7 +215,11 @@ def test_a_failure_is_one_line_and_one_short_traceback(tmp_path, monkeypatch):
 )
 def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names):
     limit, used, cached = names
-    for name, content in ((limit, "1000"), (used, "900"), ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n")):
+    for name, content in (
+        (limit, "1000"),
+        (used, "900"),
+        ("memory.stat", (f"anon 200\n{cached} 650\nslab 50\n")),
+    ):
         (tmp_path / name).write_text(content)
     assert free_in(tmp_path) == 750
     (tmp_path / limit).write_text("max")
@@ -216,21 +240,44 @@ EVENTS = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
         ("0::/pods/p/c", MOUNT_2.format(root="/pods/p/c"), {"memory.events": EVENTS}),
         ("0::/init", MOUNT_2.format(root="/"), {"init/memory.events": EVENTS}),
         ("4:memory:/\n0::/", MOUNT_1.format(root="/"), {"memory/memory.oom_control": CONTROL}),
-        ("4:cpu,memory:/pods/p/c", MOUNT_1.format(root="/pods/p/c"), {"memory/memory.oom_control": CONTROL}),
-        ("4:memory:/a/b\n0::/x", MOUNT_1.format(root="/"), {"memory/a/b/memory.oom_control": CONTROL}),
-        ("4:memory:/a/b", MOUNT_1.format(root="/elsewhere"), {"memory/memory.oom_control": CONTROL}),
+        (
+            "4:cpu,memory:/pods/p/c",
+            MOUNT_1.format(root="/pods/p/c"),
+            {"memory/memory.oom_control": CONTROL},
+        ),
+        (
+            "4:memory:/a/b\n0::/x",
+            MOUNT_1.format(root="/"),
+            {"memory/a/b/memory.oom_control": CONTROL},
+        ),
+        (
+            "4:memory:/a/b",
+            MOUNT_1.format(root="/elsewhere"),
+            {"memory/memory.oom_control": CONTROL},
+        ),
         (  # an old kernel
             "4:memory:/",
             MOUNT_1.format(root="/"),
-            {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n", "memory/memory.failcnt": "2\n"},
+            {
+                "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n",
+                "memory/memory.failcnt": "2\n",
+            },
         ),
     ],
 )
-def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_cgroups(tmp_path, groups, mount, files):
-    others = "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n23 1 254:0 / / rw - ext4 /dev/vda rw"
+def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_cgroups(
+    tmp_path, groups, mount, files
+):
+    others = (
+        "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n23 1 254:0 / / rw - ext4 "
+        "/dev/vda rw"
+    )
     tree = {"proc/self/cgroup": groups, "proc/self/mountinfo": f"{others}\n{mount}\n"}
     assert supervisor.count_oom_kills(tmp_path) == 0
-    for name, contents in {**tree, **{f"sys/fs/cgroup/{name}": contents for name, contents in files.items()}}.items():
+    for name, contents in {
+        **tree,
+        **{f"sys/fs/cgroup/{name}": contents for name, contents in files.items()},
+    }.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(contents)
@@ -241,7 +288,9 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_told(tmp_path, monkeypatch
     counts = itertools.count()
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     monkeypatch.setenv("FAULT", "kill 0 2")
-    with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL: its container ran out of memory"):
+    with pytest.raises(
+        RankFailure, match=("rank 0 was killed by SIGKILL: its container ran out of memory")
+    ):
         new_run(tmp_path).train(1)
 
 
@@ -252,14 +301,17 @@ def shorten_stall_timeout(run):
     """Return a relay that shortens the stall timeout when the rank hangs."""
 
     def relay(line):
-        # In this process, and only now, because how long ranks take to start depends on the machine.
+        # In this process, and only now, because how long ranks take to start depends on the
+        # machine.
         if line == "[rank 1] this rank hangs on purpose":
             object.__setattr__(run.job.program, "stall_timeout", 0.5)
 
     return relay
 
 
-def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(tmp_path, monkeypatch, survivors):
+def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(
+    tmp_path, monkeypatch, survivors
+):
     monkeypatch.setenv("FAULT", "hang 1 5")
     run = new_run(tmp_path)
 
@@ -269,7 +321,8 @@ def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(tm
 
     head, *rest = str(caught.value).splitlines()
     assert re.fullmatch(
-        r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 did not arrive at all_reduce of float \[\d+\]"
+        r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 did not arrive at "
+        r"all_reduce of float \[\d+\]"
         r", where ranks 0, 2 and 3 wait \(collective \d+ of the default group\)",
         head,
     )
@@ -292,7 +345,10 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
         run.train()
 
     head, *rest = str(caught.value).splitlines()
-    why = r"rank 1 is stopped \(SIGSTOP\); rank 1 did not arrive at all_reduce of .*, where rank 0 waits \(collective"
+    why = (
+        r"rank 1 is stopped \(SIGSTOP\); rank 1 did not arrive at all_reduce of .*, where rank "
+        r"0 waits \(collective"
+    )
     assert re.match(rf"no rank made progress for \d+ s \(stall_timeout: 0.5\): {why}", head)
     assert rest[0].startswith("--- rank 1, at step 4")
     assert rest[1] == "  no stack: rank 1 is stopped (SIGSTOP)"
@@ -303,8 +359,13 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
 
 
 def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen():
-    stacks = [["Thread 0x1 (most recent call first):", *[f"  File {number}"] * 20] for number in range(64)]
-    ranks = [StalledRank(number, 8 if number == 63 else 9, 5.0, stack) for number, stack in enumerate(stacks)]
+    stacks = [
+        ["Thread 0x1 (most recent call first):", *[f"  File {number}"] * 20] for number in range(64)
+    ]
+    ranks = [
+        StalledRank(number, 8 if number == 63 else 9, 5.0, stack)
+        for number, stack in enumerate(stacks)
+    ]
     head, first, *rest = str(stall_failure(ranks, "no rank made progress")).splitlines()
     assert head == "no rank made progress"
     assert first.startswith("--- rank 63, at step 8")
@@ -313,12 +374,21 @@ def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen():
     alike = [dataclasses.replace(rank, stack=stacks[0]) for rank in ranks]
     assert str(stall_failure(alike, "x")).count("---") == 1, "each stack once"
     frames = stacks[0][1:]
-    alike[7] = dataclasses.replace(ranks[7], stack=["Current thread 0x1 (...):", "  Garbage-collecting", *frames])
-    assert str(stall_failure(alike, "x")).count("---") == 1, "another thread collects garbage, at the same place"
+    alike[7] = dataclasses.replace(
+        ranks[7], stack=["Current thread 0x1 (...):", ("  Garbage-collecting"), *frames]
+    )
+    assert str(stall_failure(alike, "x")).count("---") == 1, (
+        "another thread collects garbage, at the same place"
+    )
 
 
-def waiting(number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3), halted=""):
-    pending = [{"number": n, "what": what, "operation": what.split()[0], "since": 1.0} for n, what in collectives]
+def waiting(
+    number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3), halted=""
+):
+    pending = [
+        {"number": n, "what": what, "operation": what.split()[0], "since": 1.0}
+        for n, what in collectives
+    ]
     group = {"name": name, "ranks": list(ranks), "entered": entered, "pending": pending}
     return StalledRank(number, 4, 5.0, [], halted, [group])
 
@@ -330,17 +400,18 @@ def waiting(number, *collectives, entered=5, name="the default group", ranks=(0,
         ([waiting(0, (5, "barrier")), waiting(1, (5, "barrier")), waiting(2, (5, "barrier"))], ()),
         ([waiting(0, (5, "barrier")), waiting(1, entered=4), waiting(2, (5, "barrier"))], (1,)),
         # The others are in two collectives already, as DDP's are.
-        ([waiting(0, (5, "all_reduce of x"), (6, "all_reduce of y"), entered=6), waiting(1, entered=4)], (1,)),
+        ([waiting(0, (5, "all_reduce of x"), (6, "all_reduce of y"), entered=6), waiting(1, entered=4)], (1,)),  # noqa: E501
         # Only the first of the two that it waits in hangs.
-        ([waiting(0, (5, "a"), (6, "b"), entered=6), waiting(1, (5, "a")), waiting(2, entered=4)], (2,)),
-        ([waiting(0, (5, "barrier")), waiting(1, (5, "all_reduce of x")), waiting(2, (5, "barrier"))], (1,)),
-        ([waiting(0, (5, "all_gather of x")), waiting(1, (5, "all_gather of y"))], ()),  # which may differ
+        ([waiting(0, (5, "a"), (6, "b"), entered=6), waiting(1, (5, "a")), waiting(2, entered=4)], (2,)),  # noqa: E501
+        ([waiting(0, (5, "barrier")), waiting(1, (5, "all_reduce of x")), waiting(2, (5, "barrier"))], (1,)),  # noqa: E501
+        # which may differ
+        ([waiting(0, (5, "all_gather of x")), waiting(1, (5, "all_gather of y"))], ()),
         # Rank 1 waits for rank 3 in a group of theirs.
         (
             [
                 waiting(0, (5, "barrier")),
                 StalledRank(1, 4, 5.0, [], "", [
-                    {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},
+                    {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},  # noqa: E501
                     *waiting(1, (9, "barrier"), name="group b", ranks=(1, 3), entered=9).groups,
                 ]),
                 waiting(3, name="group b", ranks=(1, 3), entered=8),
@@ -395,7 +466,10 @@ def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch
     parent.terminate()
     ended = how_it_ended(parent)
 
-    expected = f"data were prepared. No checkpoint is in {tmp_path}/checkpoints: the same run starts at step 0"
+    expected = (
+        f"data were prepared. No checkpoint is in {tmp_path}/checkpoints: the same run "
+        "starts at step 0"
+    )
     assert ended == ("TrainingStopped", f"SIGTERM: the run was stopped while its {expected}")
     assert survivors() == []
 
@@ -419,7 +493,8 @@ def test_two_simultaneous_runs_do_not_interfere(tmp_path, finished_run):
     main_module = sys.modules["__main__"]
     runs = [new_run(tmp_path / name) for name in ("one", "two")]
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda seed: runs[seed].train(seed=seed), (0, 1)))  # raises what a run does
+        # raises what a run does
+        list(threads.map(lambda seed: runs[seed].train(seed=seed), (0, 1)))
 
     assert sys.modules["__main__"] is main_module
     expected = finished_run("Tiny", 2).state()
@@ -428,7 +503,9 @@ def test_two_simultaneous_runs_do_not_interfere(tmp_path, finished_run):
     assert not any(torch.equal(value, expected[name]) for name, value in two.items())
 
 
-def test_a_listener_that_fails_does_not_end_the_run_whose_lines_go_to_standard_error(tmp_path, caplog, capfd):
+def test_a_listener_that_fails_does_not_end_the_run_whose_lines_go_to_standard_error(
+    tmp_path, caplog, capfd
+):
     run = new_run(tmp_path)
     run.relay = None
 
@@ -449,7 +526,9 @@ def test_a_listener_that_fails_does_not_end_the_run_whose_lines_go_to_standard_e
 @pytest.fixture
 def no_processes(monkeypatch):
     """Fails the test where a process is started."""
-    monkeypatch.setattr(supervisor, "_Ranks", lambda *arguments: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        supervisor, "_Ranks", lambda *arguments: pytest.fail("a process was started")
+    )
 
 
 def test_an_unknown_recipe_has_no_program():
@@ -463,7 +542,11 @@ def test_an_unknown_recipe_has_no_program():
         (5, {}, "global_batch_size: expected a multiple of 5, got 12"),
         (2, {"gradient_accumulation": 5}, "global_batch_size: expected a multiple of 10, got 12"),
         (-1, {}, "num_processes: expected a whole number of at least 1, got -1"),
-        (2, {"backend": "nccl"}, "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"),
+        (
+            2,
+            {"backend": "nccl"},
+            ("backend: expected auto or gloo for ranks without GPUs, got 'nccl'"),
+        ),
     ],
 )
 def test_an_impossible_run_is_refused_before_any_process_starts(
@@ -474,19 +557,31 @@ def test_an_impossible_run_is_refused_before_any_process_starts(
         new_run(tmp_path).train(num_processes, **config)
 
 
-def test_more_ranks_than_gpus_are_refused_before_any_process_starts(tmp_path, monkeypatch, no_processes):
+def test_more_ranks_than_gpus_are_refused_before_any_process_starts(
+    tmp_path, monkeypatch, no_processes
+):
     monkeypatch.setattr(local, "num_gpus", lambda: 1)
 
     with pytest.raises(ConfigError, match="num_processes: expected at most 1, one per GPU, got 2"):
         new_run(tmp_path).train(2)
 
 
-@pytest.mark.parametrize("place", ["a-file/below", "file://{}/a-file/below", "no-such-protocol://bucket/run"])
-def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(tmp_path, no_processes, place):
+@pytest.mark.parametrize(
+    "place", ["a-file/below", "file://{}/a-file/below", "no-such-protocol://bucket/run"]
+)
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(
+    tmp_path, no_processes, place
+):
     (tmp_path / "a-file").write_text("")
     url = place.format(tmp_path) if "://" in place else str(tmp_path / place)
 
-    with pytest.raises(ConfigError, match=r"checkpoints: expected a .*, got .*(a-file/below|no-such-protocol)"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"checkpoints: expected a .*, got "
+            r".*(a-file/below|no-such-protocol)"
+        ),
+    ):
         new_run(tmp_path).train(2, checkpoints=url)
 
 
@@ -504,5 +599,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path, no_processes):
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), time.time())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"master_port: expected a port that is free, or 0, got {port}"):
+        with pytest.raises(
+            ConfigError, match=(f"master_port: expected a port that is free, or 0, got {port}")
+        ):
             driver.run(job, LocalPlace(2, port=port))

@@ -1,4 +1,6 @@
-"""States that every rank keeps in memory every few steps: a loss costs no more than the steps since the newest one."""
+"""States that every rank keeps in memory every few steps: a loss costs no more than the steps since
+the newest one.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,13 @@ def undisturbed(tmp_path_factory, server_with_compiler):
 
 
 def assert_resumed(resumed, *expected):
-    """Each from so late a step, or one interval earlier: while a copy is on its way, the one before it counts."""
+    """Each from so late a step, or one interval earlier: while a copy is on its way, the one before
+    it counts.
+    """
     assert [place for _, place in resumed] == [place for _, place in expected]
-    assert all(0 <= latest - step <= 2 for (step, _), (latest, _) in zip(resumed, expected, strict=True)), resumed
+    assert all(
+        0 <= latest - step <= 2 for (step, _), (latest, _) in zip(resumed, expected, strict=True)
+    ), resumed
 
 
 @pytest.mark.slow
@@ -76,7 +82,9 @@ def test_two_nodes_go_on_from_the_memory_of_both(tmp_path, undisturbed, client):
 
 
 @pytest.mark.long
-def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, undisturbed, client):
+def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(
+    tmp_path, undisturbed, client
+):
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
     run, resumed = train(tmp_path, place, "worker-1-6", "worker-0-9", **FSDP)
     assert_resumed(resumed, (4, "node 0's memory"), (12, "node 1's memory"))
@@ -84,10 +92,14 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(tmp_path, undisturbed, client):
+def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(
+    tmp_path, undisturbed, client
+):
     """With the node that has no part of it yet, too."""
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=9))
-    run, resumed = train(tmp_path, place, "worker-1-6", "read-0-0", "read-1-0", "readnode-1-0", **FSDP)
+    run, resumed = train(
+        tmp_path, place, "worker-1-6", "read-0-0", "read-1-0", "readnode-1-0", **FSDP
+    )
     assert_resumed(resumed, (4, "node 0's memory"))
     assert not any((tmp_path / "orders").iterdir())
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
@@ -95,9 +107,14 @@ def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(tmp_p
 
 @pytest.mark.slow
 def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
-    plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")  # over the samples of one rank
-    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1))
-    run, resumed = train(tmp_path / "lost", place, "worker-1-6", recipe=f"{RECIPE}WithoutNorm", **FSDP)
+    # over the samples of one rank
+    plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")
+    place = DaskPlace(
+        client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1)
+    )
+    run, resumed = train(
+        tmp_path / "lost", place, "worker-1-6", recipe=f"{RECIPE}WithoutNorm", **FSDP
+    )
     assert_resumed(resumed, (4, "this node's memory"))
     assert run.result.started.world_size == 1
     torch.testing.assert_close(run.state(), plain.state(), rtol=1e-4, atol=1e-6)
@@ -105,7 +122,9 @@ def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
 
 @pytest.mark.slow
 def test_a_whole_model_is_kept_and_copied_too_if_that_is_asked_for(tmp_path, client):
-    """An exception, after which no rank's last state counts, costs the steps since the newest state in memory."""
+    """An exception, after which no rank's last state counts, costs the steps since the newest state
+    in memory.
+    """
     plain, _ = train(tmp_path / "plain", LocalPlace(2))
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
     run, resumed = train(tmp_path / "lost", place, "raise-0-6", memory_interval=2)
@@ -115,8 +134,9 @@ def test_a_whole_model_is_kept_and_copied_too_if_that_is_asked_for(tmp_path, cli
 
 
 class Outage:
-    """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it die, and brings the
-    store back when the run has resumed."""
+    """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it
+    die, and brings the store back when the run has resumed.
+    """
 
     def __init__(self, outage, orders):
         self.outage, self.orders, self.has_begun = outage, orders, False
@@ -140,13 +160,19 @@ def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_ser
     """It has the best epoch's checkpoint. What is saved is held until it is back."""
     best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
     plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
-    place, options = LocalPlace(2, max_restarts=3), {"checkpoints": f"s3://bucket/{how}", "memory_interval": 2, **best}
+    place, options = (
+        LocalPlace(2, max_restarts=3),
+        {"checkpoints": f"s3://bucket/{how}", "memory_interval": 2, **best},
+    )
     outage = Outage(getattr(store_server, how)(), tmp_path / "lost" / "orders")
     run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
     ((step, place),) = resumed
     assert place == "this node's memory"
     assert step in (9, 10)  # that of the best epoch stays until the store has it
-    final = torch.load(io.BytesIO(store_server.files.cat_file(run.result.finished.model_state_url)), weights_only=True)
+    final = torch.load(
+        io.BytesIO(store_server.files.cat_file(run.result.finished.model_state_url)),
+        weights_only=True,
+    )
     torch.testing.assert_close(final, plain.state(), rtol=0, atol=0)
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
@@ -185,7 +211,8 @@ JOB = Job(None, "", 0.0)
 
 
 def node_with(*states, num_parts=2, spoilt=()):
-    """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its parts.
+    """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its
+    parts.
 
     Parts that are `spoilt` have another checksum than was recorded.
     """
@@ -195,7 +222,10 @@ def node_with(*states, num_parts=2, spoilt=()):
         for number in numbers:
             values = {"format": FORMAT, SHARDS: [([2 * number], torch.full((2,), float(step)))]}
             if number == 0:
-                values |= {"progress": {"step": step, "epochs": []}, "model": {"weight": torch.empty(4, device="meta")}}
+                values |= {
+                    "progress": {"step": step, "epochs": []},
+                    "model": {"weight": torch.empty(4, device="meta")},
+                }
             with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
                 entry = save_state(values, file, with_crc32=False)
                 file.truncate()
@@ -210,23 +240,37 @@ def node_with(*states, num_parts=2, spoilt=()):
 
 def loaded(memory, directory, stored=(), needed=0, known=None):
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
-    job = Job(None, "", 0.0, stored=known or tuple(stored), is_store_away=known is not None, is_in_memory=True)
+    job = Job(
+        None,
+        "",
+        0.0,
+        stored=known or tuple(stored),
+        is_store_away=known is not None,
+        is_in_memory=True,
+    )
     process = RankProcess(job, NODE, 0, None, None, parts=left)
-    found = load_from_memory(ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed)
+    found = load_from_memory(
+        ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed
+    )
     if found.state:
-        assert found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
+        assert (
+            found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
+        )
     return (found.state and found.state["progress"]["step"]), found.skipped
 
 
 def test_the_newest_whole_state_in_memory_is_used(tmp_path):
     both = (0, 1)
     assert loaded(node_with((2, both), (4, both), (6, both)), tmp_path) == (6, [])
-    assert loaded(node_with((2, both), (4, (0,))), tmp_path) == (2, [])  # a rank was lost before it wrote its part
+    # a rank was lost before it wrote its part
+    assert loaded(node_with((2, both), (4, (0,))), tmp_path) == (2, [])
     assert loaded(node_with((2, both), (4, both), (6, (1,))), tmp_path) == (4, [])
-    assert loaded(node_with((2, both), (2, both)), tmp_path) == (2, [])  # before and after an evaluation
+    # before and after an evaluation
+    assert loaded(node_with((2, both), (2, both)), tmp_path) == (2, [])
     assert loaded(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
     assert loaded(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
-    assert loaded(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])  # the store is away
+    # the store is away
+    assert loaded(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])
     assert loaded(NodeMemory(), tmp_path) == (None, [])
 
 
@@ -242,8 +286,12 @@ def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
 
 
 def copy_next_door(world, store):
-    """Two nodes with a rank each, which keep states of several sizes: the parts that this one has in the end."""
-    node = NodeRanks(world.rank, 1, 2, "", 0, "", False, 1, node_rank=world.rank, num_nodes=2, copy_distance=1)
+    """Two nodes with a rank each, which keep states of several sizes: the parts that this one has
+    in the end.
+    """
+    node = NodeRanks(
+        world.rank, 1, 2, "", 0, "", False, 1, node_rank=world.rank, num_nodes=2, copy_distance=1
+    )
     memory = NodeMemory()
     memory.begin(node)
     files = {"slots": memory.slots_of(world.rank), "copies": memory.slots_of(1 - world.rank)}
@@ -254,7 +302,9 @@ def copy_next_door(world, store):
     for step, size in enumerate((1 << 20, 5, 3 << 20), 1):
 
         def save(file, size=size):
-            entry = save_state({"format": FORMAT, "weight": torch.rand(size)}, file, with_crc32=False)
+            entry = save_state(
+                {"format": FORMAT, "weight": torch.rand(size)}, file, with_crc32=False
+            )
             return entry["bytes"], entry[CHECKSUM]
 
         slots.begin()
@@ -265,18 +315,24 @@ def copy_next_door(world, store):
     world.all_reduce(0.0)  # both are done
     parts = sorted(memory._parts.values(), key=lambda part: (part.step, part.number))
     are_whole = [check_file(part.file.path) == (part.num_bytes, part.checksum) for part in parts]
-    return [(part.step, part.number, is_whole) for part, is_whole in zip(parts, are_whole, strict=True)]
+    return [
+        (part.step, part.number, is_whole) for part, is_whole in zip(parts, are_whole, strict=True)
+    ]
 
 
 def test_a_rank_copies_its_parts_to_a_rank_of_the_next_node():
-    assert run_gang(2, copy_next_door) == [[(step, number, True) for step in (2, 3) for number in (0, 1)]] * 2
+    assert (
+        run_gang(2, copy_next_door)
+        == [[(step, number, True) for step in (2, 3) for number in (0, 1)]] * 2
+    )
 
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     memory = node_with((2, (0, 1)), (4, (0, 1)))
     left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
     assert sorted(part.step for part in left) == [2, 2, 4, 4]
-    opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]  # by ranks that never close them
+    # by ranks that never close them
+    opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]
     memory.keep_only(0, 2)  # from which the ranks go on
     assert [os.fstat(each).st_size for each in opened] == [0, 0]
     values = {"num_parts": 2, "num_bytes": 0, "checksum": ""}
@@ -284,15 +340,19 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
         memory.take(turn=1, step=6, number=number, **values)
     left = memory.begin(dataclasses.replace(NODE, num_restarts=2))
     assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
-    memory.take(turn=2, step=8, number=0, **values)  # each rank that begins the next knows that the one before is whole
+    # each rank that begins the next knows that the one before is whole
+    memory.take(turn=2, step=8, number=0, **values)
     memory.close()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path, monkeypatch, on_gpu):
+def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
+    tmp_path, monkeypatch, on_gpu
+):
     if on_gpu:  # from which a thread writes a copy
         monkeypatch.setattr(
-            "flyte_ddp.checkpoints.store.find_tensors", lambda state: [((), SimpleNamespace(is_cuda=True))]
+            "flyte_ddp.checkpoints.store.find_tensors",
+            lambda state: [((), SimpleNamespace(is_cuda=True))],
         )
     memory = NodeMemory()
     memory.begin(NODE)
@@ -303,7 +363,13 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
     store = CheckpointStore(str(tmp_path), 1, slots=slots)
     for step, size in enumerate((9, 3 << 20, 2 << 20, 5, 3 << 20, 1 << 20), 1):
         weight = torch.randn(size, requires_grad=True)
-        store.save({"progress": {"step": step}, "weight": weight}, step, False, to_store=step % 2 == 0, to_memory=True)
+        store.save(
+            {"progress": {"step": step}, "weight": weight},
+            step,
+            False,
+            to_store=step % 2 == 0,
+            to_memory=True,
+        )
         store.wait()
         if step == 1:
             assert bool(store.memory._free) is on_gpu  # on a CPU only the store's states are copied
@@ -319,8 +385,11 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(tmp_path,
 
 def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(monkeypatch, caplog):
     model = nn.Linear(1 << 18, 4)  # 4 MiB, and 8 of AdamW's
-    process = SimpleNamespace(node=dataclasses.replace(NODE, num_nodes=2), slots=[object()], job=JOB)
-    for num_bytes, is_kept in ((62 << 20, True), (58 << 20, False)):  # a fifth time for the copy that is written
+    process = SimpleNamespace(
+        node=dataclasses.replace(NODE, num_nodes=2), slots=[object()], job=JOB
+    )
+    # a fifth time for the copy that is written
+    for num_bytes, is_kept in ((62 << 20, True), (58 << 20, False)):
         monkeypatch.setattr(memory, "free_memory", lambda num_bytes=num_bytes: num_bytes)
         interval = MemoryInterval(resolve({}, {"memory_interval": 5}), process, ALONE, model)
         due = [step for step in range(1, 16) if interval.is_due(step)]
@@ -330,7 +399,9 @@ def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(mo
     assert caplog.messages == [f"memory_interval: no state is kept in memory: {lacking}"]
 
 
-def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is_measured(monkeypatch):
+def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is_measured(
+    monkeypatch,
+):
     now = 100.0
     monkeypatch.setattr(memory_states.time, "perf_counter", lambda: now)
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
@@ -350,7 +421,9 @@ def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is
     assert MemoryInterval(resolve({}, {}), process, ALONE, nn.Linear(1, 1)).steps == 0
 
 
-def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(tmp_path, monkeypatch):
+def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(
+    tmp_path, monkeypatch
+):
     class Slots:
         is_ready = True
 
@@ -363,7 +436,9 @@ def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(t
     kept, store = [], CheckpointStore(str(tmp_path), 1, slots=Slots())
     store.returns_to_best, may_write = True, threading.Event()
     write = store._sink.write
-    monkeypatch.setattr(store._sink, "write", lambda *arguments: (may_write.wait(), write(*arguments)))
+    monkeypatch.setattr(
+        store._sink, "write", lambda *arguments: (may_write.wait(), write(*arguments))
+    )
     store.save({"progress": {}}, 1, True, to_store=True, to_memory=True)
     assert store.save({"progress": {}}, 2, False, to_store=False, to_memory=True) is None
     may_write.set()

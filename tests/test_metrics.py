@@ -25,7 +25,13 @@ from flyte_ddp.events import (
     Straggler,
     StragglersFound,
 )
-from flyte_ddp.observers.metrics import METRICS, PORT_VARIABLE, MetricsServer, RunFigures, requested_port
+from flyte_ddp.observers.metrics import (
+    METRICS,
+    PORT_VARIABLE,
+    MetricsServer,
+    RunFigures,
+    requested_port,
+)
 from tests.support.prometheus import needs_prometheus, promtool
 from tests.support.short_run import loaded, reported, run_finished, started, whole_run
 
@@ -36,7 +42,17 @@ def scrape(server):
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = answer.read().decode()
-    return text, {name: float(value) for name, value in re.findall(r"^(\w+)\{[^\n]*\} (\S+)$", text, re.M)}
+    return text, {
+        name: float(value)
+        for name, value in re.findall(
+            (
+                r"^(\w+)\{[^\n]*\} "
+                r"(\S+)$"
+            ),
+            text,
+            re.M,
+        )
+    }
 
 
 def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
@@ -53,10 +69,16 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         }
         for event in whole_run():
             run.handle(event)
-        run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))  # the store does not have it
+        # the store does not have it
+        run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
         assert set(found) == set(METRICS)
-        assert found["flyte_ddp_step"] == found["flyte_ddp_steps_planned"] == found["flyte_ddp_checkpoint_step"] == 12
+        assert (
+            found["flyte_ddp_step"]
+            == found["flyte_ddp_steps_planned"]
+            == found["flyte_ddp_checkpoint_step"]
+            == 12
+        )
         assert found["flyte_ddp_checkpoint_copied_step"] == 13
         assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"]) == (3, 2)
         assert (found["flyte_ddp_attempt"], found["flyte_ddp_restarts_total"]) == (2, 0)
@@ -67,14 +89,23 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
         run.handle(StragglersFound(12, [slow]))
         found = scrape(server)[1]
-        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (1, pytest.approx(1.5))
+        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (
+            1,
+            pytest.approx(1.5),
+        )
         run.handle(AttemptEnded(12, "a node was lost", 0.0))
         found = scrape(server)[1]
-        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (0, 1), "while nodes are awaited"
+        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (0, 1), (
+            "while nodes are awaited"
+        )
         for event in (started(), loaded(8), run_finished()):
             run.handle(event)
         found = scrape(server)[1]
-        assert (found["flyte_ddp_restarts_total"], found["flyte_ddp_step"], found["flyte_ddp_finished"]) == (1, 8, 1)
+        assert (
+            found["flyte_ddp_restarts_total"],
+            found["flyte_ddp_step"],
+            found["flyte_ddp_finished"],
+        ) == (1, 8, 1)
         assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
     finally:
         server.close()
@@ -87,7 +118,10 @@ def test_promtool_accepts_names_help_and_values_of_all_figures():
     server = MetricsServer(0)
     try:
         run = server.follow(1, recipe="digits", run="f1-n1")
-        for event in (*whole_run(), dataclasses.replace(reported(12), values={"loss": float("nan")})):
+        for event in (
+            *whole_run(),
+            dataclasses.replace(reported(12), values={"loss": float("nan")}),
+        ):
             run.handle(event)
         text = scrape(server)[0]
         assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {
@@ -122,7 +156,9 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     for event in (RunStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
         runs[1].handle(event)
     found = scrape(server)[1]
-    assert [found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts_total", "step", "epoch")] == [4, 3, 7, 1.5]
+    assert [
+        found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts_total", "step", "epoch")
+    ] == [4, 3, 7, 1.5]
     assert 'trial="2"' in text
     runs[1].close(RuntimeError())
     assert scrape(server)[0] == ""
@@ -214,15 +250,17 @@ def series(name, values, **labels):
     }
 
 
-# For each fault of an alert: its series with a value each minute, the labels of the alert, and minutes at which it does
-# not fire yet, fires, and does not fire any more.
+# For each fault of an alert: its series with a value each minute, the labels of the alert, and
+# minutes at which it does not fire yet, fires, and does not fire any more.
 RUN = {"namespace": "n", "run": "f1-n1"}
 MONITOR = {"namespace": "n", "cronjob": "champion-status"}
 FAULTS = [
     (
         "TrainingWithoutProgress",
         [
-            series("flyte_ddp_last_event_timestamp_seconds", "60+0x34 2100+60x10", **RUN, pod="f1-n1-0"),
+            series(
+                "flyte_ddp_last_event_timestamp_seconds", "60+0x34 2100+60x10", **RUN, pod="f1-n1-0"
+            ),
             series("flyte_ddp_finished", "0+0x50", **RUN, pod="f1-n1-0"),
             series("flyte_ddp_last_event_timestamp_seconds", "60+0x50", run="f2-n1"),
             series("flyte_ddp_finished", "1+0x50", run="f2-n1"),  # which has ended
@@ -252,9 +290,15 @@ FAULTS = [
     ),
     (
         "CheckpointsLate",
-        [  # each upload takes ten minutes, and a state is copied every minute; from minute 40 on none arrives for 35
+        # each upload takes ten minutes, and a state is copied every minute; from minute 40 on none
+        # arrives for 35
+        [
             series("flyte_ddp_checkpoint_copied_step", "0+10x90", **RUN),
-            series("flyte_ddp_checkpoint_step", "0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15", **RUN),
+            series(
+                "flyte_ddp_checkpoint_step",
+                ("0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15"),
+                **RUN,
+            ),
             series("flyte_ddp_finished", "0+0x90", **RUN),
         ],
         RUN,
@@ -264,7 +308,11 @@ FAULTS = [
         "RetrainingSilentOrStuck",
         [  # at minutes 31, 91 and 211, but not at 151
             series("kube_cronjob_created", "0+0x300", **MONITOR),
-            series("kube_cronjob_status_last_successful_time", "_x31 1860+0x59 5460+0x119 12660+0x59", **MONITOR),
+            series(
+                "kube_cronjob_status_last_successful_time",
+                ("_x31 1860+0x59 5460+0x119 12660+0x59"),
+                **MONITOR,
+            ),
         ],
         MONITOR,
         (180, 182, 212),
@@ -282,9 +330,13 @@ FAULTS = [
 
 
 @needs_prometheus
-@pytest.mark.parametrize(("alert", "found", "labels", "minutes"), FAULTS, ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("alert", "found", "labels", "minutes"), FAULTS, ids=[fault[0] for fault in FAULTS]
+)
 def test_an_alert_fires_once_for_its_fault_and_stops(tmp_path, alert, found, labels, minutes):
-    (rule,) = (rule for group in alert_groups() for rule in group["rules"] if rule["alert"] == alert)
+    (rule,) = (
+        rule for group in alert_groups() for rule in group["rules"] if rule["alert"] == alert
+    )
     firing = {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": rule["annotations"]}
     checks = [
         {"eval_time": f"{minute}m", "alertname": alert, "exp_alerts": [firing] if is_firing else []}

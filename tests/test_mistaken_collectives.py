@@ -1,4 +1,6 @@
-"""Ranks that do not enter the same collectives: the bug is named in one line, without restarts, as torchrun ends it."""
+"""Ranks that do not enter the same collectives: the bug is named in one line, without restarts, as
+torchrun ends it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.support.runs import fork_functions
 
 def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
     call = cloudpickle.dumps(_Call(function, ()))
-    program = Program(function.__name__, call, ("tests",), stall_timeout=120, left_timeout=left_timeout)
+    program = Program(
+        function.__name__, call, ("tests",), stall_timeout=120, left_timeout=left_timeout
+    )
     gang = Gang(2 if client else 1, nproc_per_node, max_restarts=3, stall_timeout=120)
     return cloudpickle.loads(returned_value(run_program(program, gang, client=client, **options)))
 
@@ -93,7 +97,10 @@ PLACE = r"at test_mistaken_collectives\.py:\d+ in"
         pytest.param(
             leave_on(1, reports=True),
             1,
-            rf"rank 1 left early: it has ended, and rank 0 waits for that in a collective, {PLACE} train\. {SAME}",
+            (
+                r"rank 1 left early: it has ended, and rank 0 waits for that in a collective, "
+                rf"{PLACE} train\. {SAME}"
+            ),
             id="rank 1, whose process ends",
         ),
         pytest.param(
@@ -106,14 +113,18 @@ PLACE = r"at test_mistaken_collectives\.py:\d+ in"
         pytest.param(
             drop_a_layer,
             1,
-            rf"rank 1 failed {PLACE} drop_a_layer: Expected to have finished reduction in the prior iteration before "
-            r"starting a new one\. A layer or an output was not used in a step: use all in each, or give "
+            rf"rank 1 failed {PLACE} drop_a_layer: Expected to have finished reduction in the "
+            r"prior iteration before "
+            r"starting a new one\. A layer or an output was not used in a step: use all in each, "
+            r"or give "
             r"DistributedDataParallel find_unused_parameters=True$",
             id="a layer that is dropped",
         ),
     ],
 )
-def test_it_is_named_in_one_line_and_nothing_starts_again(function, rank, expected, caplog, monkeypatch):
+def test_it_is_named_in_one_line_and_nothing_starts_again(
+    function, rank, expected, caplog, monkeypatch
+):
     fork_functions(monkeypatch)
     with pytest.raises(RankFailure, match=f"^{expected}") as caught:
         run(function, left_timeout=60.0 if rank == 1 else 1.0)
@@ -124,7 +135,10 @@ def test_it_is_named_in_one_line_and_nothing_starts_again(function, rank, expect
 
 
 def test_a_rank_that_leaves_on_another_node_is_named_too(client):
-    expected = r"^node \d .*: rank 0 left early: it has ended, and rank 1 waits in all_reduce of float \[4\]"
+    expected = (
+        r"^node \d .*: rank 0 left early: it has ended, and rank 1 waits in all_reduce of "
+        r"float \[4\]"
+    )
     with pytest.raises(RankFailure, match=expected) as caught:
         run(leave_on(0), nproc_per_node=1, client=client)
     assert (caught.value.rank, caught.value.is_user_error) == (0, True)
@@ -156,7 +170,12 @@ def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_
 
 def waiting(number, group=(0, 1, 2), entered=4, since=1.0, stack=(), **values):
     pending = {"number": entered, "operation": "barrier", "what": "barrier", "since": since}
-    state = {"name": "the default group", "ranks": list(group), "entered": entered, "pending": [pending]}
+    state = {
+        "name": "the default group",
+        "ranks": list(group),
+        "entered": entered,
+        "pending": [pending],
+    }
     return StalledRank(number, 0, None, list(stack), groups=[{**state, **values}])
 
 
@@ -168,7 +187,8 @@ IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", l
     [
         ([waiting(0), waiting(2)], [1], "rank 1 left early: it has ended, and ranks 0 and 2 wait"),
         ([waiting(2)], [0, 1], "ranks 0 and 1 left early: they have ended, and rank 2 waits"),
-        ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),  # it is in no group in which they wait: slow, not stuck
+        # it is in no group in which they wait: slow, not stuck
+        ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),
         ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),  # they have gone on
         (
             [StalledRank(0, 0, None, [IN_TORCH], groups=[])],
@@ -207,7 +227,9 @@ class Asked:
     ],
 )
 def test_the_nodes_are_asked_once_all_others_have_waited(beats, expected):
-    nodes = Asked(*(Node(index, waits=waits, ended=ended) for index, (waits, ended) in enumerate(beats)))
+    nodes = Asked(
+        *(Node(index, waits=waits, ended=ended) for index, (waits, ended) in enumerate(beats))
+    )
     attempt = Attempt(nodes, lambda event: None, lambda line: None, StopRequest(1))
     for _ in range(2):
         attempt._end_if_left(30.0)
@@ -215,7 +237,9 @@ def test_the_nodes_are_asked_once_all_others_have_waited(beats, expected):
 
 
 def crashed(place="a.py:3 in f", cause="SIGABRT"):
-    return RankFailure(f"rank 1 was killed by {cause}", 1, "signal", cause, details={"place": place})
+    return RankFailure(
+        f"rank 1 was killed by {cause}", 1, "signal", cause, details={"place": place}
+    )
 
 
 BUG, RESTART = Decision(Next.RAISE, ProgramError), Decision(Next.RESTART)
@@ -228,7 +252,8 @@ BUG, RESTART = Decision(Next.RAISE, ProgramError), Decision(Next.RESTART)
         (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(cause="SIGSEGV"), 7, 5), BUG),
         (Ended(crashed(), 0, -1), Ended(crashed(), 0, -1), BUG),  # a function that reports no steps
         (Ended(crashed(), 7, 5), Ended(crashed(), 9, 5), RESTART),  # it got further
-        (Ended(crashed(), 7, 0), Ended(crashed(), 7, 6), BUG),  # a newer checkpoint, and the same step
+        # a newer checkpoint, and the same step
+        (Ended(crashed(), 7, 0), Ended(crashed(), 7, 6), BUG),
         (Ended(crashed(), 7, 5), Ended(crashed("a.py:9 in g"), 7, 5), RESTART),
         (Ended(crashed(""), 7, 5), Ended(crashed(""), 7, 5), RESTART),  # nobody knows where
         (Ended(crashed(cause="SIGSEGV"), 7, 5), Ended(crashed(), 7, 5), RESTART),
@@ -237,7 +262,10 @@ BUG, RESTART = Decision(Next.RAISE, ProgramError), Decision(Next.RESTART)
     ],
 )
 def test_a_crash_in_the_same_line_without_progress_is_a_bug(first, second, expected):
-    assert decide(second, Before(first, num_restarts=1), Rules(max_restarts=3, repeats_bugs=True)) == expected
+    assert (
+        decide(second, Before(first, num_restarts=1), Rules(max_restarts=3, repeats_bugs=True))
+        == expected
+    )
 
 
 def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, monkeypatch):
@@ -248,9 +276,12 @@ def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, monkeypa
 
     with pytest.raises(RankFailure) as caught:
         run(crash, 1)
-    assert str(caught.value).startswith("rank 0 was killed by SIGABRT twice, at test_mistaken_collectives.py:")
+    assert str(caught.value).startswith(
+        "rank 0 was killed by SIGABRT twice, at test_mistaken_collectives.py:"
+    )
     assert str(caught.value).endswith(
-        "in crash, without progress in between: the program, or a library that it calls there, has a bug"
+        "in crash, without progress in between: the program, or a library that it calls there, "
+        "has a bug"
     )
     assert sum("restart 1 of at most 3" in line for line in caplog.messages) == 1
     assert not isinstance(caught.value, GangLost)

@@ -1,4 +1,6 @@
-"""MLflow's observer, by MLflow's own client: to files, to a real server, and to one that is away, refuses or hangs."""
+"""MLflow's observer, by MLflow's own client: to files, to a real server, and to one that is away,
+refuses or hangs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ from tasks.settings import SettingsError, load_settings
 from tasks.study import _Observer
 from tasks.study_report import StudyReport
 from tests.support.runs import fork_functions
-from tests.support.short_run import epoch_finished, epoch_of_events, loaded, run_finished, started, whole_run
+from tests.support.short_run import (
+    epoch_finished,
+    epoch_of_events,
+    loaded,
+    run_finished,
+    started,
+    whole_run,
+)
 
 VERSION = "3.17.2"
 TOKEN = "secret-of-mlflow"
@@ -60,7 +69,16 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("mlflow")
     if given := os.environ.get("MLFLOW_PACKAGES"):
         return Path(given)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(place), f"mlflow=={VERSION}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        str(place),
+        f"mlflow=={VERSION}",
+    ]
     subprocess.run(command, check=True, timeout=400)
     return place
 
@@ -74,13 +92,30 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        stores = [f"--backend-store-uri=sqlite:///{self.place}/runs.db", f"--artifacts-destination={self.place}/files"]
-        command = [sys.executable, "-S", "-m", "mlflow", "server", f"--port={self.port}", "--workers=1", *stores]
+        stores = [
+            f"--backend-store-uri=sqlite:///{self.place}/runs.db",
+            f"--artifacts-destination={self.place}/files",
+        ]
+        command = [
+            sys.executable,
+            "-S",
+            "-m",
+            "mlflow",
+            "server",
+            f"--port={self.port}",
+            "--workers=1",
+            *stores,
+        ]
         path = os.environ["PATH"] + os.pathsep + str(self.packages / "bin")
         environment = {**os.environ, "PYTHONPATH": str(self.packages), "PATH": path}
         with open(self.place / "log", "ab") as log:
             self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, cwd=self.place, start_new_session=True
+                command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=self.place,
+                start_new_session=True,
             )
         deadline = time.monotonic() + 120
         while True:
@@ -105,16 +140,24 @@ class Server:
         return json.loads(urllib.request.urlopen(request, timeout=30).read())
 
     def runs(self, name: str) -> list[Any]:
-        experiment = self.call("experiments/get-by-name?experiment_name=tests")["experiment"]["experiment_id"]
-        found = self.call("runs/search", experiment_ids=[experiment], filter=f"tags.`flyte_ddp.run` = '{name}'")
+        experiment = self.call("experiments/get-by-name?experiment_name=tests")["experiment"][
+            "experiment_id"
+        ]
+        found = self.call(
+            "runs/search", experiment_ids=[experiment], filter=(f"tags.`flyte_ddp.run` = '{name}'")
+        )
         return list(found.get("runs", []))
 
     def steps(self, run: Any, metric: str) -> list[int]:
-        history = self.call(f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={metric}")["metrics"]
+        history = self.call(
+            f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={metric}"
+        )["metrics"]
         return [int(each["step"]) for each in history]
 
     def files(self, run: Any, directory: str) -> list[str]:
-        listed = self.call(f"artifacts/list?run_id={run['info']['run_id']}&path={directory}").get("files", [])
+        listed = self.call(f"artifacts/list?run_id={run['info']['run_id']}&path={directory}").get(
+            "files", []
+        )
         return [each["path"] for each in listed]
 
 
@@ -162,28 +205,50 @@ def find_run(uri: str, name: str) -> tuple[Any, Callable[[str], list[int]]]:
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id], f"tags.`flyte_ddp.run` = '{name}'")
-    return run, lambda metric: [each.step for each in client.get_metric_history(run.info.run_id, metric)]
+    return run, lambda metric: [
+        each.step for each in client.get_metric_history(run.info.run_id, metric)
+    ]
 
 
 def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
     options: dict[str, Any] = {"say": print, "config": {"sweep": {"lr": 0.1}, "a b=c/../é": 1}}
-    replay(Mlflow(files, "tests", "one", **options), [started(), loaded(), *epoch_of_events(1)], RuntimeError())
+    replay(
+        Mlflow(files, "tests", "one", **options),
+        [started(), loaded(), *epoch_of_events(1)],
+        RuntimeError(),
+    )
     assert find_run(files, "one")[0].info.status == "FAILED"
-    # Another attempt, with more ranks, from the checkpoint of the first epoch; its gang starts again once.
+    # Another attempt, with more ranks, from the checkpoint of the first epoch; its gang starts
+    # again once.
     odd = replace(epoch_finished(3), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25})
-    again = [started(world_size=4), loaded(4), *epoch_of_events(2), started(world_size=3), loaded(4)]
+    again = [
+        started(world_size=4),
+        loaded(4),
+        *epoch_of_events(2),
+        started(world_size=3),
+        loaded(4),
+    ]
     listener = Mlflow(files, "tests", "one", **options)
     last = [odd if isinstance(event, EpochFinished) else event for event in epoch_of_events(3)]
     replay(listener, [*again, *epoch_of_events(2), *last, run_finished("")])
     run, steps = find_run(files, "one")
     assert run.info.status == "FINISHED"
     assert run.info.run_id in listener.url
-    parameters = {"program": "digits", "learning_rate": "0.1", "epochs": "3", "sweep.lr": "0.1", "é": "1"}
+    parameters = {
+        "program": "digits",
+        "learning_rate": "0.1",
+        "epochs": "3",
+        "sweep.lr": "0.1",
+        "é": "1",
+    }
     assert run.data.params.items() >= parameters.items()
     assert run.data.tags["world_size"] == "3"
     assert steps("train/loss") == [*range(1, 13)]
     assert steps("epoch/test_loss") == [1, 2, 3]
-    assert (run.data.metrics["epoch/f1_macro_"], run.data.metrics["epoch/accuracy_5"]) == (0.5, 0.25)
+    assert (run.data.metrics["epoch/f1_macro_"], run.data.metrics["epoch/accuracy_5"]) == (
+        0.5,
+        0.25,
+    )
 
 
 def test_a_history_is_uploaded_later_and_its_files_go_to_the_store_that_the_server_names(
@@ -192,9 +257,13 @@ def test_a_history_is_uploaded_later_and_its_files_go_to_the_store_that_the_serv
     from mlflow import MlflowClient
 
     MlflowClient(files).create_experiment("tests", artifact_location="memory://mlflow")
-    write_file("memory://histories/a.jsonl", "".join(map(to_line, [*whole_run(), finished])).encode())
+    write_file(
+        "memory://histories/a.jsonl", "".join(map(to_line, [*whole_run(), finished])).encode()
+    )
     for _ in range(2):
-        assert mlflow.main(["memory://histories/a.jsonl", files, "tests", "late", "digits"]).startswith("MLflow: ")
+        assert mlflow.main(
+            ["memory://histories/a.jsonl", files, "tests", "late", "digits"]
+        ).startswith("MLflow: ")
     run, steps = find_run(files, "late")
     assert (steps("train/loss"), run.info.status) == ([*range(1, 13)], "FINISHED")
     assert read_file(f"{run.info.artifact_uri}/model/model_state.safetensors") == b"weights"
@@ -211,7 +280,9 @@ class Hanging(Refusing):
 
 
 @pytest.mark.parametrize("kind", ["away", "refuses", "hangs"])
-def test_a_server_that_fails_costs_the_training_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails_costs_the_training_one_line(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(Mlflow, "close_timeout", 0.5 if kind == "hangs" else 600)
     lines: list[str] = []
@@ -220,11 +291,16 @@ def test_a_server_that_fails_costs_the_training_one_line(kind: str, monkeypatch:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{free_port() if kind == 'away' else server.server_port}"
         keys = {"MLFLOW_TRACKING_TOKEN": TOKEN}
-        replay(Mlflow(url, "tests", "r1", say=lines.append, keys=keys), [*whole_run(), run_finished("")])
+        replay(
+            Mlflow(url, "tests", "r1", say=lines.append, keys=keys),
+            [*whole_run(), run_finished("")],
+        )
         Hanging.ends.set()
         server.shutdown()
     (line,) = lines
-    assert line.startswith("MLflow failed and records no more of this run; the training continues: ")
+    assert line.startswith(
+        "MLflow failed and records no more of this run; the training continues: "
+    )
     command = f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1"
     assert line.endswith(f"; to upload the rest later: {command}")
     assert ("who are you?" in line) == (kind == "refuses")
@@ -232,7 +308,9 @@ def test_a_server_that_fails_costs_the_training_one_line(kind: str, monkeypatch:
     assert {*Refusing.seen} <= {f"Bearer {TOKEN}"}
 
 
-def test_events_beyond_the_bound_of_the_queue_end_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_beyond_the_bound_of_the_queue_end_the_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recorder, "MAX_EVENTS", 4)
     is_open = threading.Event()
     monkeypatch.setattr(Mlflow, "_open", lambda self, event: is_open.wait())
@@ -262,32 +340,56 @@ def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
     frame: Any = SimpleNamespace(run_id=lambda: "group", say=lines.append)
     observer = _Observer(frame, StudyReport("digits"))
     for key in ("a", "b"):
-        options: dict[str, Any] = {"history": f"s3://c/{key}/outcome.jsonl", "say": observer._say_of_wandb}
+        options: dict[str, Any] = {
+            "history": f"s3://c/{key}/outcome.jsonl",
+            "say": observer._say_of_wandb,
+        }
         Mlflow("http://host", "tests", f"group-{key}", **options)._give_up(TimeoutError())
-        command = f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl http://host tests group-{key}"
+        command = (
+            f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl http://host "
+            f"tests group-{key}"
+        )
         assert lines.pop().endswith(command)
 
 
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
-    settings.write_text(Path("settings.toml").read_text().replace('tracking = "wandb"', 'tracking = "mlflow"'))
+    settings.write_text(
+        Path("settings.toml").read_text().replace('tracking = "wandb"', ('tracking = "mlflow"'))
+    )
     command = (
         "import json; from tasks.resources import *\n"
         "tasks = (SMALL_TASK, EVALUATION_TASK, TRAINING_TASK, DRIVER_TASK)\n"
         "print(json.dumps([task['environment'] for task in tasks]))"
     )
     given = {**os.environ, "TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://mlflow.team:5000"}
-    done = subprocess.run([sys.executable, "-c", command], env=given, capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=given, capture_output=True, check=True, text=True
+    )
     for environment in json.loads(done.stdout.splitlines()[-1]):
         assert load_settings(settings, environment).mlflow_url == "http://mlflow.team:5000"
 
 
 @pytest.mark.slow
-def test_a_workflow_whose_rank_was_killed_is_one_run_with_its_card(server: Server, tmp_path: Path) -> None:
+def test_a_workflow_whose_rank_was_killed_is_one_run_with_its_card(
+    server: Server, tmp_path: Path
+) -> None:
     command = [str(Path(sys.executable).with_name("pyflyte")), "run", "workflows/single_node.py"]
     command += ["single_node_training_wf", "--recipe", "tests.support.recipes.Tiny"]
-    command += ["--num_processes", "2", "--checkpoints", str(tmp_path / "c"), "--model_artifact", "tiny"]
-    given = {**os.environ, "TRACKING": "mlflow", "MLFLOW_TRACKING_URI": server.url, "MLFLOW_EXPERIMENT_NAME": "tests"}
+    command += [
+        "--num_processes",
+        "2",
+        "--checkpoints",
+        str(tmp_path / "c"),
+        "--model_artifact",
+        "tiny",
+    ]
+    given = {
+        **os.environ,
+        "TRACKING": "mlflow",
+        "MLFLOW_TRACKING_URI": server.url,
+        "MLFLOW_EXPERIMENT_NAME": "tests",
+    }
     given |= {"MLFLOW_TRACKING_TOKEN": TOKEN, "FAULT": "kill 1 5", "PYTHONPATH": "."}
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -337,7 +439,10 @@ def test_functions_and_scripts_are_recorded_as_recipes_are(
 def test_functions_and_scripts_without_a_server_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, got none"
+    line = (
+        "MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, "
+        "got none"
+    )
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert run_script(tmp_path, "--mlflow", "tests") == 2
     assert capsys.readouterr().err == f"error: {line}\n"
@@ -348,7 +453,9 @@ def test_functions_and_scripts_without_a_server_are_one_line(
 
 
 def test_mlflow_without_a_server_is_one_line() -> None:
-    with pytest.raises(SettingsError, match="mlflow.url: expected the URL of the server, .* got none"):
+    with pytest.raises(
+        SettingsError, match=("mlflow.url: expected the URL of the server, .* got none")
+    ):
         load_settings(environment={"TRACKING": "mlflow"})
     with pytest.raises(SettingsError, match="TRACKING: expected one of wandb, mlflow, got 'mflow'"):
         load_settings(environment={"TRACKING": "mflow"})

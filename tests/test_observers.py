@@ -51,7 +51,8 @@ from tests.support.short_run import (
     whole_run,
 )
 
-# --- progress bar -----------------------------------------------------------------------------------------------------
+# --- progress bar
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_line_about_a_resumed_run_counts_the_steps_that_are_done_again() -> None:
@@ -80,10 +81,20 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     bar.close(None)
     lines = stream.getvalue().splitlines()
     assert not set("\r\x1b") & set(stream.getvalue())
-    for expected in ("digits, ", "scikit-learn's digits (1,797 images)", "2 ranks", "cpu", "431,080 parameters"):
+    for expected in (
+        "digits, ",
+        "scikit-learn's digits (1,797 images)",
+        "2 ranks",
+        "cpu",
+        ("431,080 parameters"),
+    ):
         assert expected in lines[0]
-    assert lines[1] == "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, 1,234 samples/s"
-    assert [line for line in lines if "step " in line] == [lines[1]], "steps of the next ten seconds are left out"
+    assert lines[1] == (
+        "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, 1,234 samples/s"
+    )
+    assert [line for line in lines if "step " in line] == [lines[1]], (
+        "steps of the next ten seconds are left out"
+    )
     assert [line for line in lines if line.startswith("epoch 2/3")] == [
         "epoch 2/3: train loss 0.5, test loss 1, accuracy 95.00%, 1,000 samples/s"
     ]
@@ -123,14 +134,18 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
             bar.handle(event)
         bar.close(None)
         contents = b""
-        while select.select([master], [], [], 0.5)[0]:  # a terminal passes on what it has, not all there is
+        # a terminal passes on what it has, not all there is
+        while select.select([master], [], [], 0.5)[0]:
             contents += os.read(master, 1 << 16)
     shown = contents.decode()
     os.close(master)
     assert re.search(r"epoch 1/3: .*4/12 .*loss 0\.25, learning rate 0\.1", shown)
     assert re.search(r"epoch 2/3: .*8/12", shown)
     # What is left when every line is redrawn: the part after its last carriage return.
-    left = [re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip() for line in shown.replace("\r\n", "\n").split("\n")]
+    left = [
+        re.sub(r"\x1b\[A", "", line).split("\r")[-1].strip()
+        for line in shown.replace("\r\n", "\n").split("\n")
+    ]
     assert [line for line in left if line and not line.startswith(("digits", "resumed"))] == [
         "epoch 1/3: train loss 1, test loss 2, accuracy 90.00%, 1,000 samples/s",
         "rank 1: a line of its own",
@@ -138,7 +153,8 @@ def test_on_a_terminal_a_bar_moves_and_lines_stay_above_it() -> None:
     ]
 
 
-# --- history ----------------------------------------------------------------------------------------------------------
+# --- history
+# --------------------------------------------------------------------------------------------------
 
 
 def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
@@ -149,7 +165,9 @@ def test_history_reads_back_all_events_without_images(tmp_path: Path) -> None:
         history.handle(event)
     followed = read_history(path)  # while it is still open
     history.close(None)
-    assert followed == [event for event in events if not isinstance(event, (PredictionsMade, HistogramsTaken))]
+    assert followed == [
+        event for event in events if not isinstance(event, (PredictionsMade, HistogramsTaken))
+    ]
     assert all(json.loads(line)["time"] > 1.7e9 for line in path.read_text().splitlines())
 
 
@@ -182,12 +200,20 @@ def test_history_of_a_resumed_run_has_every_epoch_once(tmp_path: Path) -> None:
         history.close(None)
         return [event.epoch for event in read_history(path) if isinstance(event, EpochFinished)]
 
-    assert epochs(tmp_path / "in another pod", [started(), loaded(8), epoch_finished(3)]) == [1, 2, 3]
-    assert epochs(tmp_path / "same", [started(), loaded(), epoch_finished(1), epoch_finished(2)]) == [1, 2]
+    assert epochs(tmp_path / "in another pod", [started(), loaded(8), epoch_finished(3)]) == [
+        1,
+        2,
+        3,
+    ]
+    assert epochs(
+        tmp_path / "same", [started(), loaded(), epoch_finished(1), epoch_finished(2)]
+    ) == [1, 2]
     assert epochs(tmp_path / "same", [started(), loaded(8), epoch_finished(3)]) == [1, 2, 3]
 
 
-def test_a_history_file_that_repeats_earlier_epochs_folds_to_every_epoch_once(tmp_path: Path) -> None:
+def test_a_history_file_that_repeats_earlier_epochs_folds_to_every_epoch_once(
+    tmp_path: Path,
+) -> None:
     history = HistoryFile(tmp_path / "history.jsonl")
     for event in [started(), loaded(8), epoch_finished(3)]:
         history.handle(event)
@@ -201,7 +227,9 @@ def _stamped(events: list[Event], times: list[int]) -> list[Event]:
 
 
 def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
-    """Two attempts: the second one resumes at step 2, so what the first one did after that is done again."""
+    """Two attempts: the second one resumes at step 2, so what the first one did after that is done
+    again.
+    """
     saved = CheckpointSaved(2, "/c/2.pt", False, seconds=0.5)
     events = _stamped(
         [
@@ -217,7 +245,8 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
             loaded(2),
             epoch_finished(1),  # with an evaluation of 0.5 s
             predictions_made(),
-            CheckpointWritten(4, "/c/4.pt", True),  # from beside the training: divides none of its time
+            # from beside the training: divides none of its time
+            CheckpointWritten(4, "/c/4.pt", True),
             run_finished(),
         ],
         [1010, 1014, 1014, 1016, 1017, 1018, 1040, 1072, 1075, 1075, 1085, 1086, 1088, 1089],
@@ -238,44 +267,97 @@ def test_the_wall_time_is_what_it_went_to(tmp_path: Path) -> None:
     for number in range(1, len(events)):
         assert RunState.of(events[:number]).time_spent(until=2000.0).wall == pytest.approx(1000.0)
     assert RunState.of(events).time_spent(until=2000.0).wall == 89.0
-    assert RunState.of([started(), *epoch_of_events(1)]).time_spent(until=2000.0).wall == 0.0  # without times
+    # without times
+    assert RunState.of([started(), *epoch_of_events(1)]).time_spent(until=2000.0).wall == 0.0
 
     history = HistoryFile(tmp_path / "history.jsonl")
     for event in events:
         history.handle(event)
     history.close(None)
     last = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1])
-    assert (last.pop("event"), TimeSpent(**{name: last[name] for name in spent.parts()})) == ("TimeSpent", spent)
+    assert (last.pop("event"), TimeSpent(**{name: last[name] for name in spent.parts()})) == (
+        "TimeSpent",
+        spent,
+    )
     assert RunState.of(read_history(tmp_path / "history.jsonl")).time_spent() == spent
 
 
 def test_the_time_and_number_of_announced_losses_are_counted_apart_from_restarts() -> None:
     """A node leaves after step 2, and 6 s later its replacement is there; then a rank is killed."""
     told = [
-        *(AttemptStarted(2, 1000.0, 0.0), started(), loaded(), reported(2), CheckpointSaved(2, "/c/2.pt", False, 0.0)),
-        *(AttemptEnded(2, "node 1 leaves", idle_seconds=1.0, num_leaving=1), AttemptStarted(2, 1000.0, 6.0)),
-        *(started(), loaded(2), reported(3), AttemptEnded(3, "a rank was killed", 0.0), AttemptStarted(2, 1000.0, 0.0)),
+        *(
+            AttemptStarted(2, 1000.0, 0.0),
+            started(),
+            loaded(),
+            reported(2),
+            CheckpointSaved(2, "/c/2.pt", False, 0.0),
+        ),
+        *(
+            AttemptEnded(2, "node 1 leaves", idle_seconds=1.0, num_leaving=1),
+            AttemptStarted(2, 1000.0, 6.0),
+        ),
+        *(
+            started(),
+            loaded(2),
+            reported(3),
+            AttemptEnded(3, "a rank was killed", 0.0),
+            AttemptStarted(2, 1000.0, 0.0),
+        ),
         *(started(), loaded(2), reported(3)),
     ]
-    times = [1000, 1000, 1000, 1002, 1002, 1003, 1009, 1011, 1011, 1012, 1012, 1013, 1014, 1014, 1016]
+    times = [
+        1000,
+        1000,
+        1000,
+        1002,
+        1002,
+        1003,
+        1009,
+        1011,
+        1011,
+        1012,
+        1012,
+        1013,
+        1014,
+        1014,
+        1016,
+    ]
     state = RunState.of(_stamped(told, times))
     assert (state.num_starts, state.num_announced_losses) == (3, 1)
     assert state.time_spent() == TimeSpent(
-        stepping=2.0 + 2.0, announced_losses=1.0 + 2.0, waiting_for_nodes=6.0, restarting=1.0 + 1.0, redone_steps=1.0
+        stepping=2.0 + 2.0,
+        announced_losses=1.0 + 2.0,
+        waiting_for_nodes=6.0,
+        restarting=1.0 + 1.0,
+        redone_steps=1.0,
     )
     figures = RunFigures({})
     for event in told:
         figures.handle(event)
     counted = figures.values()
-    assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (1, 1)
+    assert (counted["flyte_ddp_restarts_total"], counted["flyte_ddp_announced_losses_total"]) == (
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize(("resumed", "redone"), [(2, 5.0), (4, 3.0), (6, 1.0), (7, 0.0)])
 def test_steps_that_memory_had_are_not_done_again(resumed: int, redone: float) -> None:
     """A rank is killed at step 7. The store has step 2, and reports come every four steps."""
     told = [
-        *(AttemptStarted(2, 1000.0, 0.0), started(), loaded(), CheckpointSaved(2, "/c/2.pt", False, 0.0), reported(4)),
-        *(AttemptEnded(7, "a rank was killed", 0.0), AttemptStarted(2, 1000.0, 0.0), started(), loaded(resumed)),
+        *(
+            AttemptStarted(2, 1000.0, 0.0),
+            started(),
+            loaded(),
+            CheckpointSaved(2, "/c/2.pt", False, 0.0),
+            reported(4),
+        ),
+        *(
+            AttemptEnded(7, "a rank was killed", 0.0),
+            AttemptStarted(2, 1000.0, 0.0),
+            started(),
+            loaded(resumed),
+        ),
     ]
     times = [1000, 1000, 1000, 1002, 1004, 1007, 1007, 1008, 1008]
     spent = RunState.of(_stamped(told, times)).time_spent()
@@ -287,17 +369,30 @@ def test_a_grace_that_is_shorter_than_the_newest_checkpoint_took_is_a_notice_of_
     grace: float, is_short: bool
 ) -> None:
     report = Report("train")
-    told = [AttemptStarted(1, 1000.0, 0.0, grace), started(), loaded(), CheckpointSaved(2, "/c/2.pt", False, 0.5)]
+    told = [
+        AttemptStarted(1, 1000.0, 0.0, grace),
+        started(),
+        loaded(),
+        CheckpointSaved(2, "/c/2.pt", False, 0.5),
+    ]
     told += [CheckpointSaved(4, "/c/4.pt", False, 0.5), CheckpointWritten(4, "/c/4.pt", True)]
     for event in _stamped(told, [1001, 1002, 1002, 1004, 1010, 1041]):
         report.handle(event)
-    expected = ["The store took 31 s for the newest checkpoint, and a node that is told to go has 25 s"]
-    assert [notice.partition(":")[0] for notice in report.content()["notices"]] == expected * is_short
+    expected = [
+        ("The store took 31 s for the newest checkpoint, and a node that is told to go has 25 s")
+    ]
+    assert [
+        notice.partition(":")[0] for notice in report.content()["notices"]
+    ] == expected * is_short
 
 
 def test_time_between_two_processes_of_a_run_is_no_wait() -> None:
-    first = _stamped([AttemptStarted(1, 1000.0, 0.0), started(), loaded(), reported(4)], [1001, 1002, 1002, 1004])
-    again = _stamped([AttemptStarted(1, 5000.0, 0.0), started(), loaded(), reported(1)], [5001, 5003, 5003, 5004])
+    first = _stamped(
+        [AttemptStarted(1, 1000.0, 0.0), started(), loaded(), reported(4)], [1001, 1002, 1002, 1004]
+    )
+    again = _stamped(
+        [AttemptStarted(1, 5000.0, 0.0), started(), loaded(), reported(1)], [5001, 5003, 5003, 5004]
+    )
     assert RunState.of(first + again).time_spent() == TimeSpent(
         stepping=1.0, starting=2.0, restarting=3.0, redone_steps=2.0
     )
@@ -307,7 +402,10 @@ def test_the_best_epoch_is_that_by_the_runs_monitor() -> None:
     first, second = epoch_finished(1), replace(epoch_finished(2), test_loss=9.0)
     assert RunState.of([started(), first, second]).best is first
     monitor = {"metric": "accuracy", "mode": "max"}
-    assert RunState.of([started(config={"epochs": 3, "monitor": monitor}), first, second]).best is second
+    assert (
+        RunState.of([started(config={"epochs": 3, "monitor": monitor}), first, second]).best
+        is second
+    )
 
 
 def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None:
@@ -317,7 +415,8 @@ def test_history_survives_values_that_json_does_not_know(tmp_path: Path) -> None
     assert isinstance(read_history(tmp_path / "history.jsonl")[0], RunStarted)
 
 
-# --- a new kind of event, and a new observer --------------------------------------------------------------------------
+# --- a new kind of event, and a new observer
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -332,7 +431,9 @@ class PowerMeasured(Timed):
 
 
 class Table:
-    """An observer of a few lines: it sees every figure of a recipe's run and of a function's, and asks for no kind."""
+    """An observer of a few lines: it sees every figure of a recipe's run and of a function's, and
+    asks for no kind.
+    """
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float | None, str, float]] = []
@@ -340,7 +441,9 @@ class Table:
     def handle(self, event: Event) -> None:
         figures = event.figures()
         x = figures.step if figures.axis == "step" else figures.epoch
-        self.rows += [(figures.axis, x, name, value) for name, value in figures.values.items() if figures.axis]
+        self.rows += [
+            (figures.axis, x, name, value) for name, value in figures.values.items() if figures.axis
+        ]
 
     def close(self, error: BaseException | None) -> None:
         self.rows.append(("end", None, "failed", float(error is not None)))
@@ -352,7 +455,12 @@ def test_a_new_observer_sees_the_figures_of_every_program_and_of_a_new_kind_of_e
     with Dispatcher([table, ProgressBar(stream)]) as dispatcher:
         for event in (started(), loaded(), reported(4), epoch_finished(1), power, run_finished()):
             dispatcher.emit(event)
-        for event in (RunStarted("train", 2), loaded(), Reported(1, None, {"reward": 0.5}), RunFinished(1, 1.0)):
+        for event in (
+            RunStarted("train", 2),
+            loaded(),
+            Reported(1, None, {"reward": 0.5}),
+            RunFinished(1, 1.0),
+        ):
             dispatcher.emit(event)
     assert ("step", 4, "loss", 0.25) in table.rows
     assert ("epoch", 1, "accuracy", 0.9) in table.rows

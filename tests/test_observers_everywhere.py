@@ -1,4 +1,6 @@
-"""History, W&B, Prometheus, report and `max_hours` work for functions and scripts as they do for recipes."""
+"""History, W&B, Prometheus, report and `max_hours` work for functions and scripts as they do for
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,19 @@ def environment(tmp_path, monkeypatch):
 
 
 def reported_steps(history: Path) -> list[int]:
-    return [event.step for event in events.read_history(history) if isinstance(event, events.Reported)]
+    return [
+        event.step for event in events.read_history(history) if isinstance(event, events.Reported)
+    ]
 
 
 def test_a_script_is_recorded_as_a_recipe_is(environment, monkeypatch, capfd):
     monkeypatch.setenv("STEPS", "3")
-    files = ("--history", str(environment / "history.jsonl"), "--report", str(environment / "report.html"))
+    files = (
+        "--history",
+        str(environment / "history.jsonl"),
+        "--report",
+        str(environment / "report.html"),
+    )
     assert main(["run", *files, "--wandb", "scripts", str(environment / "train.py")]) == 0
     assert reported_steps(environment / "history.jsonl") == [1, 2, 3]
     report = (environment / "report.html").read_text()
@@ -63,23 +72,38 @@ def test_a_script_is_recorded_as_a_recipe_is(environment, monkeypatch, capfd):
     assert "WANDB_MODE is offline, so the run is recorded offline" in capfd.readouterr().err
 
 
-def test_max_hours_ends_a_script_after_a_checkpoint_and_is_an_error_that_says_so(environment, monkeypatch, capfd):
+def test_max_hours_ends_a_script_after_a_checkpoint_and_is_an_error_that_says_so(
+    environment, monkeypatch, capfd
+):
     monkeypatch.setenv("STEPS", "1000")
     monkeypatch.delenv("SCRAPED")
     begun = ("run", "--max-hours", "0.0006", str(environment / "train.py"))
     assert main(begun) == 2
     assert re.search(
-        r"error: max_hours: the run has taken 0\.0006 h.*: the run was stopped at step \d+", capfd.readouterr().err
+        r"error: max_hours: the run has taken 0\.0006 h.*: the run was stopped at step \d+",
+        capfd.readouterr().err,
     )
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_rank_starts(environment, capsys):
     (environment / "file").touch()
-    assert main(["run", "--history", str(environment / "file" / "history"), str(environment / "train.py")]) == 2
+    assert (
+        main(
+            [
+                "run",
+                "--history",
+                str(environment / "file" / "history"),
+                str(environment / "train.py"),
+            ]
+        )
+        == 2
+    )
     expected = r"error: --history, --report: expected files that can be written, got .*/file"
     assert re.search(expected, capsys.readouterr().err)
     assert main(["run", "--max-hours", "-1", str(environment / "train.py")]) == 2
-    assert capsys.readouterr().err == "error: max_hours: expected a finite number of at least 0 (hours), got -1.0\n"
+    assert capsys.readouterr().err == (
+        "error: max_hours: expected a finite number of at least 0 (hours), got -1.0\n"
+    )
 
 
 def count() -> str:
@@ -117,7 +141,19 @@ def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch):
     fork_functions(monkeypatch)
     monkeypatch.setenv("STEPS", "1000")
     monkeypatch.delenv("SCRAPED")
-    with pytest.raises(UserError, match=r"max_hours: the run has taken 0\.0006 h.*: the run was stopped at step \d+"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"max_hours: the run has taken 0\.0006 h.*: the run was "
+            r"stopped at step \d+"
+        ),
+    ):
         limited()
-    with pytest.raises(ConfigError, match=r"max_hours: expected a finite number of at least 0 \(hours\), got -1"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"max_hours: expected a finite number of at least 0 "
+            r"\(hours\), got -1"
+        ),
+    ):
         Distributed(max_hours=-1)

@@ -1,4 +1,6 @@
-"""What others load: the weights as safetensors, the run card, and recipe text's model in transformers."""
+"""What others load: the weights as safetensors, the run card, and recipe text's model in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def trained(tmp_path_factory):
     """A training of Tiny from the weights of a champion: (result, files of its export by name)."""
     place = tmp_path_factory.mktemp("runs")
     first = flyte_ddp.train(TINY, {"epochs": 1}, nproc_per_node=1, checkpoints=str(place / "first"))
-    champion = place / "champion" / "versions" / "20260102T030405.000000Z-0badcafe" / "model_state.safetensors"
+    champion = (
+        place
+        / "champion"
+        / "versions"
+        / "20260102T030405.000000Z-0badcafe"
+        / "model_state.safetensors"
+    )
     champion.parent.mkdir(parents=True)
     champion.write_bytes((place / "first" / "export" / "model_state.safetensors").read_bytes())
     result = flyte_ddp.train(
@@ -55,7 +63,10 @@ def test_a_training_leaves_its_weights_as_safetensors_and_a_card(trained):
     assert sorted(files) == ["README.md", "model_state.safetensors", "run_card.json"]
     with safe_open(files["model_state.safetensors"], "pt") as weights:
         assert {*weights.keys()} == {*result.model_state}
-        assert all(torch.equal(weights.get_tensor(name), value) for name, value in result.model_state.items())
+        assert all(
+            torch.equal(weights.get_tensor(name), value)
+            for name, value in result.model_state.items()
+        )
 
 
 def test_the_card_says_where_a_model_comes_from(trained):
@@ -68,23 +79,46 @@ def test_the_card_says_where_a_model_comes_from(trained):
     assert card["data"]["license"] == "not known"
     assert card["origin"]["parent_champion"] == "20260102T030405.000000Z-0badcafe"
     assert card["ranks"]["world_sizes"] == [2]
-    assert [epoch["test_loss"] for epoch in card["epochs"]] == [epoch.test_loss for epoch in result.epochs]
-    assert [epoch["accuracy"] for epoch in card["epochs"]] == [epoch.metrics["accuracy"] for epoch in result.epochs]
+    assert [epoch["test_loss"] for epoch in card["epochs"]] == [
+        epoch.test_loss for epoch in result.epochs
+    ]
+    assert [epoch["accuracy"] for epoch in card["epochs"]] == [
+        epoch.metrics["accuracy"] for epoch in result.epochs
+    ]
     assert card["seconds"]["wall"] > card["seconds"]["stepping"] > 0
     page = files["README.md"].read_text()
-    for value in (f"# {TINY}", card["data"]["fingerprint"], "20260102T030405", "not known", f'"seed": {0}'):
+    for value in (
+        f"# {TINY}",
+        card["data"]["fingerprint"],
+        "20260102T030405",
+        "not known",
+        (f'"seed": {0}'),
+    ):
         assert value in page
 
 
 def test_the_licence_of_data_is_the_recipes_where_it_knows_it():
-    licences = {name: get_recipe(name).data_license("") for name in ("digits", "mnist", "text", "image_folder")}
-    assert licences == {"digits": "CC-BY-4.0", "mnist": "CC-BY-SA-3.0", "text": "PSF-2.0", "image_folder": ""}
+    licences = {
+        name: get_recipe(name).data_license("")
+        for name in ("digits", "mnist", "text", "image_folder")
+    }
+    assert licences == {
+        "digits": "CC-BY-4.0",
+        "mnist": "CC-BY-SA-3.0",
+        "text": "PSF-2.0",
+        "image_folder": "",
+    }
     assert get_recipe("text").data_license("s3://ours/books") == ""
 
 
 def test_tied_tensors_and_values_survive_safetensors():
     weight = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    state = {"embedding": weight, "output": weight, "count": torch.tensor(3), "_extra_state": {"sizes": [1, "ä"]}}
+    state = {
+        "embedding": weight,
+        "output": weight,
+        "count": torch.tensor(3),
+        "_extra_state": {"sizes": [1, "ä"]},
+    }
     read = from_bytes(to_safetensors(state))
     assert read.keys() == state.keys()
     assert read["_extra_state"] == state["_extra_state"]
@@ -99,7 +133,8 @@ def test_a_damaged_safetensors_file_is_no_state():
 
 
 def test_a_safetensors_file_may_begin_as_a_pickle_does():
-    for length in range(1, 300):  # the header's length is a multiple of 8, and 128 mod 256 once in 32
+    # the header's length is a multiple of 8, and 128 mod 256 once in 32
+    for length in range(1, 300):
         contents = to_safetensors({"x" * length: torch.ones(2)})
         if contents.startswith(b"\x80"):
             break
@@ -131,7 +166,8 @@ def test_what_cannot_be_exported_is_named_and_ends_nothing(tmp_path):
     results = export_model(Careless(), state, str(tmp_path))
     assert results["exported"] == [] == list(tmp_path.iterdir())
     assert results["not_exported"] == (
-        "model_state.safetensors: steps is a set that JSON cannot hold; Careless.export: division by zero"
+        "model_state.safetensors: steps is a set that JSON cannot hold; Careless.export: division "
+        "by zero"
     )
 
 
@@ -151,12 +187,18 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
     context = FlyteContextManager.current_context()
     local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     with FlyteContextManager.with_context(context.with_execution_state(local)):
-        for files in (results["exported"], ["model_state.safetensors"]):  # the second run with the same output
+        # the second run with the same output
+        for files in (results["exported"], ["model_state.safetensors"]):
             finished = replace(state.finished, exported=files)
-            with open_frame(Report(), TINY, str(tmp_path / "c"), output=str(tmp_path / "out")) as frame:
+            with open_frame(
+                Report(), TINY, str(tmp_path / "c"), output=str(tmp_path / "out")
+            ) as frame:
                 (tmp_path / "out" / "export").mkdir(exist_ok=True)
                 (tmp_path / "out" / "export" / "mine.txt").touch()
-                frame.exported(finished, {**run_card(state), "model": {**run_card(state)["model"], "files": files}})
+                frame.exported(
+                    finished,
+                    {**run_card(state), "model": {**run_card(state)["model"], "files": files}},
+                )
             has_old = (tmp_path / "out" / "export" / "onnx" / "model.onnx").exists()
             assert has_old == ("onnx/model.onnx" in files)
             assert (tmp_path / "out" / "export" / "mine.txt").exists()
@@ -164,7 +206,9 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
 
 def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(to_safetensors({"weight": torch.ones(100)})[:-1])
-    with pytest.raises(ConfigError, match="cannot be read: UnpicklingError: it is no safetensors file") as caught:
+    with pytest.raises(
+        ConfigError, match=("cannot be read: UnpicklingError: it is no safetensors file")
+    ) as caught:
         load_initial_state(get_recipe(TINY).model(), str(tmp_path / "w.safetensors"))
     assert "\n" not in str(caught.value)
 

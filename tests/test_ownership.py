@@ -1,4 +1,6 @@
-"""A run's place belongs to one run at a time: a second is refused, a successor takes over, a ghost writes nothing."""
+"""A run's place belongs to one run at a time: a second is refused, a successor takes over, a ghost
+writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def change(url, **values):
 
 
 def beat_elsewhere(url, monkeypatch):
-    """Let the owner of the place at `url` seem to be on another machine, from where it sends heartbeats."""
+    """Let the owner of the place at `url` seem to be on another machine, from where it sends
+    heartbeats.
+    """
     put = Ownership._put
 
     def put_elsewhere(owner, storage, values):
@@ -69,7 +73,9 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(url, monkeypat
             assert "belongs to run f1-n0 on other-host since 20" in message
 
 
-def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_at_once(url, monkeypatch):
+def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_at_once(
+    url, monkeypatch
+):
     beat_elsewhere(url, monkeypatch)
     with owns(url, "f0-n0"):
         pass
@@ -86,7 +92,9 @@ def test_a_released_place_is_free_and_an_attempt_of_the_same_run_takes_it_over_a
         assert read_owner(storage)[1].token == second.token
 
 
-def test_ranks_hold_what_they_write_until_a_store_that_was_away_has_their_token(tmp_path, monkeypatch):
+def test_ranks_hold_what_they_write_until_a_store_that_was_away_has_their_token(
+    tmp_path, monkeypatch
+):
     is_back, put = threading.Event(), Ownership._put
 
     def put_later(owner, storage, values):
@@ -133,8 +141,14 @@ def test_one_of_two_simultaneous_runs_gets_the_place(url):
         each.__exit__(None, None, None)
 
 
-def test_heartbeats_survive_any_error_and_log_each_kind_once(tmp_path, monkeypatch, caplog, beats_often):
-    errors = [OSError(errno.ESTALE, "Stale file handle"), ValueError("the client's"), OSError(errno.ESTALE, "Stale")]
+def test_heartbeats_survive_any_error_and_log_each_kind_once(
+    tmp_path, monkeypatch, caplog, beats_often
+):
+    errors = [
+        OSError(errno.ESTALE, "Stale file handle"),
+        ValueError("the client's"),
+        OSError(errno.ESTALE, "Stale"),
+    ]
     replace = Storage.replace
 
     def fail_at_first(storage, name, *contents):
@@ -151,7 +165,10 @@ def test_heartbeats_survive_any_error_and_log_each_kind_once(tmp_path, monkeypat
             time.sleep(0.05)
     assert not errors
     said = [line for line in caplog.messages if "heartbeat" in line]
-    assert [line.rpartition(": ")[0].rpartition(": ")[2] for line in said] == ["OSError", "ValueError"]
+    assert [line.rpartition(": ")[0].rpartition(": ")[2] for line in said] == [
+        "OSError",
+        "ValueError",
+    ]
 
 
 def hold(url, ready):
@@ -166,7 +183,10 @@ def test_a_local_run_whose_process_is_gone_is_over_at_once(tmp_path):
     process = context.Process(target=hold, args=(str(tmp_path), ready))
     process.start()
     assert ready.wait(120)
-    with pytest.raises(ConfigError, match=f"belongs to process {process.pid} on .* since"), owns(str(tmp_path)):
+    with (
+        pytest.raises(ConfigError, match=f"belongs to process {process.pid} on .* since"),
+        owns(str(tmp_path)),
+    ):
         pass
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
@@ -181,7 +201,10 @@ def test_a_living_run_keeps_its_place_when_the_clock_is_set(tmp_path, monkeypatc
         with monkeypatch.context() as patch:  # the clock as a process that starts now has it
             patch.setattr(time, "time", lambda: now() + seconds)
             for run in ("", "f2-n0", "f1-n0"):
-                with pytest.raises(ConfigError, match="belongs to run f1-n0"), owns(str(tmp_path), run):
+                with (
+                    pytest.raises(ConfigError, match="belongs to run f1-n0"),
+                    owns(str(tmp_path), run),
+                ):
                     pass
         check_owner(Storage(str(tmp_path)), first.token)
 
@@ -201,7 +224,9 @@ def test_a_process_is_known_by_its_number_and_its_start(number, start, is_alive)
 
 
 @pytest.mark.parametrize("behind", [-10_000, 10_000])
-def test_a_lease_ends_by_the_clock_of_who_waits_and_not_while_a_heartbeat_comes(tmp_path, monkeypatch, caplog, behind):
+def test_a_lease_ends_by_the_clock_of_who_waits_and_not_while_a_heartbeat_comes(
+    tmp_path, monkeypatch, caplog, behind
+):
     url, storage, looks = str(tmp_path), Storage(str(tmp_path)), []
     with owns(url, "f1-n0"):
         pass
@@ -213,7 +238,10 @@ def test_a_lease_ends_by_the_clock_of_who_waits_and_not_while_a_heartbeat_comes(
 
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", beat_meanwhile)
-        with pytest.raises(ConfigError, match="belongs to run f1-n0 on other-host"), owns(url, "f2-n0"):
+        with (
+            pytest.raises(ConfigError, match="belongs to run f1-n0 on other-host"),
+            owns(url, "f2-n0"),
+        ):
             pass
     assert len(looks) == 1
     change(url, lease=1.0)
@@ -223,7 +251,9 @@ def test_a_lease_ends_by_the_clock_of_who_waits_and_not_while_a_heartbeat_comes(
         check_owner(storage, second.token)
     line = caplog.messages[-1]
     assert "belongs to run f1-n0 on other-host since " in line
-    assert line.endswith("; waiting up to 1 s for a heartbeat of it. If it is over, delete owner.json there")
+    assert line.endswith(
+        "; waiting up to 1 s for a heartbeat of it. If it is over, delete owner.json there"
+    )
 
 
 def test_a_damaged_token_does_not_lock_the_place(tmp_path):
@@ -246,7 +276,10 @@ def test_a_replaced_owner_writes_deletes_and_renames_nothing(tmp_path):
         change(str(tmp_path), token="another", run="f2-n0")
         before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
         store.save(state, 3, best=False)
-        with pytest.raises(ConfigError, match="belongs to run f2-n0 .* now, so this process writes nothing more there"):
+        with pytest.raises(
+            ConfigError,
+            match=("belongs to run f2-n0 .* now, so this process writes nothing more there"),
+        ):
             store.wait()
         manifest = Path(tmp_path, "step-0000000002.json")
         manifest.write_text("damaged")

@@ -1,4 +1,6 @@
-"""Slow ranks: real ranks of a recipe and of a function, one of which is slower than the others in one phase."""
+"""Slow ranks: real ranks of a recipe and of a function, one of which is slower than the others in
+one phase.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def check(found, phase, caplog):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("phase", "num_ranks"), all_but(("backward", 2)))
-def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(short, caplog, tmp_path, monkeypatch, phase, num_ranks):
+def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(
+    short, caplog, tmp_path, monkeypatch, phase, num_ranks
+):
     monkeypatch.setenv("SLOW", f"{phase} 1 2")
     run = new_run(tmp_path, "tests.support.slow_recipes.Slow").train(num_ranks)
     check([each for each in run.events if isinstance(each, StragglersFound)], phase, caplog)
@@ -62,7 +66,9 @@ def test_a_slow_rank_of_a_recipe_is_named_with_its_phase(short, caplog, tmp_path
 
 @pytest.mark.long
 def test_the_wait_for_rank_0s_buffers_is_no_slow_forward_pass(short, caplog, tmp_path, monkeypatch):
-    """DDP gives every rank the statistics of rank 0's BatchNorm before a forward pass, for which the others wait."""
+    """DDP gives every rank the statistics of rank 0's BatchNorm before a forward pass, for which
+    the others wait.
+    """
     monkeypatch.setenv("SLOW", "data 0 3")
     run = new_run(tmp_path, "tests.support.slow_recipes.SlowNormed").train(2)
     found = [each for each in run.events if isinstance(each, StragglersFound)]
@@ -98,10 +104,14 @@ class Clock:
 
 
 def drive(watch, clock, seconds, per_step, devices=(), pace_of_gang=0.0):
-    """Let ranks with these seconds per step and phase train for a while; what a step takes else is the longest."""
+    """Let ranks with these seconds per step and phase train for a while; what a step takes else is
+    the longest.
+    """
     totals = {rank: [0, [0.0] * 3] for rank in range(len(per_step))}
     if watch._latest:
-        totals = {rank: [pace.num_steps, list(pace.seconds)] for rank, pace in watch._latest.items()}
+        totals = {
+            rank: [pace.num_steps, list(pace.seconds)] for rank, pace in watch._latest.items()
+        }
     pace_of_gang = pace_of_gang or max(map(sum, per_step))
     for _ in range(int(seconds)):
         clock.now += 1
@@ -109,9 +119,18 @@ def drive(watch, clock, seconds, per_step, devices=(), pace_of_gang=0.0):
         rows = []
         for rank, each in enumerate(per_step):
             totals[rank][0] += steps
-            totals[rank][1] = [before + steps * more for before, more in zip(totals[rank][1], each, strict=True)]
+            totals[rank][1] = [
+                before + steps * more for before, more in zip(totals[rank][1], each, strict=True)
+            ]
             device = devices[rank] if devices else ""
-            rows.append({"rank": rank, "num_steps": totals[rank][0], "seconds": totals[rank][1], "device": device})
+            rows.append(
+                {
+                    "rank": rank,
+                    "num_steps": totals[rank][0],
+                    "seconds": totals[rank][1],
+                    "device": device,
+                }
+            )
         watch.note("", rows, totals[0][0])
 
 
@@ -190,9 +209,15 @@ def test_ranks_are_compared_with_those_on_the_same_kind_of_gpu(monkeypatch):
 
 
 def test_a_phase_with_waits_in_it_is_not_compared(monkeypatch):
-    """Such as a compiled backward pass: the faster rank waits in it for the other one, as if it was slow there."""
+    """Such as a compiled backward pass: the faster rank waits in it for the other one, as if it was
+    slow there.
+    """
     published = []
-    pace = StepTimer(lambda steps, seconds: published.append(list(seconds)), torch.device("cpu"), waiting=[BACKWARD])
+    pace = StepTimer(
+        lambda steps, seconds: published.append(list(seconds)),
+        torch.device("cpu"),
+        waiting=[BACKWARD],
+    )
     for phase in (DATA, FORWARD, BACKWARD):
         pace.begin(phase)
         time.sleep(0.01)
@@ -228,7 +253,9 @@ class Event:
 def test_passes_on_a_gpu_are_timed_by_events_that_no_step_waits_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     published = []
-    pace = StepTimer(lambda steps, seconds: published.append((steps, list(seconds))), torch.device("cuda", 0))
+    pace = StepTimer(
+        lambda steps, seconds: published.append((steps, list(seconds))), torch.device("cuda", 0)
+    )
     parameter = nn.Parameter(torch.ones(1))
     pace.watch(parameters := nn.ParameterList([parameter]))
     for _ in range(3):

@@ -16,7 +16,11 @@ from tests.support.runs import new_run
 
 WHOLE = "flyte_ddp.recipes.pet_names.recipe.PetNames"
 WINDOWS = "flyte_ddp.recipes.pet_names.recipe.PetNameWindows"
-NAMES = [f"{first}{rest}" for first in "abcdef" for rest in ("da", "lly", "-o", ". rex", "u bo", "nnie")]
+NAMES = [
+    f"{first}{rest}"
+    for first in "abcdef"
+    for rest in ("da", "lly", "-o", ". rex", ("u bo"), "nnie")
+]
 
 
 def prepared(directory, source="", recipe=WHOLE):
@@ -50,10 +54,14 @@ def test_every_letter_and_every_end_of_a_whole_name_is_a_target_once():
     assert inputs.dtype == targets.dtype == np.uint8
 
 
-@pytest.mark.parametrize("names", [["bo"], ["mr. whiskers", "bo", "t.j."], ["a", "abcdefgh", "abcdefghi"]])
+@pytest.mark.parametrize(
+    "names", [["bo"], ["mr. whiskers", "bo", "t.j."], ["a", "abcdefgh", "abcdefghi"]]
+)
 def test_windows_equal_all_prefixes_of_each_name(names):
     expected = [
-        ("*" * (WINDOW + 1) + (name + "+")[:end])[-WINDOW - 1 :] for name in names for end in range(1, len(name) + 2)
+        ("*" * (WINDOW + 1) + (name + "+")[:end])[-WINDOW - 1 :]
+        for name in names
+        for end in range(1, len(name) + 2)
     ]
     inputs, targets = windows(names)
     assert [spelled(row) for row in inputs] == [row[:-1] for row in expected]
@@ -68,7 +76,9 @@ def test_loss_is_the_sum_over_the_names_own_letters():
     together = model(recipe.inputs(inputs))
     for index, name in enumerate(["bo", "abigail", "rex"]):
         row, letters = map(torch.from_numpy, whole_names([name]))
-        log_probabilities = model.logits(model.lstm(torch.eye(31)[row.long()])[0]).log_softmax(dim=2)[0]
+        log_probabilities = model.logits(model.lstm(torch.eye(31)[row.long()])[0]).log_softmax(
+            dim=2
+        )[0]
         expected = -log_probabilities[range(len(name) + 1), letters[0].long()].sum()
         right = (log_probabilities.argmax(dim=1) == letters[0]).sum()
         torch.testing.assert_close(recipe.losses(together, targets)[index], expected)
@@ -90,7 +100,9 @@ def test_held_out_targets_are_each_letter_once_in_both_forms(tmp_path, recipe):
     prepared(tmp_path, written(tmp_path.parent, "names.txt", "\n".join(NAMES)), recipe)
     _, (_, targets) = loaded(tmp_path, recipe)
     held_out = set(NAMES) - set((tmp_path / TRAINING_NAMES).read_text().splitlines())
-    assert int(get_recipe(recipe).num_targets(targets).sum()) == sum(len(name) + 1 for name in held_out)
+    assert int(get_recipe(recipe).num_targets(targets).sum()) == sum(
+        len(name) + 1 for name in held_out
+    )
     letters = targets[targets != IGNORED]
     assert sorted(spelled(letters.tolist())) == sorted("".join(name + "+" for name in held_out))
 
@@ -102,7 +114,9 @@ def test_windows_train_on_all_eight_letters_as_the_tutorial_does(tmp_path):
 
 
 def test_no_held_out_name_is_trained_on_and_training_keeps_frequencies(tmp_path):
-    source = written(tmp_path.parent, "often.txt", "\n".join(NAMES * 3 + [name.upper() for name in NAMES]))
+    source = written(
+        tmp_path.parent, "often.txt", "\n".join(NAMES * 3 + [name.upper() for name in NAMES])
+    )
     prepared(tmp_path, source)
     (_, train), (_, test) = loaded(tmp_path)
     training = [spelled(row)[:-1] for row in train]
@@ -131,7 +145,11 @@ def test_split_does_not_depend_on_the_order_of_the_names(tmp_path):
         ("names", "\r\n".join(NAMES)),
         ("names.txt.gz", "\n".join(NAMES)),
         ("names.json", json.dumps(NAMES)),
-        ("names.csv", "License,Animal's Name,Breed\n" + "\n".join(f'1,"{name}","Dachshund, Mix"' for name in NAMES)),
+        (
+            "names.csv",
+            "License,Animal's Name,Breed\n"
+            + "\n".join((f'1,"{name}","Dachshund, Mix"') for name in NAMES),
+        ),
         ("register.csv.gz", "\ufeffAnimal's Name\n" + "\n".join(NAMES)),
         ("register", "id,NAME\n" + "\n".join(f"1,{name}" for name in NAMES)),
     ],
@@ -139,27 +157,40 @@ def test_split_does_not_depend_on_the_order_of_the_names(tmp_path):
 def test_names_are_read_from_csv_json_and_text(tmp_path, file, text):
     source = written(tmp_path.parent, file, text)
     description = prepared(tmp_path, source)
-    assert description == f"pet names from {source}: 36 usable, 36 of them distinct, 3 of these held out"
+    assert description == (
+        f"pet names from {source}: 36 usable, 36 of them distinct, 3 of these held out"
+    )
 
 
 def test_names_are_read_from_any_file_system(tmp_path):
     with zipfile.ZipFile(tmp_path.parent / "names.zip", "w") as archive:
         archive.writestr("names.txt", "\n".join(NAMES))
     (tmp_path / "data").mkdir()
-    assert "36 usable" in prepared(tmp_path / "data", f"zip://names.txt::{tmp_path.parent}/names.zip")
+    assert "36 usable" in prepared(
+        tmp_path / "data", f"zip://names.txt::{tmp_path.parent}/names.zip"
+    )
 
 
 def test_description_counts_the_names_left_out(tmp_path):
     others = ["Chloé", "R2D2", "  ", "x" * 41, "O'Malley"]
-    text = "Animal's Name,Breed\n" + "\n".join(f"{name},Cat" for name in [*NAMES, *NAMES[:4], *others])
+    text = "Animal's Name,Breed\n" + "\n".join(
+        f"{name},Cat" for name in [*NAMES, *NAMES[:4], *others]
+    )
     assert prepared(tmp_path, written(tmp_path.parent, "some.csv", text)).endswith(
         ": 40 usable, 36 of them distinct, 3 of these held out; 5 names left out: "
-        "3 with other characters than a to z, hyphen, full stop and space, 1 empty, 1 longer than 40 characters"
+        "3 with other characters than a to z, hyphen, full stop and space, 1 empty, 1 longer than "
+        "40 characters"
     )
 
 
 def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
-    found = re.search(r"own list: ([\d,]+) usable, ([\d,]+) of them distinct, ([\d,]+) of these", prepared(tmp_path))
+    found = re.search(
+        (
+            r"own list: ([\d,]+) usable, ([\d,]+) of them distinct, ([\d,]+) of "
+            r"these"
+        ),
+        prepared(tmp_path),
+    )
     usable, distinct, held_out = (int(number.replace(",", "")) for number in found.groups())
     assert usable == distinct > 400
     assert held_out == distinct // 10
@@ -169,15 +200,27 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
 @pytest.mark.parametrize(
     ("file", "contents", "expected"),
     [
-        ("few.txt", "rex\nbo\nrex\n", "expected at least 20 distinct names .* got 2 usable names in"),
+        (
+            "few.txt",
+            "rex\nbo\nrex\n",
+            ("expected at least 20 distinct names .* got 2 usable names in"),
+        ),
         ("none.txt", "", "got 0 usable names in"),
         ("register.csv", "id,pet\n1,rex\n", "with the columns id, pet"),
         ("empty.csv", "", "got 0 usable names in"),
         ("names.json", "[1, 2", "expected a JSON list of strings, got"),
         ("object.json", '{"names": []}', "expected a JSON list of strings, got a JSON dict"),
         ("mixed.json", '["rex", null]', "expected only strings in .*, got None as element 1"),
-        ("picture.txt", b"\x89PNG\r\n\x1a\n\xff", "expected a CSV, JSON or text file with names, got .*: image"),
-        ("half.csv.gz", gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100], "is damaged"),
+        (
+            "picture.txt",
+            b"\x89PNG\r\n\x1a\n\xff",
+            ("expected a CSV, JSON or text file with names, got .*: image"),
+        ),
+        (
+            "half.csv.gz",
+            gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100],
+            ("is damaged"),
+        ),
         ("missing.csv", None, "which does not exist"),
     ],
 )
@@ -192,7 +235,13 @@ def test_unusable_data_is_refused_with_the_expected_form(tmp_path, file, content
 
 
 def test_an_unknown_protocol_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a path or a URL that fsspec knows, got 'nowhere://names.csv'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"expected a path or a URL that fsspec knows, got "
+            r"'nowhere://names.csv'"
+        ),
+    ):
         prepared(tmp_path, "nowhere://names.csv")
 
 
@@ -242,7 +291,8 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
         config = {"epochs": 2, "global_batch_size": 8, "optimizer": "sgd", "learning_rate": 1e-9}
         results.append(run.train(num_processes, source=str(source), **config).result.epochs[-1])
     one, two = results
-    # Untrained, it guesses: the mean over all targets is near that of 31 equal chances, whatever a batch holds.
+    # Untrained, it guesses: the mean over all targets is near that of 31 equal chances, whatever a
+    # batch holds.
     assert one.test_loss == pytest.approx(np.log(31), abs=0.1)
     assert two.test_loss == pytest.approx(one.test_loss, rel=1e-5)
     assert two.metrics["accuracy"] == pytest.approx(one.metrics["accuracy"])

@@ -47,7 +47,11 @@ def names_of_pyflyte_run(*arguments):
 
 def test_the_requested_number_of_names_is_generated_and_none_is_bundled(state_file):
     bundled = (
-        importlib.resources.files("flyte_ddp.recipes.pet_names").joinpath("names.txt").read_text().lower().splitlines()
+        importlib.resources.files("flyte_ddp.recipes.pet_names")
+        .joinpath("names.txt")
+        .read_text()
+        .lower()
+        .splitlines()
     )
     names = generated(state_file, count=CHUNK, temperature=0.9, seed=7, prefix="bo", max_length=9)
     assert len({name.lower() for name in names} - set(bundled)) == CHUNK
@@ -70,7 +74,10 @@ def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):
         ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
         ({"prefix": "Zoë"}, "prefix: expected letters from a to z"),
-        ({"max_length": 31}, "max_length: expected a whole number of at least 1 and of at most 30, got 31"),
+        (
+            {"max_length": 31},
+            ("max_length: expected a whole number of at least 1 and of at most 30, got 31"),
+        ),
         ({"count": 5, "prefix": "b", "max_length": 1}, "prefix: expected fewer characters"),
         ({"count": 100, "max_length": 1}, "count: expected 100 new names, got "),
         ({"data": FlyteFile(__file__)}, "usable names"),
@@ -87,12 +94,17 @@ def test_bad_input_is_refused_in_one_line(state_file, inputs, expected):
 def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path):
     file = tmp_path / "model_state.pt"
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
-    with pytest.raises(InputError, match="^model_state: expected .* of recipe pet_names or pet_name_windows, got .+"):
+    with pytest.raises(
+        InputError,
+        match=("^model_state: expected .* of recipe pet_names or pet_name_windows, got .+"),
+    ):
         generated(file)
 
 
 def test_one_pyflyte_run_generates_names(state_file):
-    names = names_of_pyflyte_run("generate_names_wf", "--model_state", state_file, "--count", "5", "--seed", "7")
+    names = names_of_pyflyte_run(
+        "generate_names_wf", "--model_state", state_file, "--count", "5", "--seed", "7"
+    )
     assert names == generated(state_file, count=5, seed=7)
 
 

@@ -39,7 +39,11 @@ def test_a_run_has_a_panel_for_all_its_data():
 def test_the_panel_of_ranks_names_those_that_are_slow_now(tmp_path):
     slow = StragglersFound(100, [Straggler(2, "node 1", "", "data", 0.3, 0.1, 0.6, 0.4)])
     training = sample_run.training(world_size=4)
-    for events, is_named in [([], False), ([slow], True), ([slow, StragglersFound(200, [])], False)]:
+    for events, is_named in [
+        ([], False),
+        ([slow], True),
+        ([slow, StragglersFound(200, [])], False),
+    ]:
         drawing.save_panels([panels_of([*training, *events])["ranks"]], tmp_path / "ranks.svg")
         assert ("rank 2, slow in data" in (tmp_path / "ranks.svg").read_text()) is is_named
 
@@ -62,14 +66,21 @@ UNUSUAL = {
         sample_run.epoch(4),
     ],
     "many ranks": sample_run.training(world_size=64),
-    "a gang that lost a node": [*sample_run.training(epochs=2, world_size=4), sample_run.epoch(3, world_size=2)],
+    "a gang that lost a node": [
+        *sample_run.training(epochs=2, world_size=4),
+        sample_run.epoch(3, world_size=2),
+    ],
     "losses that are zero, huge and not finite": [
         sample_run.started(),
         *(
             dataclasses.replace(step, values={**step.values, "loss": loss, "gradient_norm": loss})
-            for step, loss in zip(sample_run.steps(1, 20), (0.0, 1e30, math.nan, math.inf), strict=True)
+            for step, loss in zip(
+                sample_run.steps(1, 20), (0.0, 1e30, math.nan, math.inf), strict=True
+            )
         ),
-        dataclasses.replace(sample_run.epoch(1), train_loss=0.0, test_loss=0.0, metrics={"accuracy": 0.0}),
+        dataclasses.replace(
+            sample_run.epoch(1), train_loss=0.0, test_loss=0.0, metrics={"accuracy": 0.0}
+        ),
     ],
     "an epoch whose test loss is not finite": [
         *sample_run.training(epochs=2),
@@ -90,7 +101,9 @@ UNUSUAL = {
     "nothing but losses that are not finite": [
         sample_run.started(),
         *(
-            dataclasses.replace(step, values={**step.values, "loss": math.nan, "gradient_norm": math.nan})
+            dataclasses.replace(
+                step, values={**step.values, "loss": math.nan, "gradient_norm": math.nan}
+            )
             for step in sample_run.steps(1, 20)
         ),
     ],
@@ -156,8 +169,13 @@ def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):
 
     def luminance(code: str) -> float:  # WCAG 2.1, "relative luminance"
         channels = [int(code[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-        linear = [value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        linear = [
+            value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4
+            for value in channels
+        ]
+        return sum(
+            weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+        )
 
     dark, light = sorted((luminance(color), luminance(page)))
     assert (light + 0.05) / (dark + 0.05) >= (4.5 if color == drawing.INK else 3)

@@ -20,7 +20,9 @@ from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide
 
 
 def raised(name, is_consequence=False, rank=1):
-    return RankFailure(f"rank {rank} failed: {name}: ...", rank, "exception", f"{name}: ...", is_consequence)
+    return RankFailure(
+        f"rank {rank} failed: {name}: ...", rank, "exception", f"{name}: ...", is_consequence
+    )
 
 
 KILLED = RankFailure("rank 1 was killed by SIGKILL", 1, "signal", "SIGKILL")
@@ -58,13 +60,15 @@ def left(failure, step=5, resumed=0):
         # A gang that saved its state to grow
         (after(None), {}, {}, GROW),
         (after(None), {"num_restarts": 3}, {"max_restarts": 3}, GROW),
-        # A gang that one of its nodes leaves, as announced: whenever that is, and whatever fails because of it
+        # A gang that one of its nodes leaves, as announced: whenever that is, and whatever fails
+        # because of it
         (left(None), {}, {}, LEAVE),
         (left(None), {"num_restarts": 3}, {"max_restarts": 3}, LEAVE),
         (left(None, 0), {}, {}, LEAVE),  # before the first step
         (left(None, 7, 5), {}, {}, LEAVE),  # while a checkpoint is written
         (left(None, 9, 9), {}, {}, LEAVE),  # in an evaluation, no step after the checkpoint
-        (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, LEAVE),  # while it grows, or just after that
+        # while it grows, or just after that
+        (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, LEAVE),
         (left(None), {"previous": left(None)}, {}, LEAVE),  # another notice
         (left(None, 7), {"previous": left(None, 7)}, {}, LEAVE),  # at the same step
         (left(None, 27, 20), {}, {}, LEAVE),  # in the last step, if the ranks do not just finish
@@ -109,13 +113,20 @@ def left(failure, step=5, resumed=0):
         (after(raised("ConfigError")), {}, {"max_restarts": 16}, ITSELF),
         (after(raised("NonFiniteLoss")), {}, {"max_restarts": 16}, ITSELF),
         (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 16}, ITSELF),
-        (after(THEIRS, 7), {"previous": after(THEIRS, 6)}, {"max_restarts": 16}, RESTART),  # it got further
-        (after(THEIRS, 7), {"previous": after(SHAPES, 7)}, {"max_restarts": 16}, RESTART),  # another one
+        # it got further
+        (after(THEIRS, 7), {"previous": after(THEIRS, 6)}, {"max_restarts": 16}, RESTART),
+        # another one
+        (after(THEIRS, 7), {"previous": after(SHAPES, 7)}, {"max_restarts": 16}, RESTART),
         (after(THEIRS, 7), {"previous": after(KILLED, 7)}, {"max_restarts": 16}, RESTART),
         (after(THEIRS, 7), {"previous": after(LOST, 7)}, {"max_restarts": 16}, RESTART),
         # For a function the number of restarts means what torchrun means by it
         (after(raised("TypeError")), {}, {"max_restarts": 1, "repeats_bugs": True}, RESTART),
-        (after(THEIRS, 7), {"previous": after(THEIRS, 7)}, {"max_restarts": 2, "repeats_bugs": True}, RESTART),
+        (
+            after(THEIRS, 7),
+            {"previous": after(THEIRS, 7)},
+            {"max_restarts": 2, "repeats_bugs": True},
+            RESTART,
+        ),
         (after(raised("TypeError")), {}, {"repeats_bugs": True}, ITSELF),
         (after(DENIED), {}, {"max_restarts": 16, "repeats_bugs": True}, ITSELF),
         # The store is away: that uses up no restart, while there is progress
@@ -130,10 +141,18 @@ def left(failure, step=5, resumed=0):
         (after(OOM), {}, {}, ITSELF),
         (after(OOM, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
         (after(OOM_POD, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
-        (after(OOM_POD, 7, -1), {"previous": after(OOM_POD, 7, -1)}, {"max_restarts": 16}, FINAL_OOM),
-        (after(OOM, 12, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, RESTART),  # it got further
-        (after(OOM, 0, 8), {"previous": after(OOM, 0, 4)}, {"max_restarts": 16}, RESTART),  # and reports no steps
-        (after(OOM, 7, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, FINAL_OOM),  # the same step again
+        (
+            after(OOM_POD, 7, -1),
+            {"previous": after(OOM_POD, 7, -1)},
+            {"max_restarts": 16},
+            FINAL_OOM,
+        ),
+        # it got further
+        (after(OOM, 12, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, RESTART),
+        # and reports no steps
+        (after(OOM, 0, 8), {"previous": after(OOM, 0, 4)}, {"max_restarts": 16}, RESTART),
+        # the same step again
+        (after(OOM, 7, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, FINAL_OOM),
         (after(OOM, 8, 5), {"previous": after(KILLED, 7, 5)}, {"max_restarts": 16}, RESTART),
         # also if another process drove the attempt before it
         (after(OOM, 8, 5), {"oom_step": 5}, {"max_restarts": 16}, FINAL_OOM),
@@ -153,7 +172,13 @@ def test_what_follows_on_the_end_of_an_attempt(ended, before, rules, expected):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("TypeError", True), ("DataError", True), ("OSError", False), ("MemoryError", False), ("TheirOwnError", False)],
+    [
+        ("TypeError", True),
+        ("DataError", True),
+        ("OSError", False),
+        ("MemoryError", False),
+        ("TheirOwnError", False),
+    ],
 )
 def test_exceptions_that_count_as_a_bug(name, expected):
     assert is_bug(after(raised(name)), None) is expected
@@ -169,9 +194,12 @@ def test_a_message_says_whether_a_lost_gang_had_made_a_step(step, expected):
 
 
 @pytest.mark.parametrize(
-    ("found", "left_behind", "expected"), [(0, 4, True), (4, 4, False), (-1, 4, False), (4, -1, False)]
+    ("found", "left_behind", "expected"),
+    [(0, 4, True), (4, 4, False), (-1, 4, False), (4, -1, False)],
 )
-def test_an_attempt_that_left_a_newer_checkpoint_than_it_found_has_saved(found, left_behind, expected):
+def test_an_attempt_that_left_a_newer_checkpoint_than_it_found_has_saved(
+    found, left_behind, expected
+):
     assert Ended(KILLED, 5, found, left_behind).has_saved is expected
 
 

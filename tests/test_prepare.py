@@ -1,4 +1,6 @@
-"""Prepared data from a store: with Flyte's keys alone, with a signed URL, and while the store is away."""
+"""Prepared data from a store: with Flyte's keys alone, with a signed URL, and while the store is
+away.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_data_is_read_with_the_keys_that_flyte_gives_a_task(store, tmp_path, mon
 
 
 def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
-    url = store.fill({"names.txt": NAMES.encode(), "few.txt": b"rex"}).replace("s3://", f"{store.endpoint_url}/")
+    url = store.fill({"names.txt": NAMES.encode(), "few.txt": b"rex"}).replace(
+        "s3://", f"{store.endpoint_url}/"
+    )
     prepare_data(get_recipe("pet_names"), f"{url}/names.txt?X-Amz-Signature=secret", tmp_path)
 
     assert f"{url}/names.txt?X-Amz-Signature=..." in describe_data(tmp_path)["description"]
@@ -72,8 +76,12 @@ def test_data_waits_for_a_store_that_is_away(store, tmp_path, monkeypatch):
     assert "30 usable" in describe_data(tmp_path)["description"]
 
 
-@pytest.mark.parametrize(("fault", "error"), [("unavailable", StorageUnavailable), ("AccessDenied", StorageDenied)])
-def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(store, tmp_path, monkeypatch, fault, error):
+@pytest.mark.parametrize(
+    ("fault", "error"), [("unavailable", StorageUnavailable), ("AccessDenied", StorageDenied)]
+)
+def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(
+    store, tmp_path, monkeypatch, fault, error
+):
     monkeypatch.setattr(storage.Storage.__init__, "__defaults__", ("checkpoints", 1.0))
     monkeypatch.setattr(storage.read_file, "__defaults__", ("url", 1.0))
     url = store.fill({"names.txt": NAMES.encode()})
@@ -99,7 +107,9 @@ def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepar
         "prepare(recipe='digits', trains_here=True)\n"
         "assert server._preload_modules[0] == 'torch' and server._forkserver_pid\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

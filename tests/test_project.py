@@ -1,4 +1,6 @@
-"""The library as a wheel with its core dependencies alone, and the projects that it makes and updates."""
+"""The library as a wheel with its core dependencies alone, and the projects that it makes and
+updates.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ if sys.version_info >= (3, 11):
 
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="tomllib reads pyproject.toml, which is the same for all Pythons"
+    sys.version_info < (3, 11),
+    reason=("tomllib reads pyproject.toml, which is the same for all Pythons"),
 )
 
 
@@ -36,13 +39,17 @@ def installed(wheel, tmp_path_factory):
     """A directory of installed packages that has the wheel."""
     place = tmp_path_factory.mktemp("installed")
     options = ["--quiet", "--no-deps", "--no-index", "--target", str(place)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=120
+    )
     return place
 
 
 @pytest.fixture(scope="module")
 def core(installed, tmp_path_factory):
-    """A directory with the wheel, its core dependencies and what they need, and no other package."""
+    """A directory with the wheel, its core dependencies and what they need, and no other
+    package.
+    """
     place = tmp_path_factory.mktemp("core")
     link(place, with_dependencies(PROJECT["dependencies"]), installed)
     return place
@@ -54,7 +61,9 @@ def link(place, distributions, installed):
         for file in metadata.distribution(name).files or []:
             top, path = file.parts[0], Path(str(file.locate()))
             if top != ".." and path.exists() and not (place / top).exists():
-                (place / top).symlink_to(path.parents[len(file.parts) - 2] if len(file.parts) > 1 else path)
+                (place / top).symlink_to(
+                    path.parents[len(file.parts) - 2] if len(file.parts) > 1 else path
+                )
     for each in installed.iterdir():
         (place / each.name).symlink_to(each)
 
@@ -76,9 +85,16 @@ def with_dependencies(requirements):
 
 def run(path, *arguments, cwd, **variables):
     """Run Python where `path` is all that is installed besides, and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "WANDB_MODE": "disabled", **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "WANDB_MODE": "disabled",
+        **variables,
+    }
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -99,7 +115,11 @@ def test_the_wheel_is_the_library_alone_and_typed(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"flyte_ddp"}
     assert "flyte_ddp/py.typed" in names
-    assert not [name for name in names if "__pycache__" in name or "/test_" in name.replace("tests/test_recipes", "")]
+    assert not [
+        name
+        for name in names
+        if "__pycache__" in name or "/test_" in name.replace("tests/test_recipes", "")
+    ]
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(core, tmp_path):
@@ -138,14 +158,20 @@ for act in (
     except ValueError as error:
         print(error)
 print(*Report().draw(lambda: [Panel("a", "b", "c", None)]))
-"""
+"""  # noqa: E501
     status, output = run([core], "-S", "-c", program, cwd=tmp_path)
     assert status == 0, output
     assert output.replace(str(tmp_path), "HERE").splitlines() == [
-        "data: scikit-learn carries the digits: expected the package sklearn: pip install 'flyte-ddp[digits]'",
+        (
+            "data: scikit-learn carries the digits: expected the package sklearn: pip install "
+            "'flyte-ddp[digits]'"
+        ),
         "recipe text: expected the package tokenizers: pip install 'flyte-ddp[text]'",
         "data: HERE/text.parquet: expected the package pyarrow: pip install 'flyte-ddp[text]'",
-        "the metrics of Regression: expected the package torchmetrics: pip install 'flyte-ddp[metrics]'",
+        (
+            "the metrics of Regression: expected the package torchmetrics: pip install "
+            "'flyte-ddp[metrics]'"
+        ),
         "a sampled sweep: expected the package optuna: pip install 'flyte-ddp[sweep]'",
         "a sweep or a scaling study: expected the package pandas: pip install 'flyte-ddp[sweep]'",
         "<p>plots: expected the package matplotlib: pip install &#39;flyte-ddp[reports]&#39;</p>",
@@ -172,14 +198,22 @@ print(report.render())
 def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(core, tmp_path):
     for package, expected in (
         ("sklearn.datasets", "expected the package sklearn: pip install 'flyte-ddp[digits]'"),
-        ("librosa", "expected the package librosa: pip install it, in a project by a line in requirements-own.txt"),
+        (
+            "librosa",
+            (
+                "expected the package librosa: pip install it, in a project by a line in "
+                "requirements-own.txt"
+            ),
+        ),
     ):
         (tmp_path / "mine.py").write_text(f"import {package}\n")
         program = "from flyte_ddp.recipes import get_recipe\nget_recipe('mine.Mine', {})"
         status, output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path)
         assert status == 1
         place = f"{tmp_path / 'mine.py'}:1: "
-        assert output.splitlines()[-1].endswith(f"recipe: 'mine.Mine' cannot be imported: {place}{expected}")
+        assert output.splitlines()[-1].endswith(
+            f"recipe: 'mine.Mine' cannot be imported: {place}{expected}"
+        )
 
 
 @pytest.mark.slow
@@ -187,15 +221,37 @@ def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lac
     """Such as the one of an image with fewer packages than the settings and the inputs ask for."""
     pyflyte = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte")
     mlflow = {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://localhost:9"}
-    settings = {"IMAGE": "registry.example.com/mine:7", "RETRAIN_INPUTS": '{"recipe": "digits"}', **mlflow}
-    command = ("register", "--dry-run", "--image", settings["IMAGE"], "--version", "7", "--copy", "none", "workflows")
+    settings = {
+        "IMAGE": "registry.example.com/mine:7",
+        "RETRAIN_INPUTS": ('{"recipe": "digits"}'),
+        **mlflow,
+    }
+    command = (
+        "register",
+        "--dry-run",
+        "--image",
+        settings["IMAGE"],
+        "--version",
+        "7",
+        "--copy",
+        "none",
+        "workflows",
+    )
     status, output = run([core, project], *pyflyte, *command, cwd=project, **settings)
     assert status == 0, output
     assert "Launch Plan: retrain" in output
     grid = ("--grid", '{"learning_rate": [0.1]}')
     for file, command, expected in (
-        ("sweep", ("sweep_wf", *grid), "a sweep or a scaling study: expected the package pandas: pip install"),
-        ("single_node", ("single_node_training_wf",), "expected the package sklearn: pip install 'flyte-ddp[digits]'"),
+        (
+            "sweep",
+            ("sweep_wf", *grid),
+            ("a sweep or a scaling study: expected the package pandas: pip install"),
+        ),
+        (
+            "single_node",
+            ("single_node_training_wf",),
+            ("expected the package sklearn: pip install 'flyte-ddp[digits]'"),
+        ),
     ):
         trial = ("run", f"workflows/{file}.py", *command, "--recipe", "digits")
         status, output = run([core, project], *pyflyte, *trial, cwd=project, **settings)
@@ -214,7 +270,16 @@ def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
         "print('rank', dist.get_rank(), 'of', dist.get_world_size())\n"
         "dist.destroy_process_group()\n"
     )
-    command = ["-m", "flyte_ddp", "run", "--nproc-per-node", "2", "--report", "report.html", "train.py"]
+    command = [
+        "-m",
+        "flyte_ddp",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--report",
+        "report.html",
+        "train.py",
+    ]
     status, output = run([core], "-S", *command, cwd=tmp_path)
     assert status == 0, output
     assert {"[rank 0] rank 0 of 2", "[rank 1] rank 1 of 2"} <= set(output.splitlines())
@@ -226,13 +291,17 @@ def test_the_plugin_loads_nothing_that_it_does_not_use(core, tmp_path):
 import sys
 import flyte_ddp.flytekit_plugin
 print([name for name in ("torch", "distributed", "wandb", "kubernetes", "kr8s", "matplotlib") if name in sys.modules])
-"""
+"""  # noqa: E501
     assert run([core], "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
 
 
 def test_the_extras_are_those_of_the_messages():
     extras = PROJECT["optional-dependencies"]
-    distributions = {"huggingface_hub": "huggingface-hub", "mlflow": "mlflow-skinny", "sklearn": "scikit-learn"}
+    distributions = {
+        "huggingface_hub": "huggingface-hub",
+        "mlflow": "mlflow-skinny",
+        "sklearn": "scikit-learn",
+    }
     assert set(EXTRAS.values()) < extras.keys()
     for package, extra in EXTRAS.items():
         assert distributions.get(package, package) in extras[extra]
@@ -241,7 +310,9 @@ def test_the_extras_are_those_of_the_messages():
 
 
 @pytest.mark.long
-def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_test(project, installed, wheel):
+def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_test(
+    project, installed, wheel
+):
     for directory in SHARED:
         for file in directory.rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
@@ -251,7 +322,10 @@ def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_
     assert [file.name for file in (project / "wheels").iterdir()] == [wheel.name]
     status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=project)
     assert status == 0, output
-    program = "import flyte_ddp, tasks; from flyte_ddp.config.source_code import find_project; print(find_project())"
+    program = (
+        "import flyte_ddp, tasks; from flyte_ddp.config.source_code import find_project; "
+        "print(find_project())"
+    )
     assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
 
 
@@ -268,7 +342,9 @@ def test_every_link_in_a_project_has_a_target(project):
 
 
 def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_path):
-    """Its author's pods are its own code: without a settings.toml of ours, only what a launch chooses is limited."""
+    """Its author's pods are its own code: without a settings.toml of ours, only what a launch
+    chooses is limited.
+    """
     (tmp_path / "tasks").mkdir()
     (tmp_path / "settings.toml").write_text("[default]\nrecipes = 3\n")
     program = """
@@ -280,7 +356,9 @@ print(find_project(), recipe_packages(), load_allowed().images)
 
 
 def test_a_project_registers_with_its_settings_and_all_of_its_files(project, installed):
-    status, output = run([installed], "-m", "tasks", "version", cwd=project, IMAGE="registry.example.com/mine:7")
+    status, output = run(
+        [installed], "-m", "tasks", "version", cwd=project, IMAGE="registry.example.com/mine:7"
+    )
     assert status == 0, output
     assert output.startswith("7-")
     program = """
@@ -293,7 +371,10 @@ print(ROOT, IS_INSTALLED)
     (project / ".venv").mkdir()
     (project / ".venv/lib").symlink_to(installed)
     try:
-        assert run([project / ".venv/lib"], "-c", program, cwd=project) == (0, f"{project.resolve()} False\n")
+        assert run([project / ".venv/lib"], "-c", program, cwd=project) == (
+            0,
+            (f"{project.resolve()} False\n"),
+        )
         (project / "recipes/hidden.py").touch()
         (project / ".flyteignore").write_text("recipes/hidden.py\n")
         status, output = run([project / ".venv/lib"], "-c", program, cwd=project)
@@ -305,10 +386,14 @@ print(ROOT, IS_INSTALLED)
 
 
 def test_the_commands_of_a_project_are_those_of_its_readme(project):
-    help_text = subprocess.run(["make", "help"], cwd=project, capture_output=True, text=True, check=True).stdout
+    help_text = subprocess.run(
+        ["make", "help"], cwd=project, capture_output=True, text=True, check=True
+    ).stdout
     for command in ("setup", "train", "test", "image", "register", "update", "doctor"):
         assert f"make {command} " in help_text
-    plan = subprocess.run(["make", "-n", "setup"], cwd=project, capture_output=True, text=True, check=True).stdout
+    plan = subprocess.run(
+        ["make", "-n", "setup"], cwd=project, capture_output=True, text=True, check=True
+    ).stdout
     assert "-r requirements.txt -r requirements-project.txt" in plan
     assert "--no-deps wheels/flyte_ddp-0.1.0-py3-none-any.whl" in plan
     assert "-c requirements.txt -r requirements-own.txt" in plan
@@ -358,7 +443,9 @@ def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(ins
     assert "-RUN mine" in lines
     assert (project / "Dockerfile").read_text() == "FROM old\nRUN mine\n"
     for name in ("Dockerfile.new", "tasks/train.py", "workflows/text.py"):
-        assert (project / name).read_bytes() == (REPOSITORY / name.removesuffix(".new")).read_bytes()
+        assert (project / name).read_bytes() == (
+            REPOSITORY / name.removesuffix(".new")
+        ).read_bytes()
     assert (project / "settings.toml").read_text() == settings
     assert (project / "recipes/own.py").read_text() == "mine\n"
     assert (project / "requirements-own.txt").read_text() == "humanize\n"
@@ -377,7 +464,12 @@ def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(
 
     def call(*command, cwd=tmp_path):
         done = subprocess.run(
-            [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
+            [*map(str, command)],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -387,7 +479,9 @@ def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(
     make = ("make", f"PYTHON={sys.executable}")
     with open(project / "requirements-own.txt", "a") as own:
         own.write("humanize\n")
-    (project / "recipes/wine.py").write_text("import humanize\n" + (project / "recipes/wine.py").read_text())
+    (project / "recipes/wine.py").write_text(
+        "import humanize\n" + (project / "recipes/wine.py").read_text()
+    )
     trained = call(*make, "train", 'CONFIG={"epochs": 2}', cwd=project)
     assert "wine, 2 ranks" in trained.lower()
     assert "model state" in trained
@@ -401,14 +495,21 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     for arguments, expected in (
-        (["new", "full"], "error: new: expected a directory that is empty or not there, got 'full'\n"),
+        (
+            ["new", "full"],
+            ("error: new: expected a directory that is empty or not there, got 'full'\n"),
+        ),
         (
             ["update", "full"],
-            "error: update: expected a project of flyte-ddp new, got 'full' without .flyte-ddp.json\n",
+            (
+                "error: update: expected a project of flyte-ddp new, got 'full' without "
+                ".flyte-ddp.json\n"
+            ),
         ),
         (
             ["new", "other", "--wheel", "away.whl"],
-            "error: --wheel: expected the file of flyte-ddp 0.1.0, which the project's image installs, got 'away.whl'; "
+            "error: --wheel: expected the file of flyte-ddp 0.1.0, which the project's image "
+            "installs, got 'away.whl'; "
             "pip download --no-deps flyte-ddp==0.1.0 fetches it\n",
         ),
     ):

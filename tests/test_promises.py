@@ -1,5 +1,6 @@
-"""What README's "When something dies" and docs/reliability.md promise: for a recipe and for a function, on this machine
-and on two nodes of a Dask cluster. The same test, four times."""
+"""What README's "When something dies" and docs/reliability.md promise: for a recipe and for a
+function, on this machine and on two nodes of a Dask cluster. The same test, four times.
+"""
 
 from __future__ import annotations
 
@@ -80,13 +81,17 @@ class Cell:
 
 
 def cells(*slow):
-    """A test of all four cells; `make test` leaves out those that are `slow`, where the others show the same code."""
+    """A test of all four cells; `make test` leaves out those that are `slow`, where the others show
+    the same code.
+    """
 
     def param(program, place):
         marks = [pytest.mark.slow] if f"{program}-{place}" in slow else []
         return pytest.param((program, place), id=f"{program}-{place}", marks=marks)
 
-    both = [param(program, place) for place in ("local", "dask") for program in ("recipe", "function")]
+    both = [
+        param(program, place) for place in ("local", "dask") for program in ("recipe", "function")
+    ]
     return pytest.mark.parametrize("cell", both, indirect=True)
 
 
@@ -106,7 +111,9 @@ def undisturbed(tmp_path_factory):
 
     def get(program):
         if program not in found:
-            found[program] = Cell(program, "local", None, tmp_path_factory.mktemp(program)).run(faults=False)
+            found[program] = Cell(program, "local", None, tmp_path_factory.mktemp(program)).run(
+                faults=False
+            )
         return found[program]
 
     return get
@@ -133,7 +140,13 @@ def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
 def test_a_bug_ends_a_recipe_at_once_and_a_function_as_under_torchrun(cell):
     """The cells differ: `max_restarts` of a function means what torchrun means by it."""
     cell.order("1-bug-1-always")
-    with pytest.raises(RankFailure, match=r"rank 1 failed: TypeError: a bug that repeats\nTraceback") as caught:
+    with pytest.raises(
+        RankFailure,
+        match=(
+            r"rank 1 failed: TypeError: a bug that "
+            r"repeats\nTraceback"
+        ),
+    ) as caught:
         cell.run(max_restarts=1)
     assert (caught.value.rank, caught.value.kind) == (1, "exception")
     assert cell.num_attempts == {"recipe": 1, "function": 2}[cell.program]
@@ -154,7 +167,11 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     cell.order("0-kill-1000")  # never met: steps take their time until then
     stop = StopRequest()
     with pytest.raises(
-        TrainingStopped, match=r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints are in"
+        TrainingStopped,
+        match=(
+            r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints "
+            r"are in"
+        ),
     ) as caught:
         cell.run(at_steps=[(5, lambda: stop.set("SIGTERM"))], stop=stop)
     assert caught.value.reason == "SIGTERM"
@@ -192,7 +209,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, u
 @cells("recipe-local", "recipe-dask", "function-dask")
 def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
     cell.order("1-denied-1-always")
-    with pytest.raises(RankFailure, match="StorageDenied: checkpoints: expected keys, got none") as caught:
+    with pytest.raises(
+        RankFailure, match=("StorageDenied: checkpoints: expected keys, got none")
+    ) as caught:
         cell.run()
     assert caught.value.is_user_error
     assert "\n" not in str(caught.value)
@@ -202,7 +221,13 @@ def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
 @cells("function-local", "recipe-dask", "function-dask")
 def test_restarts_that_are_used_up_end_the_run_with_the_ranks_failure(cell):
     cell.order("1-kill-1-always")
-    with pytest.raises(RankFailure, match=r"has used up its restarts \(max_restarts: 1\).*rank 1 was killed") as caught:
+    with pytest.raises(
+        RankFailure,
+        match=(
+            r"has used up its restarts \(max_restarts: 1\).*rank 1 "
+            r"was killed"
+        ),
+    ) as caught:
         cell.run(max_restarts=1)
     assert (caught.value.rank, caught.value.kind) == (1, "signal")
     assert cell.num_attempts == 2

@@ -1,4 +1,6 @@
-"""A rank ends as Python ends a program: nothing that was written is lost, and exit codes mean what they mean."""
+"""A rank ends as Python ends a program: nothing that was written is lost, and exit codes mean what
+they mean.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,11 @@ def test_an_error_is_shown_and_an_exit_has_no_traceback(ended):
 def test_what_ranks_print_is_shown_once(ended):
     for how in ENDS:
         done, _ = ended[how]
-        counts = sorted((done.stdout + done.stderr).count(f"[rank {rank}] printed") for rank in (0, 1))
-        assert counts == [1, 1] or (counts == [0, 1] and how in ("exit", "raise")), how  # it ends the other rank too
+        counts = sorted(
+            (done.stdout + done.stderr).count(f"[rank {rank}] printed") for rank in (0, 1)
+        )
+        # it ends the other rank too
+        assert counts == [1, 1] or (counts == [0, 1] and how in ("exit", "raise")), how
 
 
 # Exit codes
@@ -116,9 +121,15 @@ def test_a_function_that_ends_its_process_returns_nothing(monkeypatch):
 
 
 def test_a_script_that_ends_well_after_sigterm_was_stopped_all_the_same(tmp_path):
-    lines = ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", "print('ready', flush=True)", "time.sleep(600)")
+    lines = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))",
+        ("print('ready', flush=True)"),
+        "time.sleep(600)",
+    )
     command = [*OURS, "--nproc-per-node", "2", str(script(tmp_path, *lines))]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         for _ in range(2):
             run.stdout.readline()
         run.terminate()
@@ -144,11 +155,17 @@ def fail(error):
 @pytest.mark.parametrize(
     ("error", "expected", "is_user_error"),
     [
-        (ConfigErrorOfTheirOwn("theirs"), "tests.test_rank_end.ConfigError: theirs\nTraceback", False),
+        (
+            ConfigErrorOfTheirOwn("theirs"),
+            ("tests.test_rank_end.ConfigError: theirs\nTraceback"),
+            False,
+        ),
         (ConfigError("ours"), "rank 0 failed: ConfigError: ours", True),
     ],
 )
-def test_an_error_of_a_function_keeps_its_class_and_frames(error, expected, is_user_error, monkeypatch):
+def test_an_error_of_a_function_keeps_its_class_and_frames(
+    error, expected, is_user_error, monkeypatch
+):
     fork_functions(monkeypatch)
     with pytest.raises(RankFailure) as raised:
         flyte_ddp.run(fail, error)
@@ -178,17 +195,23 @@ def test_a_programs_hook_for_errors_is_called_and_the_traceback_shown_once(tmp_p
 
 
 def test_this_package_and_libraries_are_no_part_of_a_program():
-    modules = {name: module for name, module in sys.modules.items() if isinstance(module, types.ModuleType)}
+    modules = {
+        name: module for name, module in sys.modules.items() if isinstance(module, types.ModuleType)
+    }
     found = {name for name, module in modules.items() if is_of_program(vars(module))}
     assert {"tests.test_rank_end", "tests.test_run"} <= found
-    assert not {"flyte_ddp", "flyte_ddp.session", "pytest", "json", "subprocess", "builtins"} & found
+    assert (
+        not {"flyte_ddp", "flyte_ddp.session", "pytest", "json", "subprocess", "builtins"} & found
+    )
 
 
 # What a killed rank leaves
 
 
 def kill_with_semaphores(file):
-    """Die with semaphores of the rank's own and of a child's, as loader processes have; write their names first."""
+    """Die with semaphores of the rank's own and of a child's, as loader processes have; write their
+    names first.
+    """
     method = multiprocessing.get_context("spawn")
     words = method.Queue()
     method.Process(target=make_semaphore, args=(words,)).start()

@@ -1,4 +1,6 @@
-"""The environment of a rank's process, which torch reads when it is imported, and its link to the supervisor."""
+"""The environment of a rank's process, which torch reads when it is imported, and its link to the
+supervisor.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,18 @@ def test_an_interface_or_a_number_of_threads_that_the_user_has_set_is_kept(monke
 
 
 def test_messages_of_two_threads_arrive_whole(monkeypatch):
-    """The training's, and those of the thread that writes checkpoints. Large ones are sent in two pieces."""
-    monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)  # no supervisor is there to be missed
+    """The training's, and those of the thread that writes checkpoints. Large ones are sent in two
+    pieces.
+    """
+    # no supervisor is there to be missed
+    monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)
     receiver, up = multiprocessing.Pipe(duplex=False)
     link = SupervisorLink(up, up, [], 0, sys.stderr)
     texts = [name * 100_000 for name in "ab"]
-    threads = [threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)]) for text in texts]
+    threads = [
+        threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)])
+        for text in texts
+    ]
     for thread in threads:
         thread.daemon = True  # a message that cannot be read leaves them waiting
         thread.start()

@@ -51,16 +51,23 @@ def _description(program):
 
 @pytest.fixture
 def server(monkeypatch):
-    read = {name: value for name, value in os.environ.items() if name.startswith(rank_start.READ_ON_IMPORT)}
-    if rank_start._variables_of_server not in (None, read):  # another file's test has started it in another environment
-        rank_start._variables_of_server = None  # for good: its variables are those of that other test
+    read = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(rank_start.READ_ON_IMPORT)
+    }
+    # another file's test has started it in another environment
+    if rank_start._variables_of_server not in (None, read):
+        # for good: its variables are those of that other test
+        rank_start._variables_of_server = None
         if pid := forkserver._forkserver._forkserver_pid:
             os.kill(pid, signal.SIGKILL)
         while pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
     monkeypatch.setenv("TAKEN_AWAY", "1")
     parent = _description(RECIPE)["parent"]
-    assert parent == forkserver._forkserver._forkserver_pid  # not this process, which no test may kill
+    # not this process, which no test may kill
+    assert parent == forkserver._forkserver._forkserver_pid
     return psutil.Process(parent)
 
 
@@ -80,7 +87,8 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
 
 
 def test_what_libraries_set_in_this_process_keeps_no_rank_from_the_server(server, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "KMP_INIT_AT_FORK"):  # Dask, Dask, scikit-learn
+    # Dask, Dask, scikit-learn
+    for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "KMP_INIT_AT_FORK"):
         monkeypatch.setenv(name, "1" if name not in os.environ else os.environ[name] + "1")
     assert _description(RECIPE)["parent"] == server.pid
 
@@ -88,7 +96,11 @@ def test_what_libraries_set_in_this_process_keeps_no_rank_from_the_server(server
 def test_a_rank_is_fresh_if_torch_would_not_see_its_environment(server, monkeypatch):
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
     found = _description(RECIPE)
-    assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == (os.getpid(), False, "+dynamo")
+    assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == (
+        os.getpid(),
+        False,
+        "+dynamo",
+    )
 
 
 def test_a_functions_rank_is_fresh(server):
@@ -120,7 +132,10 @@ def _description_in_a_process_without_server(code, directory):
 
 def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
     (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
-    code = "import dataclasses; test.RECIPE = dataclasses.replace(test.RECIPE, slow_imports=['broken'])"
+    code = (
+        "import dataclasses; test.RECIPE = dataclasses.replace(test.RECIPE, "
+        "slow_imports=['broken'])"
+    )
     assert "'has torch': False" in _description_in_a_process_without_server(code, tmp_path)
 
 
@@ -129,12 +144,17 @@ def test_a_server_has_the_training_loop_of_this_process_and_not_of_the_working_d
     package.mkdir(parents=True)
     for name in ("main.py", "__init__.py", "../__init__.py"):
         (package / name).write_text("")
-    assert f"'training loop': '{TRAINING_LOOP}'" in _description_in_a_process_without_server("", tmp_path)
+    assert f"'training loop': '{TRAINING_LOOP}'" in _description_in_a_process_without_server(
+        "", tmp_path
+    )
 
 
 @pytest.mark.parametrize("config", [{"compile": True}, {"parallel": "fsdp"}], ids=str)
 def test_a_rank_that_needs_torchs_compiler_is_forked_with_it(config):
-    assert recipe_program("digits", resolve({}, config)).slow_imports == (*RECIPE.slow_imports, "torch._dynamo")
+    assert recipe_program("digits", resolve({}, config)).slow_imports == (
+        *RECIPE.slow_imports,
+        "torch._dynamo",
+    )
 
 
 def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_has_another(
@@ -142,7 +162,9 @@ def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_ha
 ):
     run = new_run(tmp_path)
     monkeypatch.setattr(run, "handle", At(3, server.kill).handle)
-    with pytest.raises(RankFailure, match="rank . exited with code 255, or the server that .* was killed"):
+    with pytest.raises(
+        RankFailure, match=("rank . exited with code 255, or the server that .* was killed")
+    ):
         run.train()
     assert survivors() == []
     assert _description(RECIPE)["parent"] not in (server.pid, os.getpid())

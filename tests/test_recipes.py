@@ -1,4 +1,6 @@
-"""Recipes by name, and their data: what they prepare, and what they say of data that is missing or damaged."""
+"""Recipes by name, and their data: what they prepare, and what they say of data that is missing or
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name(name):
     assert type(get_recipe(name)).__name__ == "Tiny"
 
 
-@pytest.mark.parametrize("name", ["mnits", "", " mnist", "a..b", ".mnist", "mnist.", "/etc/passwd", "os", "--help"])
+@pytest.mark.parametrize(
+    "name", ["mnits", "", " mnist", "a..b", ".mnist", "mnist.", "/etc/passwd", "os", "--help"]
+)
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError) as caught:
         get_recipe(name)
@@ -56,7 +60,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
         ("mnits", r"got 'mnits' \(did you mean mnist\?\)"),
         ("no_such_module.Recipe", "there is no module 'no_such_module'"),
         ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
-        ("tests.support.recipe.Tiny", r"no module 'tests.support.recipe' \(did you mean recipes\?\)"),
+        (
+            "tests.support.recipe.Tiny",
+            (
+                r"no module 'tests.support.recipe' \(did you mean "
+                r"recipes\?\)"
+            ),
+        ),
         ("tests.support.recipes.Missing", "which is no Recipe in module tests.support.recipes"),
         ("tests.support.recipes.not_a_recipe", "which is no Recipe"),
         ("tests.support.recipes.NUM_CLASSES", "which is no Recipe"),
@@ -74,13 +84,27 @@ def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reaso
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("\nimport no_such_dependency", r"broken_\w+\.py:2: expected the package no_such_dependency: pip install it"),
-        ("from flyte_ddp import Recipes", r"broken_\w+\.py:1: ImportError: cannot import name 'Recipes'"),
+        (
+            "\nimport no_such_dependency",
+            (
+                r"broken_\w+\.py:2: expected the package "
+                r"no_such_dependency: pip install it"
+            ),
+        ),
+        (
+            "from flyte_ddp import Recipes",
+            (
+                r"broken_\w+\.py:1: ImportError: cannot import name "
+                r"'Recipes'"
+            ),
+        ),
         ("\n1 / 0", r"broken_\w+\.py:2: ZeroDivisionError: division by zero"),
         ("def", "invalid syntax"),
     ],
 )
-def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(tmp_path, monkeypatch, source, reason):
+def test_a_module_that_fails_on_import_is_refused_with_its_error_as_the_cause(
+    tmp_path, monkeypatch, source, reason
+):
     module = f"broken_{hashlib.md5(source.encode(), usedforsecurity=False).hexdigest()}"
     (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -98,7 +122,8 @@ OPTIONAL = "tests.support.recipes.Optional"
 
 
 def test_options_are_attributes_of_the_recipe():
-    # 24.0: what is left of 24 in a Flyte literal that a console wrote, whose only numbers are floats.
+    # 24.0: what is left of 24 in a Flyte literal that a console wrote, whose only numbers are
+    # floats.
     recipe = get_recipe(OPTIONAL, {"width": 24.0, "slope": 1, "sizes": [1, 2]})
 
     assert (recipe.width, type(recipe.width)) == (24, int)
@@ -113,14 +138,26 @@ def test_options_are_attributes_of_the_recipe():
         (
             OPTIONAL,
             {"wdith": 3},
-            r"expected one of width, slope, .*, sizes for recipe .*, got 'wdith' \(did you mean width\?\)",
+            (
+                r"expected one of width, slope, .*, sizes for recipe .*, got 'wdith' \(did you "
+                r"mean "
+                r"width\?\)"
+            ),
         ),
-        (OPTIONAL, {"width": "wide"}, "^recipe_options.width: expected a whole number, got 'wide'$"),
+        (
+            OPTIONAL,
+            {"width": "wide"},
+            ("^recipe_options.width: expected a whole number, got 'wide'$"),
+        ),
         (OPTIONAL, {"width": 1.5}, "^recipe_options.width: expected a whole number, got 1.5$"),
         (OPTIONAL, {"biased": 1}, "^recipe_options.biased: expected true or false, got 1$"),
         (OPTIONAL, {"width": 0}, "width: 0 is out of range; accepted is"),
         (OPTIONAL, ["width"], "^recipe_options: expected an object with strings as keys, got "),
-        ("digits", {"model": "large"}, "^recipe_options: expected no options for recipe 'digits', got 'model'"),
+        (
+            "digits",
+            {"model": "large"},
+            ("^recipe_options: expected no options for recipe 'digits', got 'model'"),
+        ),
     ],
 )
 def test_an_invalid_option_is_refused_in_one_line(name, options, reason):
@@ -134,7 +171,13 @@ def test_the_config_of_a_run_names_every_option_given_or_not():
     config = config_of(OPTIONAL, {"epochs": 7, "recipe_options": {"width": 24.0}})
 
     assert (config.epochs, config.global_batch_size) == (7, 12)
-    assert config.recipe_options == {"width": 24, "slope": 0.5, "activation": "tanh", "biased": True, "sizes": []}
+    assert config.recipe_options == {
+        "width": 24,
+        "slope": 0.5,
+        "activation": "tanh",
+        "biased": True,
+        "sizes": [],
+    }
     assert config_of("digits", {}).recipe_options == {}
 
 
@@ -150,13 +193,17 @@ def test_digits_are_real_whole_and_split_the_same_way_each_time(tmp_path):
     train, test = Digits().datasets(tmp_path / "one")
 
     assert (len(train), len(test)) == (1437, 360)
-    assert describe_data(tmp_path / "one")["description"].startswith("scikit-learn's handwritten digits: 1,437 train")
+    assert describe_data(tmp_path / "one")["description"].startswith(
+        "scikit-learn's handwritten digits: 1,437 train"
+    )
     assert fingerprints[0] == fingerprints[1]
     images = np.concatenate([train.tensors[0].numpy(), test.tensors[0].numpy()])
     labels = np.concatenate([train.tensors[1].numpy(), test.tensors[1].numpy()])
     assert (images.dtype, images.min(), images.max()) == (np.uint8, 0, 255)
-    assert sorted(np.bincount(labels)) == sorted([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])  # as published
-    assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)  # no sample is in both parts
+    # as published
+    assert sorted(np.bincount(labels)) == sorted([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+    # no sample is in both parts
+    assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)
 
 
 def test_digits_refuse_data_of_the_user(tmp_path):
@@ -202,7 +249,9 @@ def idx_files(monkeypatch):
     for name, shape in IDX_FILES.items():
         header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
         files[name] = header + random_state.randint(10, size=shape, dtype=np.uint8).tobytes()
-    monkeypatch.setattr(mnist, "CHECKSUMS", {name: _md5(contents) for name, contents in files.items()})
+    monkeypatch.setattr(
+        mnist, "CHECKSUMS", {name: _md5(contents) for name, contents in files.items()}
+    )
     return files
 
 
@@ -222,7 +271,9 @@ def _lay_out(files, directory, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("below", [".", "raw", "MNIST/raw"])
 @pytest.mark.parametrize("prefix", ["", "file://"], ids=["path", "url"])
-def test_mnist_is_read_packed_or_unpacked_from_any_subdirectory(idx_files, tmp_path, prepared, packed, below, prefix):
+def test_mnist_is_read_packed_or_unpacked_from_any_subdirectory(
+    idx_files, tmp_path, prepared, packed, below, prefix
+):
     _lay_out(idx_files, tmp_path / "given" / below, packed)
 
     prepare_data(mnist.Mnist(), f"{prefix}{tmp_path}/given", prepared)
@@ -239,7 +290,13 @@ def test_a_directory_without_one_of_the_files_is_refused_naming_it(idx_files, tm
     del idx_files["t10k-labels-idx1-ubyte"]
     _lay_out(idx_files, tmp_path / "given", packed=True)
 
-    with pytest.raises(DataError, match=rf"got {tmp_path}/given, which holds no t10k-labels-idx1-ubyte"):
+    with pytest.raises(
+        DataError,
+        match=(
+            rf"got {tmp_path}/given, which holds no "
+            r"t10k-labels-idx1-ubyte"
+        ),
+    ):
         prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
 
 
@@ -256,7 +313,9 @@ def _flip(contents):
     return contents[:100] + bytes([contents[100] ^ 1]) + contents[101:]
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, lambda contents: b"", lambda contents: b"<html>Not found</html>"])
+@pytest.mark.parametrize(
+    "damage", [_cut, _flip, lambda contents: b"", lambda contents: b"<html>Not found</html>"]
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 def test_a_damaged_file_is_refused_naming_it(idx_files, tmp_path, prepared, packed, damage):
     _lay_out(idx_files, tmp_path / "given", packed)
@@ -269,7 +328,13 @@ def test_a_damaged_file_is_refused_naming_it(idx_files, tmp_path, prepared, pack
 
 @pytest.mark.parametrize(
     ("dotted", "suffix", "packed"),
-    [(True, "", False), (True, ".gz", True), (False, ".gz", False), (False, "", True), (True, ".gz", False)],
+    [
+        (True, "", False),
+        (True, ".gz", True),
+        (False, ".gz", False),
+        (False, "", True),
+        (True, ".gz", False),
+    ],
 )
 def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
     idx_files, tmp_path, prepared, dotted, suffix, packed
@@ -287,7 +352,9 @@ def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
     assert test.tensors[1].tolist() == list(idx_files["t10k-labels-idx1-ubyte"][8:])
 
 
-def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(idx_files, tmp_path, prepared, monkeypatch):
+def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(
+    idx_files, tmp_path, prepared, monkeypatch
+):
     from torchvision import datasets
 
     def download(self):
@@ -295,7 +362,9 @@ def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(idx_files, tmp_p
         os.makedirs(self.raw_folder)
         if len(calls) == 1:
             (Path(self.raw_folder) / "train-images-idx3-ubyte").write_bytes(b"a part")
-            raise RuntimeError("Error downloading train-images:\nTried a mirror, got:\nno route to host")
+            raise RuntimeError(
+                "Error downloading train-images:\nTried a mirror, got:\nno route to host"
+            )
         for name, contents in idx_files.items():
             (Path(self.raw_folder) / name).write_bytes(contents)
 
@@ -305,14 +374,17 @@ def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(idx_files, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cache = tmp_path / "cache" / "flyte-ddp" / "mnist"
     with pytest.raises(
-        DataError, match="^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a"
+        DataError,
+        match=("^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a"),
     ):
         prepare_data(mnist.Mnist(), "", prepared)
     assert list(cache.parent.iterdir()) == []
     for name in ("second", "third"):
         (prepared / name).mkdir()
         prepare_data(mnist.Mnist(), "", prepared / name)
-        assert "downloaded from torchvision's mirrors" in describe_data(prepared / name)["description"]
+        assert (
+            "downloaded from torchvision's mirrors" in describe_data(prepared / name)["description"]
+        )
     assert len(calls) == 2
     assert {file.name: file.read_bytes() for file in cache.iterdir()} == idx_files
 

@@ -33,15 +33,19 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         if int(asked.removesuffix("Gi")) > int(self.memory.removesuffix("Gi")):
             context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"Requested MEMORY limit [{asked}] is greater than current limit set in the platform configuration "
-                f"[{self.memory}]. Please contact Flyte Admins to change these limits or consult the configuration",
+                f"Requested MEMORY limit [{asked}] is greater than current limit set in the "
+                "platform configuration "
+                f"[{self.memory}]. Please contact Flyte Admins to change these limits or consult "
+                "the configuration",
             )
         return task_pb2.TaskCreateResponse()
 
     def TerminateExecution(self, request, context):
         self.requests.append(request)
         if request.id.name == "gone":
-            context.abort(grpc.StatusCode.NOT_FOUND, "missing entity of type execution with identifier gone")
+            context.abort(
+                grpc.StatusCode.NOT_FOUND, ("missing entity of type execution with identifier gone")
+            )
         return execution_pb2.ExecutionTerminateResponse()
 
 
@@ -60,12 +64,16 @@ def admin(monkeypatch):
 
 
 def register(tmp_path, *, with_pyflyte=False, **environment):
-    """Run deploy/register.sh, with a `pyflyte` that only notes what it is called with unless `with_pyflyte`."""
+    """Run deploy/register.sh, with a `pyflyte` that only notes what it is called with unless
+    `with_pyflyte`.
+    """
     calls = tmp_path / "calls"
     stub = tmp_path / "pyflyte"
     stub.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
     stub.chmod(0o755)
-    path = os.pathsep.join(str(place) for place in (BIN if with_pyflyte else tmp_path, BIN, os.environ["PATH"]))
+    path = os.pathsep.join(
+        str(place) for place in (BIN if with_pyflyte else tmp_path, BIN, os.environ["PATH"])
+    )
     done = subprocess.run(
         [REPOSITORY / "deploy" / "register.sh"],
         env=clean_environment(**{"PATH": path, **environment}),
@@ -89,7 +97,9 @@ def test_register_uses_the_settings_and_activates_the_launch_plan_if_asked(tmp_p
     done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
     assert f"--version {version}" not in calls[0]  # the same code with other settings
     # Flyte was asked before each, with the most of each resource that any task requests.
-    asked = [resources(request.spec.template.container.resources.limits) for request in admin.requests]
+    asked = [
+        resources(request.spec.template.container.resources.limits) for request in admin.requests
+    ]
     assert asked == [("4", "16Gi", "50Gi", "1"), ("2", "4Gi", "4Gi", "")]
     assert (admin.requests[0].id.project, admin.requests[0].id.version) == ("p", version)
 
@@ -100,7 +110,9 @@ def test_register_registers_nothing_where_flyte_refuses_what_the_tasks_request_o
     admin.memory = "1Gi"  # as a stock installation
     done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
     assert (done.returncode, calls) == (1, [])
-    assert "Flyte refuses what the tasks request: Requested MEMORY limit [4Gi] is greater than" in done.stderr
+    assert (
+        "Flyte refuses what the tasks request: Requested MEMORY limit [4Gi] is greater than"
+    ) in done.stderr
     assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h" in done.stdout
     assert "Traceback" not in done.stderr
     monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
@@ -119,7 +131,13 @@ def test_register_activates_nothing_by_default_and_takes_another_version(tmp_pat
     [
         ({"ACTIVATE": "retrain"}, "ACTIVATE: expected 0 or 1, got 'retrain'"),
         ({"DRY_RUN": "yes"}, "DRY_RUN: expected 0 or 1, got 'yes'"),
-        ({"IMAGE": ""}, "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
+        (
+            {"IMAGE": ""},
+            (
+                "image: expected the name of your image in settings.toml, in IMAGE or by "
+                "--image, got none"
+            ),
+        ),
     ],
 )
 def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, expected):
@@ -131,12 +149,22 @@ def test_register_refuses_bad_settings_before_any_request(tmp_path, environment,
 
 @pytest.mark.slow
 def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
-    done, _ = register(tmp_path, with_pyflyte=True, DRY_RUN="1", ACTIVATE="1", SANDBOX="1", IMAGE=IMAGE, VERSION="7")
+    done, _ = register(
+        tmp_path,
+        with_pyflyte=True,
+        DRY_RUN="1",
+        ACTIVATE="1",
+        SANDBOX="1",
+        IMAGE=IMAGE,
+        VERSION="7",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3\n" in done.stdout
     for name in (*(f"Task: {name}" for name in KNOWN), "Launch Plan: retrain"):
         assert f"{name} (Dry run Mode)" in done.stdout
-    assert done.stdout.endswith(f"retrain would be activated as version 7\nversion 7, image {IMAGE}\n")
+    assert done.stdout.endswith(
+        f"retrain would be activated as version 7\nversion 7, image {IMAGE}\n"
+    )
 
 
 def test_the_doctor_gets_what_each_class_of_tasks_requests():
@@ -158,7 +186,10 @@ def test_an_execution_is_aborted_by_its_name(admin, monkeypatch):
 
 
 def test_an_abort_that_flyte_refuses_is_one_line(admin, monkeypatch):
-    with pytest.raises(SettingsError, match="^Flyte refuses to abort gone in p-d: missing entity of type execution"):
+    with pytest.raises(
+        SettingsError,
+        match=("^Flyte refuses to abort gone in p-d: missing entity of type execution"),
+    ):
         tasks_command(["abort", "gone", "p", "d"])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
     with pytest.raises(SettingsError, match="^Flyte does not answer "):

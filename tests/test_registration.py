@@ -21,7 +21,12 @@ from flyte_ddp.cluster.config import GRACE_VARIABLE
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 IMAGE = "registry.example.com/flyte-ddp:7"
-RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "ephemeral-storage": "EPHEMERAL_STORAGE", "gpu": "GPU"}
+RESOURCES = {
+    "cpu": "CPU",
+    "memory": "MEMORY",
+    "ephemeral-storage": "EPHEMERAL_STORAGE",
+    "gpu": "GPU",
+}
 
 PROFILES = {
     "sandbox": {"SANDBOX": "1"},
@@ -31,14 +36,17 @@ PROFILES = {
         "WANDB_ENTITY": "team",
         "RETRAIN_SCHEDULE": "0 */6 * * *",
         "NOTIFY_EMAILS": "night@example.com, day@example.com",
-        "RETRAIN_INPUTS": '{"recipe": "mnist", "data": "s3://bucket/mnist", "config": {"epochs": 3}, "margin": 0}',
+        "RETRAIN_INPUTS": (
+            '{"recipe": "mnist", "data": "s3://bucket/mnist", "config": {"epochs": 3}, "margin": 0}'
+        ),
     },
 }
 
 SMALL = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "2Gi", "20Gi", "")}
 DRIVER = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "8Gi", "20Gi", "")}
 TRAINING = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("16", "64Gi", "50Gi", "4")}
-TIMEOUTS = {"sandbox": (1, 4), "gpu": (6, 48)}  # hours, of a small task and of one that trains or drives
+# hours, of a small task and of one that trains or drives
+TIMEOUTS = {"sandbox": (1, 4), "gpu": (6, 48)}
 EVALUATION = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("4", "16Gi", "50Gi", "1")}
 
 
@@ -56,7 +64,9 @@ class Expected:
 
 KNOWN = {
     "tasks.prepare.prepare": Expected(SMALL),
-    "tasks.train.train_on_one_node": Expected(TRAINING, 3, interruptible=True, cached=True, secret=True, deck=True),
+    "tasks.train.train_on_one_node": Expected(
+        TRAINING, 3, interruptible=True, cached=True, secret=True, deck=True
+    ),
     "tasks.train.train_on_cluster": Expected(DRIVER, 3, cached=True, secret=True, deck=True),
     "tasks.script.run_script": Expected(DRIVER, 3, secret=True, deck=True),
     "tasks.retrain.plan_retraining": Expected(SMALL),
@@ -71,11 +81,14 @@ class Package:
     tasks: dict[str, tasks_pb2.TaskTemplate]
     workflows: dict[str, workflow_pb2.WorkflowSpec]
     launch_plans: dict[str, launch_plan_pb2.LaunchPlanSpec]
-    graces: dict[str, int | None] = dataclasses.field(default_factory=dict)  # seconds, of the tasks' pods
+    # seconds, of the tasks' pods
+    graces: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
 
 def move_to_container(template):
-    """Have a task that describes its pod name that pod's container; return the pod's grace, if it names one."""
+    """Have a task that describes its pod name that pod's container; return the pod's grace, if it
+    names one.
+    """
     if not template.HasField("k8s_pod"):
         return None
     spec = MessageToDict(template.k8s_pod.pod_spec)
@@ -83,7 +96,10 @@ def move_to_container(template):
     assert container["name"] == template.config["primary_container_name"]
     given = template.container
     given.image, given.args[:] = container["image"], container["args"]
-    given.env.extend(literals_pb2.KeyValuePair(key=each["name"], value=each["value"]) for each in container["env"])
+    given.env.extend(
+        literals_pb2.KeyValuePair(key=each["name"], value=each["value"])
+        for each in container["env"]
+    )
     for kind in ("requests", "limits"):
         for name, value in container["resources"][kind].items():
             number = tasks_pb2.Resources.ResourceName.Value(RESOURCES[name])
@@ -151,7 +167,10 @@ def test_all_tasks_are_registered(package):
 
 def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):
     for name, task in package.tasks.items():
-        requests, limits = resources(task.container.resources.requests), resources(task.container.resources.limits)
+        requests, limits = (
+            resources(task.container.resources.requests),
+            resources(task.container.resources.limits),
+        )
         assert task.container.image == IMAGE, name
         assert task.container.args[0] == "pyflyte-execute", name
         assert requests == limits, name
@@ -162,24 +181,36 @@ def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):
 
 def test_the_pods_of_tasks_that_train_have_time_for_a_last_checkpoint_as_their_ranks_know(package):
     for name in KNOWN:
-        told = {pair.key: pair.value for pair in package.tasks[name].container.env}.get(GRACE_VARIABLE)
+        told = {pair.key: pair.value for pair in package.tasks[name].container.env}.get(
+            GRACE_VARIABLE
+        )
         expected = 60 if KNOWN[name].secret else None
         assert (package.graces[name], told) == (expected, expected and str(expected)), name
 
 
 def test_a_task_with_a_gpu_names_its_type_and_has_shared_memory(package):
-    with_gpu = {name for name, task in package.tasks.items() if resources(task.container.resources.limits)[3]}
+    with_gpu = {
+        name
+        for name, task in package.tasks.items()
+        if resources(task.container.resources.limits)[3]
+    }
     for name, task in package.tasks.items():
         extended = task.extended_resources
-        assert extended.gpu_accelerator.device == ("nvidia-tesla-a100" if name in with_gpu else ""), name
+        assert extended.gpu_accelerator.device == (
+            "nvidia-tesla-a100" if name in with_gpu else ""
+        ), name
         if name in with_gpu:
             assert extended.shared_memory.size_limit == "8Gi", name
-    assert package.tasks["tasks.train.train_on_one_node"].extended_resources.shared_memory.size_limit == (
+    assert package.tasks[
+        "tasks.train.train_on_one_node"
+    ].extended_resources.shared_memory.size_limit == (
         "1Gi" if package.profile == "sandbox" else "8Gi"
     )
     assert bool(with_gpu) == (package.profile == "gpu")
     for name, task in package.tasks.items():  # so that it fails where it finds fewer
-        found = {pair.key: pair.value for pair in task.container.env}.get("FLYTE_DDP_REQUESTED_GPUS", "")
+        found = {pair.key: pair.value for pair in task.container.env}.get(
+            "FLYTE_DDP_REQUESTED_GPUS", ""
+        )
         assert found == resources(task.container.resources.limits)[3], name
 
 
@@ -194,7 +225,9 @@ def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(pac
             assert secrets == ([("wandb", "api_key")] if mode == "online" else []), name
         if name in KNOWN:
             assert (mode != "none") == KNOWN[name].secret, name
-        assert not any("key" in pair.key.lower() or "secret" in pair.key.lower() for pair in task.container.env), name
+        assert not any(
+            "key" in pair.key.lower() or "secret" in pair.key.lower() for pair in task.container.env
+        ), name
 
 
 def test_retries_preemption_caches_and_decks_fit_each_task(package):
@@ -204,8 +237,12 @@ def test_retries_preemption_caches_and_decks_fit_each_task(package):
     for name, task in package.tasks.items():
         metadata = task.metadata
         # A change of the training code makes every cached result stale, and nothing else does.
-        assert metadata.discovery_version == (code_version(recipe_packages()) if metadata.discoverable else ""), name
-        assert not (metadata.interruptible and not metadata.retries.retries), f"{name}: preempted for good"
+        assert metadata.discovery_version == (
+            code_version(recipe_packages()) if metadata.discoverable else ""
+        ), name
+        assert not (metadata.interruptible and not metadata.retries.retries), (
+            f"{name}: preempted for good"
+        )
         if name in KNOWN:
             expected = KNOWN[name]
             found = (
@@ -214,7 +251,12 @@ def test_retries_preemption_caches_and_decks_fit_each_task(package):
                 metadata.discoverable,
                 metadata.generates_deck.value,
             )
-            assert found == (expected.retries, expected.interruptible, expected.cached, expected.deck), name
+            assert found == (
+                expected.retries,
+                expected.interruptible,
+                expected.cached,
+                expected.deck,
+            ), name
 
 
 def test_every_attempt_of_every_task_has_a_timeout(package):
@@ -230,7 +272,9 @@ def test_every_attempt_of_every_task_has_a_timeout(package):
 
 
 def test_nodes_inherit_the_settings_of_their_tasks(package):
-    """A node has retries and a mark for preemption of its own, which Flyte takes before the task's."""
+    """A node has retries and a mark for preemption of its own, which Flyte takes before the
+    task's.
+    """
     num_checked = 0
     for spec in package.workflows.values():
         for node in spec.template.nodes:
@@ -244,7 +288,9 @@ def test_nodes_inherit_the_settings_of_their_tasks(package):
 
 def test_the_place_of_checkpoints_does_not_change_the_cache_key(package):
     for name in ("train_on_one_node", "train_on_cluster"):
-        assert list(package.tasks[f"tasks.train.{name}"].metadata.cache_ignore_input_vars) == ["checkpoints"]
+        assert list(package.tasks[f"tasks.train.{name}"].metadata.cache_ignore_input_vars) == [
+            "checkpoints"
+        ]
 
 
 def test_the_link_to_wandb_is_registered_where_it_is_known(package):
@@ -256,12 +302,22 @@ def test_the_link_to_wandb_is_registered_where_it_is_known(package):
 
 
 def test_an_unnecessary_training_is_not_scheduled(package):
-    """Training is in a branch, and what the branches read is there when the condition is evaluated."""
+    """Training is in a branch, and what the branches read is there when the condition is
+    evaluated.
+    """
     nodes = package.workflows["workflows.retrain.retrain_wf"].template.nodes
-    assert [node.metadata.name for node in nodes] == ["prepare", "plan_retraining", "what_to_train_on"]
+    assert [node.metadata.name for node in nodes] == [
+        "prepare",
+        "plan_retraining",
+        "what_to_train_on",
+    ]
     branch = nodes[2].branch_node.if_else
     chosen = [branch.case.then_node, branch.other[0].then_node, branch.else_node]
-    assert [node.metadata.name for node in chosen] == ["challenge_on_one_node", "challenge_on_cluster", "keep_champion"]
+    assert [node.metadata.name for node in chosen] == [
+        "challenge_on_one_node",
+        "challenge_on_cluster",
+        "keep_champion",
+    ]
     assert list(nodes[1].upstream_node_ids) == ["n0"]
     assert list(nodes[2].upstream_node_ids) == ["n1"]
     read = {binding.binding.promise.node_id for node in chosen for binding in node.inputs}
@@ -270,21 +326,27 @@ def test_an_unnecessary_training_is_not_scheduled(package):
 
 # Launch plans
 
-SCHEDULES = {"sandbox": "0 3 * * *", "gpu": "0 */6 * * *"}  # of settings.toml, and of the environment
+# of settings.toml, and of the environment
+SCHEDULES = {"sandbox": "0 3 * * *", "gpu": "0 */6 * * *"}
 
 
 def test_the_one_schedule_is_that_of_the_settings(package):
     schedules = {name: spec.entity_metadata.schedule for name, spec in package.launch_plans.items()}
     assert schedules["retrain"].cron_schedule.schedule == SCHEDULES[package.profile]
-    # Flyte's scheduler passes the kickoff time to cron schedules only, and refuses every start of a fixed rate.
-    assert [name for name, each in schedules.items() if each.cron_schedule.schedule or each.rate.value] == ["retrain"]
+    # Flyte's scheduler passes the kickoff time to cron schedules only, and refuses every start of a
+    # fixed rate.
+    assert [
+        name for name, each in schedules.items() if each.cron_schedule.schedule or each.rate.value
+    ] == ["retrain"]
 
 
 def test_a_launch_plan_without_a_schedule_starts_by_hand_alone(monkeypatch):
     from tasks import registration
     from workflows.retrain import retrain_wf
 
-    monkeypatch.setattr(registration, "SETTINGS", dataclasses.replace(registration.SETTINGS, schedule=""))
+    monkeypatch.setattr(
+        registration, "SETTINGS", dataclasses.replace(registration.SETTINGS, schedule="")
+    )
     assert registration.launch_plan("by_hand", retrain_wf).schedule is None
 
 
@@ -293,7 +355,10 @@ def test_a_schedule_fills_in_the_kickoff_time_and_needs_nothing_else(package):
     workflow = package.workflows[spec.workflow_id.name]
     required = [key for key, value in spec.default_inputs.parameters.items() if value.required]
     assert not required
-    assert workflow.template.interface.inputs.variables["kickoff_time"].type.simple == types_pb2.DATETIME
+    assert (
+        workflow.template.interface.inputs.variables["kickoff_time"].type.simple
+        == types_pb2.DATETIME
+    )
     assert spec.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time"
 
 
@@ -318,14 +383,20 @@ def test_recipients_of_failures_come_from_the_environment(package):
 def test_inputs_of_retrainings_come_from_the_environment(package):
     given = package.launch_plans["retrain"].default_inputs.parameters
     is_given = package.profile == "gpu"
-    assert given["recipe"].default.scalar.primitive.string_value == ("mnist" if is_given else "digits")
+    assert given["recipe"].default.scalar.primitive.string_value == (
+        "mnist" if is_given else "digits"
+    )
     assert given["margin"].default.scalar.primitive.float_value == (0 if is_given else 0.01)
-    assert given["data"].default.scalar.union.value.scalar.blob.uri == ("s3://bucket/mnist" if is_given else "")
+    assert given["data"].default.scalar.union.value.scalar.blob.uri == (
+        "s3://bucket/mnist" if is_given else ""
+    )
     assert ("config" in package.launch_plans["retrain"].fixed_inputs.literals) == is_given
 
 
 def remote_command(name, package):
-    """Return flytekit's command for a registered launch plan, with the interface as Flyte hands it out."""
+    """Return flytekit's command for a registered launch plan, with the interface as Flyte hands it
+    out.
+    """
     from flytekit.clis.sdk_in_container.run import DynamicEntityLaunchCommand, RunLevelParams
     from flytekit.models.interface import TypedInterface
     from flytekit.models.launch_plan import LaunchPlan
@@ -347,17 +418,26 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
         command, parameters, context_of = remote_command(name, package)
         context = context_of(command, info_name=name, obj=parameters)
         options = {option.name for option in command.get_params(context)}
-        assert options >= set(spec.default_inputs.parameters) - set(spec.fixed_inputs.literals), name
-        for parameter in spec.default_inputs.parameters.values():  # no JSON object is an open default
+        assert options >= set(spec.default_inputs.parameters) - set(spec.fixed_inputs.literals), (
+            name
+        )
+        # no JSON object is an open default
+        for parameter in spec.default_inputs.parameters.values():
             default = parameter.default
-            scalar = default.scalar.union.value.scalar if default.scalar.HasField("union") else default.scalar
+            scalar = (
+                default.scalar.union.value.scalar
+                if default.scalar.HasField("union")
+                else default.scalar
+            )
             assert not scalar.HasField("binary"), name
             assert not scalar.HasField("generic"), name
         assert command.get_help(context), name
 
 
 def test_a_launch_plan_starts_by_hand_as_documented(package):
-    """`pyflyte run remote-launchplan retrain:VERSION --kickoff_time now`, up to what reaches Flyte."""
+    """`pyflyte run remote-launchplan retrain:VERSION --kickoff_time now`, up to what reaches
+    Flyte.
+    """
 
     class Client:
         def create_execution(self, project, domain, name, spec, inputs):
@@ -396,14 +476,22 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("NOTIFY_EMAILS", "somebody", "NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'"),
+        (
+            "NOTIFY_EMAILS",
+            "somebody",
+            ("NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'"),
+        ),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected an object with strings as keys, got '{'"),
         ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected an object with strings as keys, got []"),
         ("RETRAIN_INPUTS", '{"kickoff_time": "now"}', "retrain_inputs: expected champion, recipe"),
         ("RETRAIN_INPUTS", '{"recipe": 3}', "retrain_inputs.recipe: expected a string, got 3"),
         ("RETRAIN_INPUTS", '{"data": "here"}', "retrain_inputs.data: expected a URL, got 'here'"),
         ("RETRAIN_INPUTS", '{"config": {"epochs": 0}}', "epochs: "),
-        ("RETRAIN_SCHEDULE", "daily", "RETRAIN_SCHEDULE: expected cron's five fields, such as 0 3 * * *, got 'daily'"),
+        (
+            "RETRAIN_SCHEDULE",
+            "daily",
+            ("RETRAIN_SCHEDULE: expected cron's five fields, such as 0 3 * * *, got 'daily'"),
+        ),
         ("GPUS", "-1", "GPUS: expected a whole number of at least 0, got -1"),
         ("GPUS", "many", "GPUS: expected a whole number of at least 0, got 'many'"),
         ("SANDBOX", "yes", "SANDBOX: expected 0, 1, false or true, got 'yes'"),

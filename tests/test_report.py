@@ -44,7 +44,9 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='aler
 TWO_MEGABYTES = 2_000_000
 
 
-def report_of(events: list[Event], error: BaseException | None = None, closed: bool = True) -> Report:
+def report_of(
+    events: list[Event], error: BaseException | None = None, closed: bool = True
+) -> Report:
     made = Report()
     made.links["W&B run"] = "https://wandb.ai/team/project/runs/1"
     for event in events:
@@ -55,12 +57,16 @@ def report_of(events: list[Event], error: BaseException | None = None, closed: b
 
 
 def rank_failure() -> RankFailure:
-    text = "rank 1 failed: ValueError: bad\n\n" + "".join(f"  File {'x' * 300}.py, line {line}\n" for line in range(50))
+    text = "rank 1 failed: ValueError: bad\n\n" + "".join(
+        (f"  File {'x' * 300}.py, line {line}\n") for line in range(50)
+    )
     return RankFailure(text, 1, "exception", "ValueError: bad")
 
 
 def resumed_run() -> list[Event]:
-    skipped = ["s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short"]
+    skipped = [
+        ("s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short")
+    ]
     again = [sample_run.started(), sample_run.loaded(150, skipped=skipped)]
     return [*again, *sample_run.steps(151, 200), sample_run.epoch(4), sample_run.finished()]
 
@@ -80,7 +86,11 @@ def hostile_run() -> list[Event]:
         dataclasses.replace(sample_run.epoch(1), sample=HOSTILE, metrics={HOSTILE: 1.0}),
         CheckpointWritten(50, HOSTILE, True),
         PredictionsMade(
-            1, [Prediction(HOSTILE, "b", {HOSTILE: 1.0}, text=HOSTILE), Prediction("a", HOSTILE, {}, b"\x89PNG")]
+            1,
+            [
+                Prediction(HOSTILE, "b", {HOSTILE: 1.0}, text=HOSTILE),
+                Prediction("a", HOSTILE, {}, b"\x89PNG"),
+            ],
         ),
         dataclasses.replace(sample_run.finished(), model_state_url=HOSTILE),
     ]
@@ -106,7 +116,9 @@ class Elements(html.parser.HTMLParser):
 
     def images(self) -> list[bytes]:
         sources = [attributes["src"] or "" for tag, attributes in self.elements if tag == "img"]
-        return [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources]
+        return [
+            base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources
+        ]
 
 
 def text_of(made: Report) -> str:
@@ -118,9 +130,12 @@ def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, wa
     saved = CheckpointSaved(50, "step-50", False, 0.1, at=100.0)
     written = CheckpointWritten(50, "step-50", False, at=130.0)
     begun = AttemptStarted(2, 1.0, 0.0, grace_seconds=grace)
-    notices = report_of([begun, sample_run.started(), sample_run.loaded(), saved, written]).content()["notices"]
+    notices = report_of(
+        [begun, sample_run.started(), sample_run.loaded(), saved, written]
+    ).content()["notices"]
     warning = (
-        "The store took 30 s for the newest checkpoint, and a node that is told to go has 20 s: an announced loss "
+        "The store took 30 s for the newest checkpoint, and a node that is told to go has 20 s: "
+        "an announced loss "
         "would cost steps. A longer termination grace of the pods avoids that"
     )
     assert notices == ([warning] if warns else [])
@@ -129,7 +144,9 @@ def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, wa
 def test_the_headline_is_the_monitored_figure():
     started, *others = sample_run.training(epochs=3)
     for metric, mode in (("test_loss", "min"), ("accuracy", "max")):
-        monitored = dataclasses.replace(started, config={**started.config, "monitor": {"metric": metric, "mode": mode}})
+        monitored = dataclasses.replace(
+            started, config={**started.config, "monitor": {"metric": metric, "mode": mode}}
+        )
         tiles = report_of([monitored, *others]).content()["tiles"]
         assert tiles[0]["name"] == f"Best {metric.replace('_', ' ')}"
 
@@ -165,7 +182,12 @@ def test_the_report_of_a_finished_run_is_complete():
 
 def test_a_slow_rank_is_a_notice_and_each_change_a_row():
     slow = Straggler(1, "node 1", "", "data", 0.3, 0.1, 0.6, 0.4)
-    events = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 50), StragglersFound(20, [slow])]
+    events = [
+        sample_run.started(),
+        sample_run.loaded(),
+        *sample_run.steps(1, 50),
+        StragglersFound(20, [slow]),
+    ]
     text = text_of(report_of(events, closed=False))
     assert text.count(str(slow)) == 2, "and in its section"
     of_function = [events[0], *events[2:]]  # that loads nothing
@@ -178,12 +200,22 @@ def test_a_slow_rank_is_a_notice_and_each_change_a_row():
 
 
 def test_the_report_says_why_nodes_left():
-    events = [sample_run.started(), sample_run.loaded(), AttemptEnded(40, "node 1 leaves", 0.0, num_leaving=1)]
-    assert "Announced losses 1 in this attempt; node 1 leaves" in text_of(report_of(events, closed=False))
+    events = [
+        sample_run.started(),
+        sample_run.loaded(),
+        AttemptEnded(40, "node 1 leaves", 0.0, num_leaving=1),
+    ]
+    assert "Announced losses 1 in this attempt; node 1 leaves" in text_of(
+        report_of(events, closed=False)
+    )
 
 
 def test_the_report_splits_the_wall_time():
-    events = [AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0), *sample_run.training(), sample_run.finished()]
+    events = [
+        AttemptStarted(2, launched_at=1000.0, waited_seconds=60.0),
+        *sample_run.training(),
+        sample_run.finished(),
+    ]
     stamped = [dataclasses.replace(event, at=1070.0 + index) for index, event in enumerate(events)]
     made = report_of(stamped)
     spent = RunState.of(stamped).time_spent()
@@ -200,7 +232,10 @@ def test_the_status_follows_the_run():
     running = report_of(sample_run.training()[:20], closed=False)
     assert running.status == "running"
     assert "As of" in text_of(running)
-    assert report_of(sample_run.training(), TrainingStopped("SIGTERM ended the run")).status == "interrupted"
+    assert (
+        report_of(sample_run.training(), TrainingStopped("SIGTERM ended the run")).status
+        == "interrupted"
+    )
     assert report_of(sample_run.training(), KeyboardInterrupt()).status == "interrupted"
     failed = report_of(sample_run.training(), rank_failure())
     assert failed.status == "failed"
@@ -220,10 +255,19 @@ def test_checkpoints_that_are_gone_are_not_listed():
     assert "step-0000000300.pt" in page
     assert "step-0000000250.pt" in page
     assert "step-0000000200.pt" not in page
-    events = [event for event in sample_run.training(epochs=6) if not isinstance(event, CheckpointWritten)]
-    written = [CheckpointWritten(step, f"file:///run/{step}.pt", step == 50) for step in (50, 100, 150, 200)]
+    events = [
+        event for event in sample_run.training(epochs=6) if not isinstance(event, CheckpointWritten)
+    ]
+    written = [
+        CheckpointWritten(step, f"file:///run/{step}.pt", step == 50)
+        for step in (50, 100, 150, 200)
+    ]
     page = report_of(events + written).render()
-    assert [step for step in (50, 100, 150, 200) if f"file:///run/{step}.pt" in page] == [50, 150, 200]
+    assert [step for step in (50, 100, 150, 200) if f"file:///run/{step}.pt" in page] == [
+        50,
+        150,
+        200,
+    ]
 
 
 def test_a_checkpoint_is_listed_when_the_store_has_it():
@@ -234,11 +278,15 @@ def test_a_checkpoint_is_listed_when_the_store_has_it():
 
 
 def test_values_that_are_not_finite_are_shown_as_they_are():
-    strange = dict.fromkeys(("train_loss", "test_loss", "learning_rate", "seconds", "samples_per_second"), math.nan)
+    strange = dict.fromkeys(
+        ("train_loss", "test_loss", "learning_rate", "seconds", "samples_per_second"), math.nan
+    )
     epoch = dataclasses.replace(sample_run.epoch(2), **strange, evaluation_seconds=math.inf)
     layers = [LayerDescribed("hook", "Hook", [], 0), LayerDescribed("none", "Hook", None, 0)]
     started = sample_run.started(layers=layers)
-    finished = dataclasses.replace(sample_run.finished(), first_step_seconds=math.nan, best={"test_loss": math.nan})
+    finished = dataclasses.replace(
+        sample_run.finished(), first_step_seconds=math.nan, best={"test_loss": math.nan}
+    )
     text = text_of(report_of([started, sample_run.epoch(1), epoch, finished]))
     assert "2 nan nan" in text
     assert "Hook → no tensor" in text
@@ -262,7 +310,9 @@ def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
     made = report_of([*sample_run.training(), large, sample_run.finished()])
     page = Elements(made.render())
     shown = page.images()
-    wrong = [prediction.image for prediction in large.predictions if prediction.truth != prediction.guess]
+    wrong = [
+        prediction.image for prediction in large.predictions if prediction.truth != prediction.guess
+    ]
     assert shown[: len(wrong)] == wrong
     assert len(wrong) < len(shown) < 320
     assert f"{320 - len(shown)} left out" in page.text
@@ -273,7 +323,9 @@ def test_wrong_predictions_come_first_and_omitted_ones_are_counted():
 
 
 def test_predictions_of_text_are_shown_as_text():
-    names = PredictionsMade(1, [Prediction("e", "e", {"e": 0.9}, text="Bell|e"), Prediction("x", "a", {}, text="Ma|x")])
+    names = PredictionsMade(
+        1, [Prediction("e", "e", {"e": 0.9}, text="Bell|e"), Prediction("x", "a", {}, text="Ma|x")]
+    )
     page = Elements(report_of([*sample_run.training(), names]).render())
     assert page.images() == []
     assert page.text.index("Ma|x") < page.text.index("Bell|e")
@@ -284,7 +336,9 @@ def test_numbers_are_drawn_and_other_degrees_of_error_listed_from_the_worst():
     text = text_of(report_of([*sample_run.training(), PredictionsMade(1, numbers)]))
     assert "Predicted against true" in text
     assert "Test predictions" not in text
-    masks = [Prediction("", f"{error:.0%} wrong", {}, text="a mask", error=error) for error in (0.1, 0.3)]
+    masks = [
+        Prediction("", f"{error:.0%} wrong", {}, text="a mask", error=error) for error in (0.1, 0.3)
+    ]
     text = text_of(report_of([*sample_run.training(), PredictionsMade(1, masks)]))
     assert "2 held-out samples, the largest error first" in text
     assert text.index("30% wrong") < text.index("10% wrong")
@@ -300,9 +354,9 @@ def test_masks_are_wide_and_their_parts_named():
     made = Masks().predictions(torch.rand(1, 1, 8, 8), logits, targets)
     page = Elements(report_of([*sample_run.training(), PredictionsMade(1, made)]).render())
     assert "image, truth, guess: 25 % of the pixels wrong" in page.text
-    assert [names["class"] for _, names in page.elements if "samples" in (names.get("class") or "")] == [
-        "samples masks"
-    ]
+    assert [
+        names["class"] for _, names in page.elements if "samples" in (names.get("class") or "")
+    ] == ["samples masks"]
     (picture,) = page.images()
     assert Image.open(io.BytesIO(picture)).size == (3 * 8, 8)
 
@@ -312,7 +366,9 @@ def test_generated_text_and_a_recipes_own_figures_are_shown_for_every_epoch():
     for index, event in enumerate(events):
         if isinstance(event, EpochFinished):
             metrics = {"nats_per_byte": 1.5 / event.epoch, "tokens_per_second": 12_345.6}
-            events[index] = dataclasses.replace(event, sample=f"the {event.epoch}. text\n", metrics=metrics)
+            events[index] = dataclasses.replace(
+                event, sample=f"the {event.epoch}. text\n", metrics=metrics
+            )
     text = text_of(report_of(events))
     assert "nats per byte tokens per second" in text
     assert "0.375 12,346 0.0005 7.5 s 600 ms 8,004" in text
@@ -329,14 +385,18 @@ def test_the_page_stays_below_two_megabytes(closed: bool):
             world_size=256,
             config=config,
             data="long " * 400,
-            layers=[LayerDescribed(f"blocks.{index}", "Linear", [1, 8, 64], 9) for index in range(2000)],
+            layers=[
+                LayerDescribed(f"blocks.{index}", "Linear", [1, 8, 64], 9) for index in range(2000)
+            ],
         ),
         sample_run.loaded(skipped=[f"s3://bucket/{index} is unusable" for index in range(500)]),
         *sample_run.steps(1, 100_000),
         *(sample_run.epoch(number, world_size=256) for number in range(1, 2001)),
         *(CheckpointWritten(step, f"s3://bucket/run/{step}.pt", True) for step in range(2000)),
         sample_run.predictions(number=3000, side=28),
-        PredictionsMade(1, [Prediction("&" * 1000, '"' * 1000, {"'" * 1000: 1.0}, text="<" * 5000)] * 3000),
+        PredictionsMade(
+            1, [Prediction("&" * 1000, '"' * 1000, {"'" * 1000: 1.0}, text="<" * 5000)] * 3000
+        ),
     ]
     made = report_of(events, RuntimeError("<stack>" * 1_000_000) if closed else None, closed=closed)
     page = made.render()
@@ -357,13 +417,16 @@ def test_text_from_outside_never_becomes_markup():
     assert "bad: javascript:alert(1)" in page.text
 
 
-# --- in a browser ---------------------------------------------------------------------------------------------------
+# --- in a browser
+# --------------------------------------------------------------------------------------------------
 
 PAGES = {
     "nothing": lambda: report_of([], closed=False),
     "started": lambda: report_of([sample_run.started()], closed=False),
     "running": lambda: report_of(sample_run.training()[:40], closed=False),
-    "one epoch": lambda: report_of([sample_run.started(epochs=1), sample_run.epoch(1)], closed=False),
+    "one epoch": lambda: report_of(
+        [sample_run.started(epochs=1), sample_run.epoch(1)], closed=False
+    ),
     "finished": lambda: report_of(sample_run.whole_run()),
     "resumed": lambda: report_of(resumed_run()),
     "failed": lambda: report_of(sample_run.training(world_size=16), rank_failure()),
@@ -372,15 +435,22 @@ PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_opens_without_errors_on_any_screen(chromium: browser.Browser, tmp_path: Path, page: str):
+def test_the_page_opens_without_errors_on_any_screen(
+    chromium: browser.Browser, tmp_path: Path, page: str
+):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
     for width in (360, 1280):
         for dark in (False, True):
             assert chromium.open(file, width=width, dark=dark) == []
             assert chromium.evaluate("document.documentElement.scrollWidth") <= width
-            assert chromium.evaluate("[...document.images].every(image => image.naturalWidth > 0)") or page == "hostile"
-            background = "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
+            assert (
+                chromium.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+                or page == "hostile"
+            )
+            background = (
+                "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
+            )
             assert (_brightness(chromium.evaluate(background)) < 0.5) == dark
 
 
@@ -399,11 +469,14 @@ def test_text_is_large_enough_to_read_on_a_phone(chromium: browser.Browser, tmp_
 
 def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser, tmp_path: Path):
     fragment = PAGES["finished"]().render_fragment()
-    page = get_deck_template().substitute(NAV_HTML="<li>Training</li>", BODY_HTML=f"<div>{fragment}</div>")
+    page = get_deck_template().substitute(
+        NAV_HTML="<li>Training</li>", BODY_HTML=f"<div>{fragment}</div>"
+    )
     file = tmp_path / "deck.html"
     # Flyte's template asks for a font from elsewhere; that is not the report's doing.
     file.write_text(
-        "\n".join(line for line in page.splitlines() if "fonts.googleapis.com" not in line), encoding="utf-8"
+        "\n".join(line for line in page.splitlines() if "fonts.googleapis.com" not in line),
+        encoding="utf-8",
     )
     assert chromium.open(file, width=360) == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 360
@@ -414,15 +487,20 @@ def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser,
             : left ? setTimeout(() => look(left - 1), 100) : done(false); look(100) })"""
     )
     # The style of the report stays within the report.
-    assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == "rgba(0, 0, 0, 0)"
+    assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgba(0, 0, 0, 0)"
+    )
 
 
 def _brightness(color: str) -> float:
-    red, green, blue = (float(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")[:3])
+    red, green, blue = (
+        float(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")[:3]
+    )
     return (red + green + blue) / (3 * 255)
 
 
-# --- as a Deck ------------------------------------------------------------------------------------------------------
+# --- as a Deck
+# --------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -439,7 +517,9 @@ class Clock:
 def sandbox(tmp_path: Path) -> Iterator[Path]:
     """The directory of flytekit's files in this test."""
     provider = FileAccessProvider(str(tmp_path / "sandbox"), str(tmp_path / "raw"))
-    with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(provider)):
+    with FlyteContextManager.with_context(
+        FlyteContextManager.current_context().with_file_access(provider)
+    ):
         yield tmp_path / "sandbox"
 
 
@@ -456,7 +536,8 @@ def errors() -> Iterator[list[logging.LogRecord]]:
 def decks(sandbox: Path) -> list[str]:
     """All versions of the Deck that were written, the oldest first."""
     files = sorted(sandbox.rglob("deck.html"), key=lambda file: file.stat().st_mtime_ns)
-    return [text for file in files if (text := file.read_text(encoding="utf-8"))]  # a failure leaves an empty file
+    # a failure leaves an empty file
+    return [text for file in files if (text := file.read_text(encoding="utf-8"))]
 
 
 def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Path):

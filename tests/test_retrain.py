@@ -65,7 +65,9 @@ def make(data):
 
 
 def model_state(scale, recipe="Tiny"):
-    """A state file. At scale 0 the model gives each class a third, and the larger the scale the more it errs."""
+    """A state file. At scale 0 the model gives each class a third, and the larger the scale the
+    more it errs.
+    """
     torch.manual_seed(0)
     model = get_recipe(f"tests.support.recipes.{recipe}").model()
     buffer = io.BytesIO()
@@ -90,7 +92,9 @@ def scale_of(store):
 
 def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store, make):
     given = make(execution="f1-n2", epochs=5)
-    assert plan(store, given, PromotionCriteria()) == challenges.Plan(True, "", "there is no champion yet")
+    assert plan(store, given, PromotionCriteria()) == challenges.Plan(
+        True, "", ("there is no champion yet")
+    )
     result = judge(store, given, PromotionCriteria(), model_state(5))
     _, manifest = load_champion(store.url)
 
@@ -99,7 +103,10 @@ def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store,
     assert manifest.metrics == result.challenger
     assert manifest.metrics["test_loss"] > 0
     note = json.loads(Path(given.directory, "data.json").read_text())
-    assert (manifest.data_fingerprint, manifest.recipe_version) == (note["fingerprint"], note["recipe_version"])
+    assert (manifest.data_fingerprint, manifest.recipe_version) == (
+        note["fingerprint"],
+        note["recipe_version"],
+    )
     assert manifest.data == "97 samples of noise, seed 0"
     assert (manifest.num_train_samples, manifest.num_test_samples) == (97, 17)
     assert manifest.config == dataclasses.asdict(given.config)
@@ -126,7 +133,9 @@ def test_a_challenger_must_beat_the_loss_by_the_margin(store, make):
     assert len(store.versions()) == 2
 
 
-def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_lower_end(store, make):
+def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_lower_end(
+    store, make
+):
     judge(store, make(), PromotionCriteria(), model_state(5))
     measured = judge(store, make(), PromotionCriteria(margin=9.0), model_state(3))
     difference = measured.champion["test_loss"] - measured.challenger["test_loss"]
@@ -135,8 +144,14 @@ def test_the_margin_is_a_share_of_the_champions_loss_and_asked_of_the_intervals_
     assert f"with 95 % confidence it is better by {low:.6g} to {high:.6g}" in measured.reason
     share = low / measured.champion["test_loss"]
     assert 0 < share < 1
-    assert judge(store, make(), PromotionCriteria(margin=share + 1e-6), model_state(3)).outcome == Outcome.NOT_BETTER
-    assert judge(store, make(), PromotionCriteria(margin=share - 1e-6), model_state(3)).outcome == Outcome.PROMOTED
+    assert (
+        judge(store, make(), PromotionCriteria(margin=share + 1e-6), model_state(3)).outcome
+        == Outcome.NOT_BETTER
+    )
+    assert (
+        judge(store, make(), PromotionCriteria(margin=share - 1e-6), model_state(3)).outcome
+        == Outcome.PROMOTED
+    )
 
 
 def test_another_figure_than_the_loss_may_decide(store, make):
@@ -148,12 +163,18 @@ def test_another_figure_than_the_loss_may_decide(store, make):
     assert result.advantage[1] <= 0
     assert "the challenger's accuracy is" in result.reason
     opposite = make(monitor={"metric": "test_loss", "mode": "max"})
-    assert judge(store, opposite, PromotionCriteria(margin=0), model_state(20)).outcome == Outcome.PROMOTED
+    assert (
+        judge(store, opposite, PromotionCriteria(margin=0), model_state(20)).outcome
+        == Outcome.PROMOTED
+    )
 
 
 def test_an_equal_loss_is_not_better_without_a_margin(store, make):
     judge(store, make(), PromotionCriteria(), model_state(5))
-    assert judge(store, make(seed=1), PromotionCriteria(margin=0), model_state(5)).outcome == Outcome.NOT_BETTER
+    assert (
+        judge(store, make(seed=1), PromotionCriteria(margin=0), model_state(5)).outcome
+        == Outcome.NOT_BETTER
+    )
 
 
 def test_the_evaluation_is_that_of_the_training_loop(tmp_path, make, finished_run):
@@ -203,7 +224,13 @@ def test_an_unusable_champion_is_neither_trained_against_nor_replaced(store, mak
     damaged(store, name, damage)
     before = store.pointer()
     for decide in (plan, lambda *given: judge(*given, model_state(6))):
-        with pytest.raises(ConfigError, match=rf"^champion: expected one that can be used, got: .*({name}|a manifest)"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"^champion: expected one that can be used, got: "
+                rf".*({name}|a manifest)"
+            ),
+        ):
             decide(store, make(), PromotionCriteria())
     assert store.pointer() == before
 
@@ -214,7 +241,11 @@ def test_a_champion_whose_pointer_is_gone_is_missing_and_not_the_first(store, ma
     judge(store, make(seed=1), PromotionCriteria(), model_state(6))
     Path(store.url, "champion.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"^champion: expected one .*champion.json is missing. .*rollback URL VERSION"
+        ConfigError,
+        match=(
+            r"^champion: expected one .*champion.json is missing. .*rollback URL "
+            r"VERSION"
+        ),
     ):
         plan(store, make(), PromotionCriteria())
     store.rollback(store.versions()[0].version)
@@ -235,7 +266,12 @@ def test_a_champion_of_another_kind_is_neither_trained_against_nor_replaced(stor
 
 
 def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_them(store, make):
-    judge(store, make(recipe="Optional", recipe_options={"width": 8}), PromotionCriteria(), optional_state(8))
+    judge(
+        store,
+        make(recipe="Optional", recipe_options={"width": 8}),
+        PromotionCriteria(),
+        optional_state(8),
+    )
     planned = plan(store, make(recipe="Optional"), PromotionCriteria())
     assert (planned.train, planned.outcome) == (False, Outcome.REFUSED)
     assert "other shapes at 0.weight (8, 8) instead of (16, 8)" in planned.reason
@@ -243,12 +279,16 @@ def test_a_champion_with_other_layers_is_incompatible_too_and_the_reason_names_t
 
 def optional_state(width):
     buffer = io.BytesIO()
-    torch.save(get_recipe("tests.support.recipes.Optional", {"width": width}).model().state_dict(), buffer)
+    torch.save(
+        get_recipe("tests.support.recipes.Optional", {"width": width}).model().state_dict(), buffer
+    )
     return buffer.getvalue()
 
 
 class Learning(Tiny):
-    """Learns from its data how many classes there are, as recipes may that read folders of images."""
+    """Learns from its data how many classes there are, as recipes may that read folders of
+    images.
+    """
 
     def datasets(self, directory):
         self.num_classes = 3
@@ -273,7 +313,10 @@ def test_a_recipes_model_may_depend_on_its_data(store, tmp_path):
     ("criteria", "expected"),
     [
         (PromotionCriteria(min_samples=98), "97 training samples, of at least 98 "),
-        (PromotionCriteria(min_share=0.97), "97 training samples, .* and 0.97 .* of the champion's 103;"),
+        (
+            PromotionCriteria(min_share=0.97),
+            ("97 training samples, .* and 0.97 .* of the champion's 103;"),
+        ),
     ],
 )
 def test_too_little_data_is_not_trained_on(store, make, data, criteria, expected):
@@ -315,9 +358,17 @@ def test_a_rollback_holds_until_it_is_released(store, make):
     for source in ("5", "6"):  # the same data, and those of another night
         planned = plan(store, make(source), PromotionCriteria())
         assert (planned.train, planned.outcome) == (False, Outcome.HELD)
-        assert re.match(r"a rollback at 20.*Z keeps its version in use; release it with python -m", planned.reason)
+        assert re.match(
+            (
+                r"a rollback at 20.*Z keeps its version in use; release it with python "
+                r"-m"
+            ),
+            planned.reason,
+        )
         # A training that had begun before, or the retry of the one that was rolled back.
-        assert judge(store, make(source), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
+        assert (
+            judge(store, make(source), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
+        )
     assert store.version_in_use() == first
     assert store.release()
     assert not store.release()
@@ -379,7 +430,9 @@ def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(s
     challenge = make()
 
     def initial_model_state(**criteria):
-        return plan_challenge(store, challenge, initial_model_state="/given.pt", **criteria).initial_model_state
+        return plan_challenge(
+            store, challenge, initial_model_state="/given.pt", **criteria
+        ).initial_model_state
 
     assert initial_model_state() == "/given.pt"
     judge(store, make("5"), PromotionCriteria(), model_state(3))
@@ -403,11 +456,14 @@ def test_another_initial_state_is_another_challenge(store, make, tmp_path):
     assert judge(store, other, scratch, model_state(6)).outcome == Outcome.NOT_BETTER
     assert plan(store, other, scratch).outcome == Outcome.UNCHANGED  # as the last challenge
     assert plan(store, given, scratch).outcome == Outcome.UNCHANGED  # as the champion's own
-    assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED  # which starts from the champion
+    # which starts from the champion
+    assert plan(store, other, PromotionCriteria()).outcome == Outcome.UNCHANGED
 
 
 @pytest.mark.parametrize(("scale", "outcome"), [(3, Outcome.PROMOTED), (6, Outcome.NOT_BETTER)])
-def test_the_second_of_two_first_challengers_is_compared_with_the_first(store, make, monkeypatch, scale, outcome):
+def test_the_second_of_two_first_challengers_is_compared_with_the_first(
+    store, make, monkeypatch, scale, outcome
+):
     """The first promotes and records it after the other has seen that there is no champion."""
     pointer = ChampionStore.pointer
 
@@ -424,7 +480,9 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(store, m
     assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
 
 
-def test_a_first_challenger_that_fails_does_not_hide_a_champion_promoted_meanwhile(store, make, monkeypatch):
+def test_a_first_challenger_that_fails_does_not_hide_a_champion_promoted_meanwhile(
+    store, make, monkeypatch
+):
     compare = challenges._compare
 
     def promote_first(*arguments):
@@ -433,7 +491,10 @@ def test_a_first_challenger_that_fails_does_not_hide_a_champion_promoted_meanwhi
         return compare(*arguments)
 
     monkeypatch.setattr(challenges, "_compare", promote_first)
-    assert judge(store, make(seed=1), PromotionCriteria(), spoiled(float("nan"))).outcome == Outcome.REFUSED
+    assert (
+        judge(store, make(seed=1), PromotionCriteria(), spoiled(float("nan"))).outcome
+        == Outcome.REFUSED
+    )
     Path(store.url, "champion.json").unlink()
     with pytest.raises(ConfigError, match="champion.json is missing"):
         plan(store, make(), PromotionCriteria())
@@ -462,11 +523,16 @@ def test_a_retry_after_a_promotion_reports_it_and_promotes_nothing(store, make):
     again = judge(store, make(execution="f1-n2"), PromotionCriteria(), model_state(3))
     assert (first.outcome, again.outcome) == (Outcome.PROMOTED, Outcome.PROMOTED)
     assert len(store.versions()) == 2
-    assert judge(store, make(execution="f2-n2"), PromotionCriteria(), model_state(3)).outcome == Outcome.NOT_BETTER
+    assert (
+        judge(store, make(execution="f2-n2"), PromotionCriteria(), model_state(3)).outcome
+        == Outcome.NOT_BETTER
+    )
 
 
 @pytest.mark.parametrize("has_champion", [False, True])
-def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(store, make, monkeypatch, has_champion):
+def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(
+    store, make, monkeypatch, has_champion
+):
     if has_champion:
         judge(store, make(), PromotionCriteria(), model_state(5))
     given = make(execution="f2-n3", seed=1)
@@ -486,7 +552,9 @@ def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(store,
     (expected,) = lost
     written = store.last_challenge()
     same = expected.keys() - {"reason", "ended_at"}
-    assert {name: written[name] for name in same} == json.loads(json.dumps({name: expected[name] for name in same}))
+    assert {name: written[name] for name in same} == json.loads(
+        json.dumps({name: expected[name] for name in same})
+    )
     assert result.champion == expected["champion"]
     os.unlink(Path(store.url, "champion.json"))
     with pytest.raises(ConfigError, match="champion.json is missing"):  # it is not the first
@@ -498,7 +566,9 @@ def test_a_challenge_is_judged_in_a_bucket_as_on_a_disk(bucket, make):
     assert judge(store, make(), PromotionCriteria(), model_state(5)).outcome == Outcome.PROMOTED
     planned = plan(store, make("5"), PromotionCriteria())
     assert planned.initial_state.startswith(f"{bucket}/retrain/versions/")
-    assert judge(store, make("5"), PromotionCriteria(), model_state(6)).outcome == Outcome.NOT_BETTER
+    assert (
+        judge(store, make("5"), PromotionCriteria(), model_state(6)).outcome == Outcome.NOT_BETTER
+    )
     assert plan(store, make("5"), PromotionCriteria()).outcome == Outcome.UNCHANGED
 
 
@@ -522,7 +592,9 @@ def test_terms_out_of_range_are_refused_in_one_line(field, value, accepted):
 
 @pytest.fixture(scope="module")
 def retrain(tmp_path_factory):
-    """retrain(**inputs): the outputs of a run of the launch plan on digits, one process, one champion."""
+    """retrain(**inputs): the outputs of a run of the launch plan on digits, one process, one
+    champion.
+    """
     place = str(tmp_path_factory.mktemp("champion"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
@@ -563,15 +635,27 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
 
     record = (store := ChampionStore(retrain.place)).last_run()
     assert (record["outcome"], record["promoted_at"]) == ("promoted", record["ended_at"])
-    store.storage.write("last_run.json", json.dumps({**record, "ended_at": "2026-01-02T03:00:00Z"}).encode())
-    assert status(store, capfd, "26h") == (1, "expected one within 26 h: look at the executions of the launch plan")
-    assert status(store, capfd, "1s") == (1, "expected one within 1 s: look at the executions of the launch plan")
+    store.storage.write(
+        "last_run.json", json.dumps({**record, "ended_at": "2026-01-02T03:00:00Z"}).encode()
+    )
+    assert status(store, capfd, "26h") == (
+        1,
+        ("expected one within 26 h: look at the executions of the launch plan"),
+    )
+    assert status(store, capfd, "1s") == (
+        1,
+        ("expected one within 1 s: look at the executions of the launch plan"),
+    )
 
     same = retrain(output=str(tmp_path / "same"))
     assert same.outcome == "unchanged"
     assert {each.name for each in (tmp_path / "same").iterdir()} == own
     kept = json.loads((tmp_path / "same" / "retraining.json").read_text())
-    assert (kept["outcome"], kept["reason"], kept["champion"]) == ("unchanged", same.reason, first.champion)
+    assert (kept["outcome"], kept["reason"], kept["champion"]) == (
+        "unchanged",
+        same.reason,
+        first.champion,
+    )
     assert store.last_run()["promoted_at"] == record["promoted_at"]
     assert status(store, capfd, "26h") == (0, f"{first.champion} is in use")
     assert "epoch" not in "".join(capfd.readouterr())  # it trained nothing
@@ -580,7 +664,9 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert worse.outcome == "not_better"
     assert worse.champion == same.champion == first.champion
     assert worse.metrics["challenger_test_loss"] > worse.metrics["champion_test_loss"]
-    assert worse.metrics["champion_test_loss"] == pytest.approx(first.metrics["challenger_test_loss"])
+    assert worse.metrics["champion_test_loss"] == pytest.approx(
+        first.metrics["challenger_test_loss"]
+    )
 
     better = retrain(config={"epochs": 2})
     assert better.outcome == "promoted"
@@ -588,8 +674,15 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert better.metrics["challenger_accuracy"] > better.metrics["champion_accuracy"]
 
     assert same.export is None  # nothing was trained
-    cards = [json.loads(Path(str(each.export), "run_card.json").read_text()) for each in (first, worse, better)]
-    assert [card["origin"]["parent_champion"] for card in cards] == [None, first.champion, first.champion]
+    cards = [
+        json.loads(Path(str(each.export), "run_card.json").read_text())
+        for each in (first, worse, better)
+    ]
+    assert [card["origin"]["parent_champion"] for card in cards] == [
+        None,
+        first.champion,
+        first.champion,
+    ]
     assert [bool(card["origin"]["initial_model_state"]) for card in cards] == [False, False, True]
     kept = store.storage.read(f"versions/{better.champion}/run_card.json")
     assert kept == Path(str(better.export), "run_card.json").read_bytes()
@@ -606,7 +699,9 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
 
 
 @pytest.mark.slow
-def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(retrain, store, make, monkeypatch):
+def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(
+    retrain, store, make, monkeypatch
+):
     judge(store, make(), PromotionCriteria(), model_state(3))
     before = store.pointer()
     monkeypatch.setenv("FAULT", "nan 0 3")
@@ -625,7 +720,9 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
     monkeypatch.setattr(ChampionStore, "versions", is_away)
     monkeypatch.setattr(ChampionStore, "version_in_use", is_away)
     with pytest.raises(RecoverableError, match="champion: s3://bucket could not be reached"):
-        keep_champion(champion=store.url, recipe="digits", outcome="unchanged", reason="nothing is new")
+        keep_champion(
+            champion=store.url, recipe="digits", outcome="unchanged", reason=("nothing is new")
+        )
 
 
 @pytest.mark.parametrize(
@@ -638,7 +735,10 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
             {"output": "Makefile"},
             "output: expected a directory that this process may write, got 'Makefile': File exists",
         ),
-        ({"champion": "/proc/none"}, "champion: expected a place that this process may use, got /proc/none"),
+        (
+            {"champion": "/proc/none"},
+            ("champion: expected a place that this process may use, got /proc/none"),
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expected, capfd):
@@ -649,10 +749,14 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
 
 def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
     monkeypatch.setattr("tasks.frame.is_flyte_task", lambda: True)
-    with pytest.raises(Exception, match="output: expected none in a run on Flyte, .* got 'runs/first'"):
+    with pytest.raises(
+        Exception, match=("output: expected none in a run on Flyte, .* got 'runs/first'")
+    ):
         plan_challenge(store, make(), output="runs/first")
     with (
-        pytest.raises(Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"),
+        pytest.raises(
+            Exception, match=("output: expected none in a run on Flyte, .* got 'runs/second'")
+        ),
         open_task_frame(None, "digits", "", "runs/second"),
     ):
         pass
@@ -672,9 +776,14 @@ def test_a_challenger_is_trained_on_a_cluster_from_the_champions_weights(retrain
     from tasks.inputs import ClusterInput
 
     place = str(tmp_path / "champion")
-    cluster = {"train_on": "cluster", "cluster": ClusterInput(kind="local", num_nodes=2, processes_per_node=1)}
+    cluster = {
+        "train_on": "cluster",
+        "cluster": ClusterInput(kind="local", num_nodes=2, processes_per_node=1),
+    }
     first = retrain(champion=place, **cluster)
     still = retrain(champion=place, config={"learning_rate": 1e-12}, **cluster)
 
     assert (first.outcome, still.outcome) == ("promoted", "not_better")
-    assert still.metrics["challenger_test_loss"] == pytest.approx(still.metrics["champion_test_loss"], rel=1e-5)
+    assert still.metrics["challenger_test_loss"] == pytest.approx(
+        still.metrics["champion_test_loss"], rel=1e-5
+    )

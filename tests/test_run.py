@@ -1,4 +1,6 @@
-"""Functions and scripts of a user's: what they find, what is returned, and what happens when a rank of them dies."""
+"""Functions and scripts of a user's: what they find, what is returned, and what happens when a rank
+of them dies.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ OURS = [sys.executable, "-m", "flyte_ddp", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
 
-FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "PYTEST_CURRENT_TEST"}  # that they differ in
+# that they differ in
+FROM_RUN_TO_RUN = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
 OUR_OWN, THEIR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, {"TORCHELASTIC_ERROR_FILE"}
 
 
@@ -95,7 +98,10 @@ def test_a_script_finds_the_surroundings_that_torchrun_gives_it(ours, tmp_path):
         theirs, own = dict(theirs["environment"]), dict(own["environment"])
         assert (theirs.pop("MASTER_ADDR"), own.pop("MASTER_ADDR")) == ("localhost", "127.0.0.1")
         names = {name for name in theirs.keys() | own.keys() if theirs.get(name) != own.get(name)}
-        assert names - FROM_RUN_TO_RUN - OUR_OWN - THEIR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"} == set()
+        assert (
+            names - FROM_RUN_TO_RUN - OUR_OWN - THEIR_OWN - {"PWD", "OLDPWD", "OMP_NUM_THREADS"}
+            == set()
+        )
         assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert {*FROM_RUN_TO_RUN, "OMP_NUM_THREADS"} <= own.keys()
 
@@ -108,12 +114,18 @@ def check_surroundings(finished):
     ranks, _, directory = finished
     script = directory / "scripts/surroundings.py"
     for rank, found in enumerate(ranks):
-        assert found["arguments"] == ["scripts/surroundings.py", str(directory), "--max-restarts", "9"]
+        assert found["arguments"] == [
+            "scripts/surroundings.py",
+            str(directory),
+            "--max-restarts",
+            "9",
+        ]
         assert (found["path"], found["directory"]) == (str(script.parent), str(directory))
         assert (found["file"], found["package"], found["is main"]) == (str(script), None, True)
         assert "site-packages" in found["sklearn"]
         assert (found["process"], found["torch is imported"]) == ("MainProcess", False)
-        assert (directory / f"child-{rank}").read_text() == "beside"  # a process of the start method spawn
+        # a process of the start method spawn
+        assert (directory / f"child-{rank}").read_text() == "beside"
         assert (directory / f"thread-{rank}").exists()
         assert (directory / f"atexit-{rank}").exists()
         assert found["sum"] == 3.0
@@ -124,7 +136,7 @@ SHOW = """
 import json, os, sys, beside
 print(json.dumps([sys.argv, os.path.normpath(sys.path[0]), os.path.normpath(__file__), __name__, __package__,
     __spec__ and __spec__.name, type(__loader__).__name__, os.path.normpath(beside.__file__)]))
-"""
+"""  # noqa: E501
 FORK = """
 import os, sys, cloudpickle
 from flyte_ddp.launch.run import script_program
@@ -171,7 +183,12 @@ def test_whatever_python_runs_is_run_as_python_runs_it(tmp_path):
     ]
     paths += ["linked/train_v2.py", str(tmp_path / "jobs/train.py"), str(app)]
 
-    options = {"cwd": tmp_path, "env": {**environment(), "RANK": "0"}, "capture_output": True, "text": True}
+    options = {
+        "cwd": tmp_path,
+        "env": {**environment(), "RANK": "0"},
+        "capture_output": True,
+        "text": True,
+    }
     theirs = [subprocess.run([sys.executable, path, "a"], **options) for path in paths]
     ours = subprocess.run([sys.executable, "-c", FORK, *paths], **options)
     assert ours.returncode == 0, ours.stderr
@@ -185,7 +202,9 @@ def test_whatever_python_runs_is_run_as_python_runs_it(tmp_path):
 def test_lines_that_ranks_print_are_the_commands_output(ours):
     done = ours[1]
     lines = done.stdout.splitlines()
-    assert sorted(lines) == sorted(f"[rank {rank}] {line}" for rank in (0, 1) for line in ("all is done", "bye"))
+    assert sorted(lines) == sorted(
+        f"[rank {rank}] {line}" for rank in (0, 1) for line in (("all is done"), "bye")
+    )
     assert "surroundings.py, 2 ranks" in done.stderr
     assert "step 1: loss 0.5" in done.stderr
 
@@ -203,8 +222,12 @@ def test_a_session_without_a_run_does_nothing(ours, monkeypatch):
 # A function
 
 
-def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_the_stacks_of_all(monkeypatch):
-    """A signal asks for them only where no thread can answer: its handler has crashed ranks with running threads."""
+def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_the_stacks_of_all(
+    monkeypatch,
+):
+    """A signal asks for them only where no thread can answer: its handler has crashed ranks with
+    running threads.
+    """
     fork_functions(monkeypatch)
 
     def function():
@@ -221,10 +244,21 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_th
     def hold_all_threads():
         ctypes.PyDLL(None).sleep(600)
 
-    with pytest.raises(RankFailure, match=r"no rank made progress for \d+ s \(stall_timeout: 1\)") as caught:
+    with pytest.raises(
+        RankFailure,
+        match=(
+            r"no rank made progress for \d+ s \(stall_timeout: "
+            r"1\)"
+        ),
+    ) as caught:
         flyte_ddp.run(function, nproc_per_node=2, stall_timeout=1)
     assert caught.value.kind == "stall"
-    for expected in ("rank 0, at step 1", "rank 1, at step 1", "in stand_still", "in hold_all_threads"):
+    for expected in (
+        "rank 0, at step 1",
+        "rank 1, at step 1",
+        "in stand_still",
+        ("in hold_all_threads"),
+    ):
         assert expected in str(caught.value)
 
 
@@ -256,8 +290,10 @@ def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_
     assert time.monotonic() - started > 8
     assert (caught.value.rank, caught.value.kind) == (2, "stall")
     assert re.match(
-        r"no rank made progress for \d s \(stall_timeout: 3\): rank 2 did not arrive at all_reduce of float \[77, 3\], "
-        r"where ranks 0, 1 and 3 wait \(collective \d+ of the default group\)\n--- rank 2, at step 0, last progress",
+        r"no rank made progress for \d s \(stall_timeout: 3\): rank 2 did not arrive at "
+        r"all_reduce of float \[77, 3\], "
+        r"where ranks 0, 1 and 3 wait \(collective \d+ of the default group\)\n--- rank 2, at "
+        r"step 0, last progress",
         str(caught.value),
     )
     assert str(caught.value).count("in stand_still") == 1
@@ -265,7 +301,9 @@ def test_a_function_that_never_reports_is_ended_when_all_ranks_but_one_wait_for_
 
 
 def test_a_rank_of_another_node_that_does_not_arrive_is_named(client):
-    """Its own node notices nothing: the function never reports, and this rank is in no collective."""
+    """Its own node notices nothing: the function never reports, and this rank is in no
+    collective.
+    """
 
     def function():
         import torch
@@ -287,7 +325,9 @@ def test_a_rank_of_another_node_that_does_not_arrive_is_named(client):
 
 @pytest.mark.long
 def test_ranks_that_wait_for_a_node_that_prepares_are_not_ended(client):
-    """All ranks of one node wait for longer than the timeout, and none of the other: it has to be over one rank."""
+    """All ranks of one node wait for longer than the timeout, and none of the other: it has to be
+    over one rank.
+    """
 
     def function():
         import torch.distributed as dist
@@ -298,7 +338,10 @@ def test_ranks_that_wait_for_a_node_that_prepares_are_not_ended(client):
         dist.barrier()
         return "ended"
 
-    assert flyte_ddp.run(function, nnodes=2, nproc_per_node=2, client=client, stall_timeout=2) == "ended"
+    assert (
+        flyte_ddp.run(function, nnodes=2, nproc_per_node=2, client=client, stall_timeout=2)
+        == "ended"
+    )
 
 
 def make_lock():
@@ -309,7 +352,13 @@ def make_lock():
     ("function", "expected"),
     [
         (lambda: b"x" * (65 << 20), "expected a value of at most 64 MiB, got 65 MiB"),
-        (make_lock, "failed: ConfigError: make_lock: expected a value that can be pickled, got lock: cannot pickle.*$"),
+        (
+            make_lock,
+            (
+                "failed: ConfigError: make_lock: expected a value that can be pickled, got "
+                "lock: cannot pickle.*$"
+            ),
+        ),
     ],
 )
 def test_a_value_that_cannot_be_returned_is_one_clear_error(function, expected, monkeypatch):
@@ -325,7 +374,10 @@ class _Unreadable:
 
 def test_a_value_that_cannot_be_read_is_a_clear_error(monkeypatch):
     fork_functions(monkeypatch)
-    with pytest.raises(ConfigError, match="^_Unreadable: expected a value that can be unpickled here, got ValueError"):
+    with pytest.raises(
+        ConfigError,
+        match=("^_Unreadable: expected a value that can be unpickled here, got ValueError"),
+    ):
         flyte_ddp.run(_Unreadable)
 
 
@@ -354,7 +406,9 @@ def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none(monkeypatch):
 
 
 def run_until_signal(script, number, *flags, arguments=()):
-    """Send signal `number` to a run after its ranks' first two lines; return its exit code, lines and errors."""
+    """Send signal `number` to a run after its ranks' first two lines; return its exit code, lines
+    and errors.
+    """
     parent = subprocess.Popen(
         [*OURS, "--nproc-per-node", "2", *flags, script, *arguments],
         env=environment(),
@@ -424,7 +478,8 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
     )
     parent = subprocess.Popen(
         ["nohup", *OURS, tmp_path / "stubborn.py"],
-        env={**environment(), GRACE_VARIABLE: "600"},  # so that nothing but the second signal ends it
+        # so that nothing but the second signal ends it
+        env={**environment(), GRACE_VARIABLE: "600"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -440,9 +495,12 @@ def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_pat
 
 def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(connect, "open_cluster", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # flytekit, if imported, has set one of its own
+    # flytekit, if imported, has set one of its own
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code = command_line.main(["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")])
+        code = command_line.main(
+            ["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")]
+        )
     finally:
         signal.signal(signal.SIGINT, handler)
     assert code == 130
@@ -455,17 +513,44 @@ def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"nnodes": "2:1"}, "nnodes: expected a number of machines such as 2, or a range such as 1:4, got '2:1'"),
-        ({"nnodes": 0}, "nnodes: expected a number of machines such as 2, or a range such as 1:4, got 0"),
-        ({"nproc_per_node": "all"}, "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 'all'"),
-        ({"nproc_per_node": 0}, "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 0"),
+        (
+            {"nnodes": "2:1"},
+            ("nnodes: expected a number of machines such as 2, or a range such as 1:4, got '2:1'"),
+        ),
+        (
+            {"nnodes": 0},
+            ("nnodes: expected a number of machines such as 2, or a range such as 1:4, got 0"),
+        ),
+        (
+            {"nproc_per_node": "all"},
+            ("nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 'all'"),
+        ),
+        (
+            {"nproc_per_node": 0},
+            ("nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 0"),
+        ),
         ({"max_restarts": -1}, "max_restarts: expected a whole number of at least 0, got -1"),
-        ({"stall_timeout": float("nan")}, "stall_timeout: expected a finite number above 0 (seconds), got nan"),
-        ({"stall_timeout": "1"}, "stall_timeout: expected a finite number above 0 (seconds), got '1'"),
-        ({"nnodes": 2, "cluster": {"num_nodes": 3}}, "cluster.num_nodes: expected 2, as nnodes has it, got 3"),
-        ({"nnodes": 2, "nproc_per_node": "cpu"}, "nproc_per_node: expected a number, gpu or auto on several machines"),
+        (
+            {"stall_timeout": float("nan")},
+            ("stall_timeout: expected a finite number above 0 (seconds), got nan"),
+        ),
+        (
+            {"stall_timeout": "1"},
+            ("stall_timeout: expected a finite number above 0 (seconds), got '1'"),
+        ),
+        (
+            {"nnodes": 2, "cluster": {"num_nodes": 3}},
+            ("cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+        ),
+        (
+            {"nnodes": 2, "nproc_per_node": "cpu"},
+            ("nproc_per_node: expected a number, gpu or auto on several machines"),
+        ),
         ({"cluster": {"nodes": 2}}, "nodes"),
-        ({"nnodes": 2, "max_restarts": 1, "cluster": {"max_restarts": 2}}, "cluster.max_restarts: expected 1"),
+        (
+            {"nnodes": 2, "max_restarts": 1, "cluster": {"max_restarts": 2}},
+            ("cluster.max_restarts: expected 1"),
+        ),
     ],
 )
 def test_a_gang_that_cannot_be_is_refused(values, expected):
@@ -477,8 +562,14 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["missing.py"], "error: script: expected a file, or a directory with __main__.py, got 'missing.py'"),
-        (["-m", "no_such_module"], "error: script: expected a module that Python finds here, got 'no_such_module'"),
+        (
+            ["missing.py"],
+            ("error: script: expected a file, or a directory with __main__.py, got 'missing.py'"),
+        ),
+        (
+            ["-m", "no_such_module"],
+            ("error: script: expected a module that Python finds here, got 'no_such_module'"),
+        ),
         (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
         (
             ["--cluster", "{", __file__],
@@ -486,13 +577,19 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
         ),
         (
             ["--cluster", "no.json", __file__],
-            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got 'no.j",
+            (
+                "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got "
+                "'no.j"
+            ),
         ),
         (
             ["--cluster", __file__, __file__],
             "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got",
         ),
-        (["--nproc-per-node=gpu", __file__], "error: nproc_per_node: expected a number or cpu on a machine without"),
+        (
+            ["--nproc-per-node=gpu", __file__],
+            ("error: nproc_per_node: expected a number or cpu on a machine without"),
+        ),
     ],
 )
 def test_a_command_that_cannot_be_is_refused_in_one_line(arguments, expected, capsys, monkeypatch):
@@ -521,7 +618,8 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
         "    dist.init_process_group('gloo')\n"
         "    total = torch.ones(1) * value * FACTOR\n"
         "    dist.all_reduce(total)\n"
-        "    names = ('RANK', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'TORCHELASTIC_RESTART_COUNT')\n"
+        "    names = ('RANK', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'LOCAL_WORLD_SIZE', "
+        "'TORCHELASTIC_RESTART_COUNT')\n"
         "    return total.item(), [os.environ[name] for name in names], bytes(5 << 20)\n"
     )
     (tmp_path / "constants.py").write_text("FACTOR = 3\n")
@@ -532,7 +630,9 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
         client.submit(importlib.import_module, "constants").result()
 
     listener = Listener()
-    total, variables, rest = flyte_ddp.run(functions.train, 2, nnodes=2, client=client, listeners=[listener])
+    total, variables, rest = flyte_ddp.run(
+        functions.train, 2, nnodes=2, client=client, listeners=[listener]
+    )
 
     assert (total, variables, rest) == (12.0, ["0", "0", "2", "1", "0"], bytes(5 << 20))
     (started,) = listener.of(events.RunStarted)
@@ -548,19 +648,28 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
     (tmp_path / "jobs/placed.py").symlink_to("../code/placed_v2.py")
     (directory / "placed_v2.py").write_text(
         "import os, sys, beside\n"
-        "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), *sys.argv[1:])\n"
+        "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), "
+        "*sys.argv[1:])\n"
     )
     listener = Listener()
     gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
-    run_program(script_program("jobs/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append, client=client)
+    run_program(
+        script_program("jobs/placed.py", ["--lr", "1"]),
+        gang,
+        relay=listener.lines.append,
+        client=client,
+    )
 
     shipped = [line for line in listener.lines if "runs" in line]
     assert len(shipped) == 2
-    # This machine has the working directory, so what is written there stays; the code is the driver's.
+    # This machine has the working directory, so what is written there stays; the code is the
+    # driver's.
     assert all(f"runs flyte_ddp_script {tmp_path} --lr 1" in line for line in shipped)
 
 
-def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_beside_it(tmp_path, monkeypatch):
+def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_beside_it(
+    tmp_path, monkeypatch
+):
     (tmp_path / "shipped_package").mkdir()
     (tmp_path / "shipped_package/train.py").write_text("print(1)\n")
     (tmp_path / "notes.py").touch()
@@ -577,7 +686,9 @@ def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_be
 
 
 def follow_the_example(source: str) -> float:
-    """Run the example of session's docstring, and return how many steps the final state has been trained for."""
+    """Run the example of session's docstring, and return how many steps the final state has been
+    trained for.
+    """
     import torch
 
     model = torch.nn.Module()
@@ -597,7 +708,11 @@ def follow_the_example(source: str) -> float:
 
 def test_the_example_of_session_trains_every_step_once_when_it_is_killed(monkeypatch):
     fork_functions(monkeypatch)
-    example = session.__doc__.split("\n\n", 1)[1].split("\n\nUnder torchrun")[0].replace("...", "train_one_step(step)")
+    example = (
+        session.__doc__.split("\n\n", 1)[1]
+        .split("\n\nUnder torchrun")[0]
+        .replace("...", "train_one_step(step)")
+    )
     assert "train_one_step" in example
     source = f"def main():\n{example}\nmain()"
     assert flyte_ddp.run(follow_the_example, source, max_restarts=1) == 1000
@@ -605,7 +720,9 @@ def test_the_example_of_session_trains_every_step_once_when_it_is_killed(monkeyp
 
 @pytest.mark.long
 def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_path):
-    """Without a guard, so that a process that imports the main module again starts a run in that."""
+    """Without a guard, so that a process that imports the main module again starts a run in
+    that.
+    """
     (tmp_path / "beside.py").write_text("def double(value):\n    return 2 * value\n")
     (tmp_path / "flow.py").write_text(
         "import os\n"
@@ -624,12 +741,16 @@ def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_pa
         "place = flyte_ddp.run(train, 4, nnodes=2, cluster={'kind': 'local'})\n"
         "print(__name__, place.value, isinstance(place, Place), trained(value=5))\n"
     )
-    done = subprocess.run([sys.executable, tmp_path / "flow.py"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "flow.py"], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ (8, '2') True (10, '2')\n"
 
 
-def test_an_exception_that_names_a_connection_is_the_ranks_own_where_no_node_can_be_lost(monkeypatch):
+def test_an_exception_that_names_a_connection_is_the_ranks_own_where_no_node_can_be_lost(
+    monkeypatch,
+):
     fork_functions(monkeypatch)
 
     def read_from_a_server():

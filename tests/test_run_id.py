@@ -1,4 +1,6 @@
-"""A run that its caller names, for retries elsewhere; and signals to a run that is started beside the main thread."""
+"""A run that its caller names, for retries elsewhere; and signals to a run that is started beside
+the main thread.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def be_killed_elsewhere(url):
     """Leave the place at `url` as a run that was killed a moment ago on another machine does."""
     storage = Storage(url)
     owner = json.loads(storage.read(OWNER))
-    storage.write(OWNER, json.dumps({**owner, "released": False, "machine": "another", "host": "pod-1"}).encode())
+    storage.write(
+        OWNER,
+        json.dumps({**owner, "released": False, "machine": "another", "host": "pod-1"}).encode(),
+    )
 
 
 @pytest.mark.long
@@ -46,12 +51,17 @@ def test_a_retry_elsewhere_with_the_same_run_id_goes_on_at_once(tmp_path):
 
 
 def test_a_living_run_of_this_machine_keeps_its_place_also_from_its_own_run_id(tmp_path):
-    with Ownership(str(tmp_path), "r1-a0", 60), pytest.raises(ConfigError, match="belongs to run r1-a0"):
+    with (
+        Ownership(str(tmp_path), "r1-a0", 60),
+        pytest.raises(ConfigError, match=("belongs to run r1-a0")),
+    ):
         flyte_ddp.run(go_on, checkpoints=str(tmp_path), run_id="r1-a0")
 
 
 @pytest.mark.parametrize("door", ["run", "train", "command line"])
-def test_each_door_passes_the_run_id_on_and_refuses_one_that_is_none(door, tmp_path, monkeypatch, capsys):
+def test_each_door_passes_the_run_id_on_and_refuses_one_that_is_none(
+    door, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "script.py").write_text("")
 
     def start(run_id):
@@ -59,7 +69,9 @@ def test_each_door_passes_the_run_id_on_and_refuses_one_that_is_none(door, tmp_p
             flyte_ddp.run(go_on, checkpoints=str(tmp_path), run_id=run_id)
         elif door == "train":
             flyte_ddp.train("digits", checkpoints=str(tmp_path), run_id=run_id)
-        elif main(["run", "--checkpoints", str(tmp_path), "--run-id", run_id, str(tmp_path / "script.py")]):
+        elif main(
+            ["run", "--checkpoints", str(tmp_path), "--run-id", run_id, str(tmp_path / "script.py")]
+        ):
             raise ConfigError(capsys.readouterr().err.removeprefix("error: ").rstrip())
 
     class Passed(Exception):
@@ -74,7 +86,13 @@ def test_each_door_passes_the_run_id_on_and_refuses_one_that_is_none(door, tmp_p
     assert passed.value.args == ("nightly 7", str(tmp_path))
     wrong = ["two\nlines", "x" * 300, *([5, None] if door != "command line" else [])]
     for each in wrong:
-        with pytest.raises(ConfigError, match=r"^run_id: expected one line of at most 256 characters, got [^\n]*$"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"^run_id: expected one line of at most 256 "
+                r"characters, got [^\n]*$"
+            ),
+        ):
             start(each)
 
 
@@ -142,7 +160,8 @@ def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
     assert stopped == [False, False]
     assert len(caplog.messages) == 2
     assert caplog.messages[0] == (
-        "SIGINT, SIGQUIT, SIGTERM: not noticed by this run, which began beside the main thread: it ends without a "
+        "SIGINT, SIGQUIT, SIGTERM: not noticed by this run, which began beside the main thread: "
+        "it ends without a "
         "last checkpoint"
     )
 
@@ -162,7 +181,9 @@ def train_until_stopped(process):
 
 @pytest.mark.long
 def test_sigterm_to_a_task_beside_the_main_thread_costs_no_step(tmp_path, recorded):
-    task = asyncio.to_thread(flyte_ddp.run, train_until_stopped, os.getpid(), checkpoints=str(tmp_path), run_id="a")
+    task = asyncio.to_thread(
+        flyte_ddp.run, train_until_stopped, os.getpid(), checkpoints=str(tmp_path), run_id="a"
+    )
     with pytest.raises(TrainingStopped, match="SIGTERM: the run was stopped at step"):
         asyncio.run(task)
     assert not recorded

@@ -36,7 +36,7 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
 print("to stdout")
 print("to stderr", file=sys.stderr)
 sys.exit(3 if "--fail" in sys.argv else 0)
-"""
+"""  # noqa: E501
 SHELL = """#!/bin/sh
 echo "creating $1/$RANK"
 echo "\\"$2 of $WORLD_SIZE\\"" > "$1/$RANK"
@@ -61,7 +61,11 @@ def parse(*arguments):
 
 
 def flags_of_torchrun():
-    return [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
+    return [
+        action
+        for action in get_args_parser()._actions
+        if action.option_strings and action.dest != "help"
+    ]
 
 
 def test_every_flag_of_torchrun_is_known_here():
@@ -75,7 +79,12 @@ def test_every_flag_of_torchrun_is_known_here():
 
 
 def test_every_flag_is_read_from_its_variable_and_the_command_line_wins(monkeypatch):
-    numbers = {"max_restarts": "2", "node_rank": "0", "master_port": "29501", "shutdown_timeout": "7"}
+    numbers = {
+        "max_restarts": "2",
+        "node_rank": "0",
+        "master_port": "29501",
+        "shutdown_timeout": "7",
+    }
     given = {**numbers, "nnodes": "1:1", "monitor_interval": "0.5", "start_method": "fork"}
     for action in flags_of_torchrun():
         if not isinstance(action, (argparse_util.env, argparse_util.check_env)):
@@ -95,7 +104,9 @@ def test_every_flag_is_read_from_its_variable_and_the_command_line_wins(monkeypa
 
 @pytest.mark.slow  # torchrun starts a dozen times
 def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, capfd):
-    """The cases of torchrun's test/distributed/launcher/test_run.py that concern the command line."""
+    """The cases of torchrun's test/distributed/launcher/test_run.py that concern the command
+    line.
+    """
     for name, text in (("script.py", SCRIPT), ("script.sh", SHELL), ("meets.py", MEETS)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -104,14 +115,39 @@ def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, cap
     port = {name: {one: free_port() for one in ("tcp", "bc")} for name in ("theirs", "ours")}
     cases = {
         "a script": ([*common, "--rdzv-id=7", script, "{}", "--lr", "1"], {}),
-        "an old line": ([*common, "--master-addr=localhost", "--master-port={bc}", "--node-rank=0", script, "{}"], {}),
-        "a free port": (["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--nproc_per_node=2", script, "{}"], {}),
+        "an old line": (
+            [
+                *common,
+                "--master-addr=localhost",
+                "--master-port={bc}",
+                "--node-rank=0",
+                script,
+                "{}",
+            ],
+            {},
+        ),
+        "a free port": (
+            [
+                "--rdzv_backend=c10d",
+                "--rdzv_endpoint=localhost:0",
+                "--nproc_per_node=2",
+                script,
+                "{}",
+            ],
+            {},
+        ),
         "standalone": ([*common, "--standalone", "--rdzv-backend=c10d", script, "{}"], {}),
-        "a time": ([*common, "--max-restarts=2", "--shutdown-timeout=3", script, "{}", "--lr", "1"], {}),
+        "a time": (
+            [*common, "--max-restarts=2", "--shutdown-timeout=3", script, "{}", "--lr", "1"],
+            {},
+        ),
         "one rank": (["--nnodes=1", "--no-python", shell, "{}", "x"], {}),
         "a shell script": ([*common, "--no-python", shell, "{}", "x"], {}),
         "two kinds": ([*common, "--no-python", "--module", shell, "{}"], {}),
-        "variables": ([shell, "{}", "x"], {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NO_PYTHON": "1"}),
+        "variables": (
+            [shell, "{}", "x"],
+            {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NO_PYTHON": "1"},
+        ),
         "two kinds in variables": ([shell, "{}"], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}),
         "a failure": ([*common, script, "{}", "--fail"], {}),
         "unknown ranks": (["--nproc-per-node=unknown", script, "{}"], {}),
@@ -131,10 +167,20 @@ def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, cap
         return [each.replace("{}", str(directory)) for each in arguments]
 
     (tmp_path / "cases").write_text(
-        json.dumps([[fill("theirs", name, arguments), variables] for name, (arguments, variables) in cases.items()])
+        json.dumps(
+            [
+                [fill("theirs", name, arguments), variables]
+                for name, (arguments, variables) in cases.items()
+            ]
+        )
     )
     torchrun = subprocess.Popen(
-        [sys.executable, REPOSITORY / "tests/support/torchrun_cases.py", tmp_path / "cases", tmp_path / "results"],
+        [
+            sys.executable,
+            REPOSITORY / "tests/support/torchrun_cases.py",
+            tmp_path / "cases",
+            tmp_path / "results",
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -163,21 +209,44 @@ def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, cap
     for (name, (status, output)), (their_status, their_output) in zip(
         found.items(), json.loads((tmp_path / "results").read_text()), strict=True
     ):
-        assert (status == 0) == (their_status == "success"), (name, output, their_status, their_output, errors)
+        assert (status == 0) == (their_status == "success"), (
+            name,
+            output,
+            their_status,
+            their_output,
+            errors,
+        )
         assert files_of("ours", name) == files_of("theirs", name), name
     refused = {name for name, (status, _) in found.items() if status == 2}
-    assert refused == {name for name in cases if name.startswith(("two kinds", "unknown", "too many"))}
+    assert refused == {
+        name for name in cases if name.startswith(("two kinds", "unknown", ("too many")))
+    }
 
 
-def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(tmp_path, monkeypatch, capfd):
-    (tmp_path / "script.py").write_text("import sys\nprint('a line')\nprint('an error', file=sys.stderr)\n")
+def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(
+    tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "script.py").write_text(
+        "import sys\nprint('a line')\nprint('an error', file=sys.stderr)\n"
+    )
     monkeypatch.setenv("PYTHON_EXEC", sys.executable)
-    flags = ["--monitor-interval=1", "--start-method=fork", "-t", "3", "--log_dir=logs", "--run-path", "--no-prefix"]
+    flags = [
+        "--monitor-interval=1",
+        "--start-method=fork",
+        "-t",
+        "3",
+        "--log_dir=logs",
+        "--run-path",
+        "--no-prefix",
+    ]
     assert command_line.main(["run", *flags, str(tmp_path / "script.py")]) == 0
     output, errors = capfd.readouterr()
     assert output == "a line\nan error\n"
     given = "--log-dir, --monitor-interval, --run-path, --start-method, --tee, PYTHON_EXEC"
-    assert errors.splitlines() == [f"{given}: accepted as torchrun's, with no effect here", "script.py, 1 rank"]
+    assert errors.splitlines() == [
+        f"{given}: accepted as torchrun's, with no effect here",
+        ("script.py, 1 rank"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,16 +262,29 @@ def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(tmp_path,
         (["--node_rank=1", __file__], "error: --node-rank: expected 0 on one machine, got 1"),
         (
             ["--master-port=65536", __file__],
-            "error: master_port: expected a whole number of at least 0 and of at most 65535, got 65536",
+            (
+                "error: master_port: expected a whole number of at least 0 and of at most 65535, "
+                "got "
+                "65536"
+            ),
         ),
-        (["--no-python", "no-such-program"], "error: script: expected a program that can be executed, got 'no-such-pr"),
-        (["--no-python", "-m", "x"], "error: --no-python: expected not with --module, which is Python's"),
+        (
+            ["--no-python", "no-such-program"],
+            ("error: script: expected a program that can be executed, got 'no-such-pr"),
+        ),
+        (
+            ["--no-python", "-m", "x"],
+            ("error: --no-python: expected not with --module, which is Python's"),
+        ),
         (
             ["--shutdown-timeout=-1", __file__],
             "error: --shutdown-timeout: expected a whole number of at least 0, got -1",
         ),
         *(
-            ([*arguments, __file__], f"error: {arguments[0]}: expected neither the flag nor its PET_ variable: {why}")
+            (
+                [*arguments, __file__],
+                (f"error: {arguments[0]}: expected neither the flag nor its PET_ variable: {why}"),
+            )
             for arguments, why in (
                 (["--signals-to-handle", "SIGTERM,SIGUSR1"], "SIGTERM, SIGINT"),
                 (["--virtual-local-rank"], "each rank sees all GPUs"),
@@ -222,7 +304,10 @@ def test_a_port_that_another_process_has_is_refused(capsys):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert command_line.main(["run", f"--master-port={port}", __file__]) == 2
-    assert f"error: master_port: expected a port that is free, or 0, got {port}: " in capsys.readouterr().err
+    assert (
+        f"error: master_port: expected a port that is free, or 0, got {port}: "
+        in capsys.readouterr().err
+    )
 
 
 class CountingStream(io.StringIO):
@@ -236,9 +321,12 @@ class CountingStream(io.StringIO):
 def test_of_many_lines_none_is_lost_wherever_a_read_ends(tmp_path):
     tail, stream = LogTail(str(tmp_path / "log")), io.StringIO()
     bar = ProgressBar(io.StringIO(), stream)
-    text = "".join(f"line {number} \u00e9\n" for number in range(20_000)) + "half\rdrawn\r\nbad \udcff end\nno break"
+    text = "".join(f"line {number} \u00e9\n" for number in range(20_000)) + (
+        "half\rdrawn\r\nbad \udcff end\nno break"
+    )
     contents = text.encode(errors="surrogateescape")
-    for start in range(0, len(contents), 9_973):  # in the middle of lines, characters and drawn lines
+    # in the middle of lines, characters and drawn lines
+    for start in range(0, len(contents), 9_973):
         with open(tmp_path / "log", "ab") as file:
             file.write(contents[start : start + 9_973])
         for line in tail.new_lines(at_end=start + 9_973 >= len(contents)):

@@ -50,13 +50,32 @@ def roundtrip(directory, state):
 
 NUMPY_STATE = np.random.RandomState(3).get_state()
 READABLE = {
-    "numbers": ({"a": 1, 2: 1.5, "inf": float("inf"), "c": 1 + 2j, "yes": True, "none": None, "big": 1 << 200}, None),
+    "numbers": (
+        {
+            "a": 1,
+            2: 1.5,
+            "inf": float("inf"),
+            "c": 1 + 2j,
+            "yes": True,
+            "none": None,
+            "big": 1 << 200,
+        },
+        None,
+    ),
     "texts": (["ä", b"x" * 300, bytearray(b"y")], None),
     "containers": ([(), (1, [2, {"a": (3,)}]), {1, 2}, collections.OrderedDict(b=1, a=2)], None),
     "torch's own": ([torch.float16, torch.device("cpu"), torch.Size([2, 3])], None),
     "random state": (random.Random(1).getstate(), None),
     "NumPy scalars": (
-        [np.float64(0.5), np.float32(0.25), np.int64(3), np.uint8(4), np.bool_(True), np.str_("a"), {np.int64(1): 2}],
+        [
+            np.float64(0.5),
+            np.float32(0.25),
+            np.int64(3),
+            np.uint8(4),
+            np.bool_(True),
+            np.str_("a"),
+            {np.int64(1): 2},
+        ],
         [0.5, 0.25, 3, 4, True, "a", {1: 2}],
     ),
     "other mappings": (
@@ -138,7 +157,12 @@ def test_tensors_of_any_kind_are_read_back_equal(tmp_path):
 
 def test_a_state_is_that_of_the_call_whatever_changes_afterwards(tmp_path):
     tensor, numbers, key = torch.ones(2), np.ones(2), torch.ones(2)
-    state = {"text": bytearray(b"abc"), "array": numbers, "list": [1], "deep": {"x": [{"y": (bytearray(b"d"),)}]}}
+    state = {
+        "text": bytearray(b"abc"),
+        "array": numbers,
+        "list": [1],
+        "deep": {"x": [{"y": (bytearray(b"d"),)}]},
+    }
     state |= {
         "set": {tensor, (tensor, 1)},
         key: "of a tensor",
@@ -163,15 +187,25 @@ def test_a_state_is_that_of_the_call_whatever_changes_afterwards(tmp_path):
     assert found["array"].tolist() == [1, 1]
     assert found["zero"].item() == 1
     assert torch.equal(found["sparse"].to_dense(), torch.eye(2))
-    assert [(each if isinstance(each, torch.Tensor) else each[0]).tolist() for each in found["set"]] == [[1, 1]] * 2
+    assert [
+        (each if isinstance(each, torch.Tensor) else each[0]).tolist() for each in found["set"]
+    ] == [[1, 1]] * 2
     assert [name.tolist() for name, value in found.items() if value == "of a tensor"] == [[1, 1]]
     assert "new" not in found
 
 
 def test_views_of_one_memory_with_other_types_are_read_back_equal(tmp_path):
     numbers = torch.arange(4.0)
-    state = [numbers, numbers.view(torch.int32), numbers[1:].view(torch.uint8), COMPLEX, torch.view_as_real(COMPLEX)]
-    for found, expected in zip(roundtrip(tmp_path, [*state, numbers[2:]]), [*state, numbers[2:]], strict=True):
+    state = [
+        numbers,
+        numbers.view(torch.int32),
+        numbers[1:].view(torch.uint8),
+        COMPLEX,
+        torch.view_as_real(COMPLEX),
+    ]
+    for found, expected in zip(
+        roundtrip(tmp_path, [*state, numbers[2:]]), [*state, numbers[2:]], strict=True
+    ):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
 
@@ -206,7 +240,9 @@ def test_a_tensor_is_loaded_into_one_that_holds_all_its_values(saved, into, is_l
 
 
 def test_lazy_tensors_of_a_state_do_not_share_memory_that_was_freed():
-    whole, _ = StagingMemory().copy([torch.full((1000,), number + 1j).conj() for number in range(8)])
+    whole, _ = StagingMemory().copy(
+        [torch.full((1000,), number + 1j).conj() for number in range(8)]
+    )
     assert [each[0].item() for each in whole] == [number - 1j for number in range(8)]
 
 
@@ -224,7 +260,10 @@ UNREADABLE = {
     "array of objects": (np.array([{}]), "ndarray"),
     "array of texts": (np.array(["a"]), "ndarray"),
     "date": (np.datetime64("2026-01-01"), "datetime64"),
-    "nested": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "Tensor .*: save whole tensors"),
+    "nested": (
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        ("Tensor .*: save whole tensors"),
+    ),
     "huge": (1 << 3000, "int"),
     "masked": (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
     "meta": (torch.ones(2, device="meta"), "Tensor .*: save whole tensors"),
@@ -235,7 +274,13 @@ UNREADABLE = {
 def test_what_could_not_be_read_back_is_refused_with_its_place_and_type(tmp_path, kind):
     value, name = UNREADABLE[kind]
     store = CheckpointStore(str(tmp_path), 1)
-    with pytest.raises(ConfigError, match=rf"^save: state\['best'\]\[1\]: expected .*, got .*{name}") as raised:
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^save: state\['best'\]\[1\]: expected .*, got "
+            rf".*{name}"
+        ),
+    ) as raised:
         store.save({"state": {"best": [0, value]}}, 1, best=False)
     assert "\n" not in str(raised.value)
     with pytest.raises(ConfigError, match=r"^save: state: expected .*, got a Color"):
@@ -255,7 +300,13 @@ def test_a_split_tensor_and_other_subclasses_are_refused(tmp_path):
         pass
 
     store = CheckpointStore(str(tmp_path), 1)
-    with pytest.raises(ConfigError, match=r"^save: state\['w'\]: expected .*, got a .*Wrapped .*: save whole tensors"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^save: state\['w'\]: expected .*, got a .*Wrapped .*: "
+            r"save whole tensors"
+        ),
+    ):
         store.save({"state": {"w": torch.ones(2).as_subclass(Wrapped)}}, 1, best=False)
 
 
@@ -282,7 +333,9 @@ def test_what_fsdp_returns_is_refused_in_one_line(tmp_path):
 
 
 def memory_error(*arguments, **options):
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +346,9 @@ def memory_error(*arguments, **options):
     ],
     ids=["memory", "older torch"],
 )
-def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(tmp_path, monkeypatch, fails, error, message):
+def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(
+    tmp_path, monkeypatch, fails, error, message
+):
     for step in (1, 2):
         store = CheckpointStore(str(tmp_path), 5)
         store.save({"state": torch.ones(3)}, step, best=False)
@@ -333,7 +388,10 @@ def test_a_checkpoint_with_another_kind_of_checksum_is_refused_and_stays(tmp_pat
     (manifest,) = tmp_path.glob("step-*.json")
     manifest.write_text(manifest.read_text().replace("xxh3_128", "blake3"))
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="expected xxh3_128 of its files, got another checksum; the file is whole"):
+    with pytest.raises(
+        ConfigError,
+        match=("expected xxh3_128 of its files, got another checksum; the file is whole"),
+    ):
         CheckpointStore(str(tmp_path), 5).load_latest()
     assert sorted(tmp_path.iterdir()) == before
 
@@ -350,7 +408,10 @@ def test_an_older_checkpoint_that_cannot_be_read_stays_and_keeps_no_other_from_b
     for step in (3, 4, 5):
         store.save({"state": step}, step, best=False)
         store.wait()
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["step-0000000001.json", "step-0000000005.json"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "step-0000000001.json",
+        "step-0000000005.json",
+    ]
     assert caplog.text.count("an older checkpoint stays") == 1
 
 
@@ -363,7 +424,9 @@ def save_steps(directory, step):
 # A recipe's metrics
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), 0.5])
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), torch.tensor(0.5), torch.tensor(0.5, requires_grad=True), 0.5]
+)
 def test_a_recipes_figures_may_be_numbers_of_any_kind(tmp_path, value, monkeypatch):
     trainer = new_trainer(new_run(tmp_path), epochs=1)
     monkeypatch.setattr(trainer.recipe, "figures", lambda epoch: {"f1": value}, raising=False)
@@ -382,7 +445,9 @@ def test_what_a_checkpoint_copies_of_the_progress_is_as_much_after_a_thousand_ep
     )
     numbers |= {"learning_rate": 1e-300, "samples_per_second": 1 / 3, "evaluation_seconds": 0.0}
     for number in range(1, 1001):
-        progress.finish_epoch(EpochFinished(**numbers, metrics={"f1": number / 7}, sample="a\u2028b\n\x0c"))
+        progress.finish_epoch(
+            EpochFinished(**numbers, metrics={"f1": number / 7}, sample="a\u2028b\n\x0c")
+        )
         if number in (1, 1000):
             values = progress.to_dict()
             assert all(type(value) in (int, float, str) for value in values.values())

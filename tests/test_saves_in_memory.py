@@ -1,4 +1,6 @@
-"""Saves of a function in memory: a lost rank or node costs nothing that was saved there, at any number of ranks."""
+"""Saves of a function in memory: a lost rank or node costs nothing that was saved there, at any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Loads:
 
     def handle(self, event):
         if isinstance(event, events.CheckpointLoaded):
-            if event.step and (event.step, event.url) not in self.found[-1:]:  # a program may load more than once
+            # a program may load more than once
+            if event.step and (event.step, event.url) not in self.found[-1:]:
                 self.found.append((event.step, event.url))
             self.skipped += event.skipped
 
@@ -40,7 +43,9 @@ class Loads:
 
 
 def lose(directory, *orders, splits=False, to_store=0, **options):
-    """Train while ranks are lost; return the weights, the samples of the last attempt's rank 0, and the `Loads`."""
+    """Train while ranks are lost; return the weights, the samples of the last attempt's rank 0, and
+    the `Loads`.
+    """
     (directory / "orders").mkdir()
     for number, order in enumerate(orders):
         (directory / "orders" / f"{number}-{order}").touch()
@@ -68,23 +73,32 @@ DAMAGED = "the checksum of part 0 is not the one that was recorded when it was w
 
 
 @pytest.mark.long
-def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(tmp_path, undisturbed, monkeypatch, caplog):
+def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(
+    tmp_path, undisturbed, monkeypatch, caplog
+):
     """Without a place for checkpoints, too."""
     fork_functions(monkeypatch)
     for number, order in enumerate(("rank-1-0", "rank-1-3")):
         (tmp_path / f"{number}-{order}").touch()
     call, loads = cloudpickle.dumps(_Call(train, (str(tmp_path), False, 0))), Loads()
-    state = driver.run(Job(Program("train", call), "", time.time()), LocalPlace(2, max_restarts=1), listeners=[loads])
+    state = driver.run(
+        Job(Program("train", call), "", time.time()),
+        LocalPlace(2, max_restarts=1),
+        listeners=[loads],
+    )
     weights, samples = cloudpickle.loads(state.finished.value)
     assert loads.found == [(3, MEMORY)]
     assert weights == undisturbed(False)
-    assert samples == 4 + 3 + 19  # rank 0's of the last two batches of the first epoch, of 37 samples, and the second
+    # rank 0's of the last two batches of the first epoch, of 37 samples, and the second
+    assert samples == 4 + 3 + 19
     assert "restarts from step 3, from this node's memory" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(splits, tmp_path, undisturbed, monkeypatch):
+def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(
+    splits, tmp_path, undisturbed, monkeypatch
+):
     fork_functions(monkeypatch)
     options = {"nproc_per_node": 2, "max_restarts": 1, "checkpoints": str(tmp_path / "checkpoints")}
     weights, _, loads = lose(tmp_path, "damage-0-6", splits=splits, to_store=5, **options)
@@ -96,7 +110,10 @@ def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(splits, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "first", "second"),
-    [(False, "node 1's memory", "node 0's memory"), (True, "node 1's memory", "the memory of nodes 0 and 1")],
+    [
+        (False, "node 1's memory", "node 0's memory"),
+        (True, "node 1's memory", ("the memory of nodes 0 and 1")),
+    ],
 )
 def test_a_lost_node_costs_nothing_that_was_saved_in_memory_without_a_place_for_checkpoints(
     splits, first, second, tmp_path, undisturbed, client
@@ -113,11 +130,15 @@ def test_a_lost_node_costs_nothing_that_was_saved_in_memory_without_a_place_for_
 @pytest.mark.parametrize("splits", [False, True])
 def test_another_number_of_ranks_goes_on_from_memory(splits, tmp_path, undisturbed, client):
     cluster = dataclasses.replace(LOCAL, max_restarts=1, min_nodes=1, return_timeout=0.1)
-    weights, samples, loads = lose(tmp_path, "worker-0-7", splits=splits, nnodes=2, cluster=cluster, client=client)
+    weights, samples, loads = lose(
+        tmp_path, "worker-0-7", splits=splits, nnodes=2, cluster=cluster, client=client
+    )
     assert loads.found == [(7, MEMORY)]
     assert samples == 8 + 8 + 5  # all of the last three batches
     for name, expected in undisturbed(splits).items():
-        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(weights[name]), torch.tensor(expected), rtol=1e-3, atol=1e-5
+        )
 
 
 def misuse():
@@ -141,7 +162,8 @@ def test_what_cannot_be_kept_in_memory_is_one_line(monkeypatch):
     session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
     fork_functions(monkeypatch)
     assert flyte_ddp.run(misuse) == [
-        "save: state['step']: expected tensors, numbers, texts or bytes in dicts, lists, tuples and sets, "
+        "save: state['step']: expected tensors, numbers, texts or bytes in dicts, lists, tuples "
+        "and sets, "
         "got a object (builtins)",
         "session.save: state: expected whole tensors, as in memory before, got split ones",
     ]
@@ -170,7 +192,9 @@ def save_and_load(splits):
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_load_in_the_same_attempt_finds_the_newest_save_wherever_it_is(splits, tmp_path, monkeypatch):
+def test_a_load_in_the_same_attempt_finds_the_newest_save_wherever_it_is(
+    splits, tmp_path, monkeypatch
+):
     fork_functions(monkeypatch)
     ranks = flyte_ddp.run(save_and_load, splits, nproc_per_node=2, checkpoints=str(tmp_path))
     assert ranks == [[(step, [float(step)] * 4) for step in range(1, 6)]] * 2

@@ -1,4 +1,6 @@
-"""The scaling study: its arithmetic on numbers whose answer is known, and one real study of two world sizes."""
+"""The scaling study: its arithmetic on numbers whose answer is known, and one real study of two
+world sizes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
-from flyte_ddp.studies.scaling import Study, build_scaling_table, by_world_size, estimate, student_quantile
+from flyte_ddp.studies.scaling import (
+    Study,
+    build_scaling_table,
+    by_world_size,
+    estimate,
+    student_quantile,
+)
 from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
 from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study_report import StudyReport
@@ -36,11 +44,17 @@ from tests.support.prometheus import record_figures
 STEPS = sample_run.STEPS_PER_EPOCH
 
 
-def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, batch_per_rank=0, **changes):
-    """A finished trial of as many epochs as there are `losses`, each of 50 steps, with a global batch of 128."""
+def run_of(
+    world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, batch_per_rank=0, **changes
+):
+    """A finished trial of as many epochs as there are `losses`, each of 50 steps, with a global
+    batch of 128.
+    """
     started = sample_run.started(len(losses), world_size)
     batch = {"global_batch_size": batch_per_rank * world_size} if batch_per_rank else {}
-    started = dataclasses.replace(started, config={**started.config, "learning_rate": rate, **batch}, **changes)
+    started = dataclasses.replace(
+        started, config={**started.config, "learning_rate": rate, **batch}, **changes
+    )
     epochs = [
         dataclasses.replace(
             sample_run.epoch(number, world_size),
@@ -51,10 +65,16 @@ def run_of(world_size, step_seconds, losses=(2.0, 1.0, 0.5), rate=2e-3, batch_pe
         )
         for number, loss in enumerate(losses, start=1)
     ]
-    values = {"learning_rate": rate, "batch_size_per_rank": batch_per_rank, "world_size": world_size}
+    values = {
+        "learning_rate": rate,
+        "batch_size_per_rank": batch_per_rank,
+        "world_size": world_size,
+    }
     if not batch_per_rank:
         del values["batch_size_per_rank"]
-    state = RunState(False, started=started, epochs=epochs, finished=sample_run.finished(len(losses)))
+    state = RunState(
+        False, started=started, epochs=epochs, finished=sample_run.finished(len(losses))
+    )
     config = TrainingConfig(global_batch_size=started.config["global_batch_size"])
     return TrialRun(Trial(world_size, values, {}, config, world_size), "", FINISHED, state)
 
@@ -82,7 +102,8 @@ def test_repeats_are_one_point_with_the_interval_of_students_t():
     points = by_world_size(study.rows)
     assert [len(rows) for rows in points.values()] == [2, 2]
     speed_up = estimate([row.speed_up for row in points[2]])
-    # scipy.stats.t.interval(0.95, 1, numpy.mean([2, 1.6]), scipy.stats.sem([2, 1.6])) is 1.8 -+ 2.5412
+    # scipy.stats.t.interval(0.95, 1, numpy.mean([2, 1.6]), scipy.stats.sem([2, 1.6])) is 1.8 -+
+    # 2.5412
     assert (speed_up.mean, speed_up.half_width) == pytest.approx((1.8, 2.5412), rel=1e-3)
     assert f"{speed_up:.2f}" == "1.80 ± 2.54"
     assert f"{estimate([1.8]):.2f}" == "1.80"
@@ -95,15 +116,27 @@ def test_repeats_are_one_point_with_the_interval_of_students_t():
 
 def test_repeats_are_seeds_of_every_combination_and_far_from_each_other():
     choices = expand_world_sizes(TrainingConfig(seed=3), [1, 2], repeats=2)
-    assert [(choice["seed"], choice["world_size"]) for choice in choices] == [(3, 2), (3, 1), (4, 2), (4, 1)]
+    assert [(choice["seed"], choice["world_size"]) for choice in choices] == [
+        (3, 2),
+        (3, 1),
+        (4, 2),
+        (4, 1),
+    ]
     assert expand_world_sizes(TrainingConfig(), [1, 2]) == [{"world_size": 2}, {"world_size": 1}]
-    with pytest.raises(ConfigError, match="^repeats: expected a whole number of at least 1, got 0$"):
+    with pytest.raises(
+        ConfigError, match=("^repeats: expected a whole number of at least 1, got 0$")
+    ):
         expand_world_sizes(TrainingConfig(), [1, 2], repeats=0)
 
 
 def test_learning_rates_are_compared_among_themselves():
-    study = Study([run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)])
-    assert [study.describe(values) for values in study.series] == ["learning_rate 0.002", "learning_rate 0.1"]
+    study = Study(
+        [run_of(1, 0.1), run_of(2, 0.05), run_of(1, 0.3, rate=0.1), run_of(2, 0.2, rate=0.1)]
+    )
+    assert [study.describe(values) for values in study.series] == [
+        "learning_rate 0.002",
+        ("learning_rate 0.1"),
+    ]
     assert [row.learning_rate for row in study.rows] == [2e-3, 2e-3, 0.1, 0.1]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
 
@@ -114,7 +147,10 @@ def test_batches_of_equal_size_per_rank_are_compared_by_their_throughput():
     runs += [run_of(1, 0.06, batch_per_rank=64), run_of(2, 0.04, batch_per_rank=64)]
     runs[1].state.started = dataclasses.replace(runs[1].state.started, num_steps=3 * STEPS // 2)
     study = Study(runs)
-    assert [study.describe(values) for values in study.series] == ["batch_size_per_rank 32", "batch_size_per_rank 64"]
+    assert [study.describe(values) for values in study.series] == [
+        "batch_size_per_rank 32",
+        ("batch_size_per_rank 64"),
+    ]
     assert [row.batch_size_per_rank for row in study.rows] == [32, 32, 64, 64]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
     assert [row.step_seconds for row in study.rows[:2]] == pytest.approx([0.1, 0.1])
@@ -133,7 +169,9 @@ def test_time_to_target_is_that_of_the_first_epoch_that_reaches_it():
     study = Study(runs)
     assert study.target_loss == 0.6  # the worst of the best
     assert [row.seconds_to_target for row in study.rows] == pytest.approx([15.0, 5.0])
-    assert [row.seconds_to_target for row in Study(runs, target_loss=2.0).rows] == pytest.approx([5.0, 2.5])
+    assert [row.seconds_to_target for row in Study(runs, target_loss=2.0).rows] == pytest.approx(
+        [5.0, 2.5]
+    )
     assert [row.seconds_to_target for row in Study(runs, target_loss=0.5).rows] == [15.0, None]
 
 
@@ -149,7 +187,9 @@ def test_waiting_and_hours_are_those_of_all_ranks():
 def test_waiting_is_never_more_than_the_whole_step():
     # DDP times a few steps of the last epoch, which may be slower than those of the median epoch.
     run = run_of(2, 0.1)
-    run.epochs[-1] = dataclasses.replace(run.epochs[-1], rank_wait_seconds=[0.3, 0.3], rank_overlap_seconds=[0.1, 0.1])
+    run.epochs[-1] = dataclasses.replace(
+        run.epochs[-1], rank_wait_seconds=[0.3, 0.3], rank_overlap_seconds=[0.1, 0.1]
+    )
     (row,) = Study([run]).rows
     assert (row.wait_share, row.overlap_share) == pytest.approx((0.75, 0.25))
 
@@ -163,29 +203,59 @@ def study_of_two():
     ("changes", "expected"),
     [
         ({"world_sizes": [2]}, "world_sizes: expected two or more, got [2]"),
-        ({"world_sizes": [1, 1]}, "world_sizes: expected different finite numbers above 0, got [1, 1]"),
-        ({"world_sizes": [0, 1]}, "world_sizes: expected different finite numbers above 0, got [1, 0]"),
+        (
+            {"world_sizes": [1, 1]},
+            ("world_sizes: expected different finite numbers above 0, got [1, 1]"),
+        ),
+        (
+            {"world_sizes": [0, 1]},
+            ("world_sizes: expected different finite numbers above 0, got [1, 0]"),
+        ),
         ({"world_sizes": [1, 3]}, "global_batch_size: expected a multiple of 3, got 32 (3 ranks;"),
-        ({"learning_rates": [0.1, 0.0]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.0]"),
-        ({"learning_rates": [0.1, 0.1]}, "learning_rates: expected different finite numbers above 0, got [0.1, 0.1]"),
-        ({"batch_sizes_per_rank": [0]}, "batch_sizes_per_rank: expected different finite numbers above 0, got [0]"),
-        ({"sample_sizes": [9, 9]}, "sample_sizes: expected different finite numbers above 0, got [9, 9]"),
+        (
+            {"learning_rates": [0.1, 0.0]},
+            ("learning_rates: expected different finite numbers above 0, got [0.1, 0.0]"),
+        ),
+        (
+            {"learning_rates": [0.1, 0.1]},
+            ("learning_rates: expected different finite numbers above 0, got [0.1, 0.1]"),
+        ),
+        (
+            {"batch_sizes_per_rank": [0]},
+            ("batch_sizes_per_rank: expected different finite numbers above 0, got [0]"),
+        ),
+        (
+            {"sample_sizes": [9, 9]},
+            ("sample_sizes: expected different finite numbers above 0, got [9, 9]"),
+        ),
         ({"target_loss": -1.0}, "target_loss: expected a finite number of at least 0, got -1.0"),
-        ({"target_loss": float("nan")}, "target_loss: expected a finite number of at least 0, got nan"),
-        ({"config": TrainingConfig(parallel="fsdp")}, "config.parallel: expected ddp in a scaling study, got 'fsdp'"),
+        (
+            {"target_loss": float("nan")},
+            ("target_loss: expected a finite number of at least 0, got nan"),
+        ),
+        (
+            {"config": TrainingConfig(parallel="fsdp")},
+            ("config.parallel: expected ddp in a scaling study, got 'fsdp'"),
+        ),
     ],
 )
 def test_an_impossible_study_is_refused_before_anything_starts(changes, expected):
     arguments = {"config": TrainingConfig(), "world_sizes": [1, 2], "target_loss": 0.0}
     cluster = ClusterConfig(kind="local", num_nodes=3)
     with pytest.raises(ConfigError, match="^" + re.escape(expected)) as caught:
-        check_trials("digits", build_trials("digits", {}, expand_world_sizes(**{**arguments, **changes})), cluster)
+        check_trials(
+            "digits",
+            build_trials("digits", {}, expand_world_sizes(**{**arguments, **changes})),
+            cluster,
+        )
     assert "\n" not in str(caught.value)
 
 
 def test_a_study_has_every_combination_and_starts_with_the_largest_world_size():
     axes = {"learning_rates": [0.1], "batch_sizes_per_rank": [32, 64], "sample_sizes": [500]}
-    trials = build_trials("digits", {"epochs": 2}, expand_world_sizes(TrainingConfig(), [1, 4, 2], **axes))
+    trials = build_trials(
+        "digits", {"epochs": 2}, expand_world_sizes(TrainingConfig(), [1, 4, 2], **axes)
+    )
 
     assert [(trial.values["batch_size_per_rank"], trial.world_size) for trial in trials] == [
         (32, 4),
@@ -196,18 +266,34 @@ def test_a_study_has_every_combination_and_starts_with_the_largest_world_size():
         (64, 1),
     ]
     assert [trial.config.global_batch_size for trial in trials] == [128, 64, 32, 256, 128, 64]
-    assert str(trials[1]) == "trial 2 (learning_rate 0.1, batch_size_per_rank 32, sample_size 500, world_size 2)"
-    assert trials[1].overrides == {"epochs": 2, "learning_rate": 0.1, "sample_size": 500, "global_batch_size": 64}
+    assert str(trials[1]) == (
+        "trial 2 (learning_rate 0.1, batch_size_per_rank 32, sample_size 500, world_size 2)"
+    )
+    assert trials[1].overrides == {
+        "epochs": 2,
+        "learning_rate": 0.1,
+        "sample_size": 500,
+        "global_batch_size": 64,
+    }
 
 
 def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
     cluster = ClusterConfig(kind="local", num_nodes=9, processes_per_node=4, min_nodes=2)
     resize = functools.partial(resize_cluster, cluster)
-    found = [(each.num_nodes, each.processes_per_node, each.min_nodes) for each in map(resize, (1, 3))]
+    found = [
+        (each.num_nodes, each.processes_per_node, each.min_nodes) for each in map(resize, (1, 3))
+    ]
     assert found == [(1, 1, 0), (1, 3, 0)]
-    assert [(each.num_nodes, each.ranks_per_node) for each in map(resize, (4, 12))] == [(1, 4), (3, 4)]
+    assert [(each.num_nodes, each.ranks_per_node) for each in map(resize, (4, 12))] == [
+        (1, 4),
+        (3, 4),
+    ]
     with pytest.raises(
-        ConfigError, match="^world_sizes: expected at most 4 .ranks per node. or a multiple of it, such as 4, got 6"
+        ConfigError,
+        match=(
+            "^world_sizes: expected at most 4 .ranks per node. or a multiple of "
+            "it, such as 4, got 6"
+        ),
     ):
         resize_cluster(cluster, 6)
     gpus = resize_cluster(ClusterInput(kind="kubernetes", gpus_per_node=8), 2)
@@ -222,7 +308,8 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
 
     def threads(**values):
         return [
-            node.ranks.num_threads for node in assign_nodes(workers, 2, ClusterConfig(processes_per_node=2, **values))
+            node.ranks.num_threads
+            for node in assign_nodes(workers, 2, ClusterConfig(processes_per_node=2, **values))
         ]
 
     assert threads() == [4, 4]
@@ -234,8 +321,17 @@ def test_threads_of_a_rank_are_its_share_of_the_cores_or_as_many_as_configured()
 def test_every_figure_of_a_study_has_its_panel():
     meaning, found = scaling_panels(study_of_two())
     panels = {panel.name: panel for panel in found}
-    assert list(panels) == ["speed-up", "efficiency", "samples-per-second", "seconds-to-target", "wait-share"]
-    assert (meaning, panels["speed-up"].summary) == ("", "Speed-up by world size: 1 rank 1, 2 ranks 1.667")
+    assert list(panels) == [
+        "speed-up",
+        "efficiency",
+        "samples-per-second",
+        "seconds-to-target",
+        "wait-share",
+    ]
+    assert (meaning, panels["speed-up"].summary) == (
+        "",
+        ("Speed-up by world size: 1 rank 1, 2 ranks 1.667"),
+    )
     assert ">ideal<" in to_svg(panels["speed-up"])
     assert all("<svg" in to_svg(panel) for panel in found)
     runs = [run_of(1, 0.1), run_of(2, 0.06), run_of(1, 0.1, rate=0.1), run_of(2, 0.06, rate=0.1)]
@@ -255,7 +351,9 @@ def test_a_report_escapes_foreign_text_and_shows_its_progress():
     assert "Waiting for the cluster" in waiting.render()
     hostile = "<script>alert(1)</script>"
     done = run_of(1, 0.1, device=hostile, data=hostile)
-    running = dataclasses.replace(run_of(2, 0.1), status=RUNNING, state=RunState(False, done.state.started))
+    running = dataclasses.replace(
+        run_of(2, 0.1), status=RUNNING, state=RunState(False, done.state.started)
+    )
     report = report_of([done, running], recipe=hostile)
     page = report.render()
     assert "1 / 2" in page
@@ -276,14 +374,17 @@ def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
     page.write_text(report.render(), encoding="utf-8")
     assert chromium.open(page, width=1280) == []
     assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
-    heads = chromium.evaluate("[...document.querySelectorAll('.table th')].map(each => each.textContent).join()")
+    heads = chromium.evaluate(
+        "[...document.querySelectorAll('.table th')].map(each => each.textContent).join()"
+    )
     assert "batch_size_per_rank,world_size" in heads
     assert "speed-up,efficiency" in heads
     assert chromium.open(page, width=390, dark=True) == []
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-# --- One real study ------------------------------------------------------------------------------------------------
+# --- One real study
+# --------------------------------------------------------------------------------------------------
 
 TINY = "tests.support.recipes.Tiny"
 
@@ -301,7 +402,8 @@ def study(checkpoints, **changes):
             "recipe": TINY,
             "config": TrainingOverrides(),
             "world_sizes": [1, 2],
-            "cluster": ClusterInput(kind="local", node_timeout=60),  # a busy machine's workers are slow, not lost
+            # a busy machine's workers are slow, not lost
+            "cluster": ClusterInput(kind="local", node_timeout=60),
             "checkpoints": str(checkpoints),
             "initial_model_state": str(initial_state),
         }
@@ -332,9 +434,10 @@ def outputs(checkpoints, figures):
 def test_each_run_of_a_study_has_its_figures_for_prometheus(outputs, figures):
     for trial, world_size in ((1, 2), (2, 1)):
         labels = rf'recipe="{TINY}",run="",trial="{trial}"'
-        assert any(re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}.0$", text, re.M) for text in figures), (
-            figures
-        )
+        assert any(
+            re.search(rf"^flyte_ddp_world_size{{{labels}}} {world_size}.0$", text, re.M)
+            for text in figures
+        ), figures
 
 
 def rows_of(outputs):
@@ -348,7 +451,10 @@ def test_the_study_has_a_labelled_row_for_each_world_size(outputs):
     import pandas
 
     one, two = rows_of(outputs)
-    assert [(row["world_size"], row["batch_size_per_rank"]) for row in (one, two)] == [(1, 12), (2, 6)]
+    assert [(row["world_size"], row["batch_size_per_rank"]) for row in (one, two)] == [
+        (1, 12),
+        (2, 6),
+    ]
     assert two["speed_up"] == pytest.approx(one["step_seconds"] / two["step_seconds"])
     assert (one["wait_share"], two["wait_share"] > 0) == (0, True)
     table = outputs.table.open(pandas.DataFrame).all()
@@ -388,20 +494,35 @@ def runs_of(outputs):
 
 def test_the_interval_of_repeats_is_that_of_students_distribution():
     """Quantiles of scipy.stats.t.ppf(0.975, n)."""
-    known = {1: 12.70620, 2: 4.30265, 3: 3.18245, 9: 2.26216, 10: 2.22814, 11: 2.20099, 19: 2.09302, 30: 2.04227}
+    known = {
+        1: 12.70620,
+        2: 4.30265,
+        3: 3.18245,
+        9: 2.26216,
+        10: 2.22814,
+        11: 2.20099,
+        19: 2.09302,
+        30: 2.04227,
+    }
     for freedom, quantile in {**known, 99: 1.98422, 1000: 1.96234}.items():
         assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-6)
     values = [float(number) for number in range(12)]
-    assert estimate(values).half_width == pytest.approx(2.20099 * statistics.stdev(values) / 12**0.5, rel=1e-5)
+    assert estimate(values).half_width == pytest.approx(
+        2.20099 * statistics.stdev(values) / 12**0.5, rel=1e-5
+    )
 
 
 def test_every_trial_starts_from_the_given_weights(outputs, checkpoints):
-    starts = [event for event in read_history(outputs.history.path) if isinstance(event, RunStarted)]
+    starts = [
+        event for event in read_history(outputs.history.path) if isinstance(event, RunStarted)
+    ]
     assert [event.initial_state for event in starts] == [pin_state(f"{checkpoints}.pt")] * 2
 
 
 def test_every_rank_of_every_run_has_the_same_threads(outputs):
-    started = [event for run in runs_of(outputs).values() for event in run if isinstance(event, RunStarted)]
+    started = [
+        event for run in runs_of(outputs).values() for event in run if isinstance(event, RunStarted)
+    ]
     assert {event.num_threads for event in started} == {max(1, _num_cores() // 2)}
 
 
@@ -447,9 +568,13 @@ def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
     found = study(tmp_path, config=config, batch_sizes_per_rank=[6], sample_sizes=[24])
 
     columns = ("world_size", "batch_size_per_rank", "num_train_samples")
-    assert [tuple(row[name] for name in columns) for row in rows_of(found)] == [(1, 6, 24), (2, 6, 24)]
+    assert [tuple(row[name] for name in columns) for row in rows_of(found)] == [
+        (1, 6, 24),
+        (2, 6, 24),
+    ]
     steps = {
-        size: [each.step for each in run if isinstance(each, EpochFinished)] for size, run in runs_of(found).items()
+        size: [each.step for each in run if isinstance(each, EpochFinished)]
+        for size, run in runs_of(found).items()
     }
     assert steps == {1: [4], 2: [2]}
 
@@ -457,7 +582,9 @@ def test_a_batch_per_rank_and_a_sample_of_the_data_are_axes(tmp_path):
 def test_trials_are_reused_only_if_nothing_differs(outputs, checkpoints):
     config = TrainingConfig()
     names = {
-        runner._name_directory(recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data])
+        runner._name_directory(
+            recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data]
+        )
         for recipe, changes, size, data in (
             (TINY, {}, 2, "one"),
             (TINY, {}, 1, "one"),
@@ -487,7 +614,9 @@ def test_a_failed_trial_ends_the_study_and_no_other_starts(tmp_path, monkeypatch
 
 
 def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):
-    with pytest.raises(InputError, match="^global_batch_size: expected a multiple of 5, got 12 .5 ranks"):
+    with pytest.raises(
+        InputError, match=("^global_batch_size: expected a multiple of 5, got 12 .5 ranks")
+    ):
         study(tmp_path, world_sizes=[1, 5])
     with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):
         study(tmp_path, recipe="nope")

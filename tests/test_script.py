@@ -54,13 +54,18 @@ def project(tmp_path):
 def converted(source):
     """Return `source` as the task receives it."""
     context = FlyteContextManager.current_context()
-    literal = TypeEngine.to_literal(context, source, ScriptSource, TypeEngine.to_literal_type(ScriptSource))
+    literal = TypeEngine.to_literal(
+        context, source, ScriptSource, TypeEngine.to_literal_type(ScriptSource)
+    )
     return TypeEngine.to_python_value(context, literal, ScriptSource)
 
 
-def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(project, tmp_path, monkeypatch):
+def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(
+    project, tmp_path, monkeypatch
+):
     figures = record_figures(monkeypatch)
-    own = tempfile.mkdtemp(prefix="s-")  # where no other test leaves anything; a short path, for sockets
+    # where no other test leaves anything; a short path, for sockets
+    own = tempfile.mkdtemp(prefix="s-")
     monkeypatch.setattr(tempfile, "tempdir", own)
     monkeypatch.setenv("TMPDIR", own)
     results = script_wf(
@@ -77,18 +82,26 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(projec
     log = Path(str(results.log)).read_text().splitlines()
     assert sorted(line.partition("the value")[2] for line in log) == [" of rank 0", " of rank 1"]
     history = read_history(str(results.history))
-    assert [event for event in history if isinstance(event, Reported)] == [Reported(7, None, {"loss": 0.25})]
+    assert [event for event in history if isinstance(event, Reported)] == [
+        Reported(7, None, {"loss": 0.25})
+    ]
     assert any(isinstance(event, RunStarted) and event.world_size == 2 for event in history)
     report = Path(str(results.report)).read_text()
-    assert all(text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss"))
+    assert all(
+        text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss")
+    )
     assert any('flyte_ddp_world_size{run="",script="train"} 2.0\n' in text for text in figures)
     left = os.listdir(own)
-    assert [name for name in left if name.startswith(("checkpoints-", "data-", "ranks-", "script-"))] == []
+    assert [
+        name for name in left if name.startswith(("checkpoints-", "data-", "ranks-", "script-"))
+    ] == []
 
 
 @pytest.mark.parametrize("keeps_path", [True, False], ids=["local", "remote"])
 def test_a_scripts_directory_travels_as_one_archive(project, tmp_path, keeps_path):
-    source = converted(FlyteFile(str(project / "train.py"), remote_path=False if keeps_path else None))
+    source = converted(
+        FlyteFile(str(project / "train.py"), remote_path=False if keeps_path else None)
+    )
     with zipfile.ZipFile(source.download()) as archive:
         assert sorted(archive.namelist()) == ["helper.py", "train.py"]
     file = unpack_script(source, "", tmp_path / "unpacked")
@@ -99,10 +112,16 @@ def test_a_scripts_directory_travels_as_one_archive(project, tmp_path, keeps_pat
 def test_a_directory_needs_the_name_of_its_script(project, tmp_path):
     source = converted(FlyteDirectory(str(project)))
     assert unpack_script(source, "train.py", tmp_path / "one").read_text() == SCRIPT
-    with pytest.raises(ConfigError, match="^entry_point: expected the name of a script .*, got ''$"):
+    with pytest.raises(
+        ConfigError, match=("^entry_point: expected the name of a script .*, got ''$")
+    ):
         unpack_script(source, "", tmp_path / "two")
     with pytest.raises(
-        ConfigError, match=r"^entry_point: expected a file of .* \(helper.py, train.py\), got 'nope.py'$"
+        ConfigError,
+        match=(
+            r"^entry_point: expected a file of .* \(helper.py, train.py\), got "
+            r"'nope.py'$"
+        ),
     ):
         unpack_script(source, "nope.py", tmp_path / "three")
 
@@ -118,12 +137,16 @@ def test_the_entry_point_lies_in_the_scripts_directory(project, tmp_path):
 
 def test_data_beside_a_script_are_refused(project, monkeypatch):
     monkeypatch.setattr(scripts, "MAX_SIZE", 100)
-    with pytest.raises(InputError, match="^script: expected a directory of code without data.*; give data by"):
+    with pytest.raises(
+        InputError, match=("^script: expected a directory of code without data.*; give data by")
+    ):
         pack_script(project / "train.py")
 
 
 def test_a_script_that_is_not_there_is_named():
-    with pytest.raises(InputError, match="^script: expected a script or a directory with one, got 'nope.py'"):
+    with pytest.raises(
+        InputError, match=("^script: expected a script or a directory with one, got 'nope.py'")
+    ):
         TypeEngine.get_transformer(ScriptSource).assert_type(ScriptSource, "nope.py")
 
 

@@ -1,4 +1,6 @@
-"""No password, signature or key leaves a run: not in a record, not in a message. Other texts leave as they are."""
+"""No password, signature or key leaves a run: not in a record, not in a message. Other texts leave
+as they are.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ SECRETS = [  # each with "hunter2", or with one of `KEYS`
     "https://a.blob.core.windows.net/c/b?sv=2022&se=hunter2&sig=hunter2%3D",
     "https://host/a?AWSAccessKeyId=hunter2&Signature=hunter2&Expires=1",
     "https://host/a?GoogleAccessId=hunter2",
-    *(f"https://host/a?{name}=hunter2" for name in ("token", "access_token", "api_key", "password", "key", "code")),
+    *(
+        f"https://host/a?{name}=hunter2"
+        for name in ("token", "access_token", "api_key", "password", "key", "code")
+    ),
     "https://host/a#access_token=hunter2&state=1",
     "Max retries exceeded with url: /c/b?sv=2022-11&se=2026&sig=hunter2a (Caused by",
     "GET /k?X-Amz-Algorithm=A&X-Amz-Signature=hunter2",
@@ -124,7 +129,14 @@ def test_a_text_without_secrets_stays_as_it_is(text):
 
 
 def test_values_of_secret_names_are_removed_and_all_others_stay():
-    values = {"password": "hunter2", "client_secret": "hunter2", "tokens": "bpe", "key": "a", "api_key": "", "width": 3}
+    values = {
+        "password": "hunter2",
+        "client_secret": "hunter2",
+        "tokens": "bpe",
+        "key": "a",
+        "api_key": "",
+        "width": 3,
+    }
     assert redact_values(values) == {**values, "password": "...", "client_secret": "..."}
 
 
@@ -144,7 +156,9 @@ def raised(call, *arguments):
 def by_dispatcher(text, tmp_path):
     seen = []
     with Dispatcher([SimpleNamespace(handle=seen.append, close=lambda error: None)]) as dispatcher:
-        dispatcher.emit(started(data=text, config={"recipe_options": {"url": [text]}}, initial_state=text))
+        dispatcher.emit(
+            started(data=text, config={"recipe_options": {"url": [text]}}, initial_state=text)
+        )
         failure = RankFailure(text, 0, "exception", text)
         dispatcher.emit(dataclasses.replace(run_finished(), exported=[text]))
     return f"{seen}{failure.rank}"
@@ -161,7 +175,11 @@ def by_card(text, tmp_path):
     from flyte_ddp.events import RunState
 
     state = RunState.of(
-        [started(data=text, config={"recipe_options": {"url": text}}), *whole_run()[1:], run_finished()]
+        [
+            started(data=text, config={"recipe_options": {"url": text}}),
+            *whole_run()[1:],
+            run_finished(),
+        ]
     )
     return str(card_files(run_card(state, image=text)))
 
@@ -228,17 +246,23 @@ def test_no_secret_leaves_a_run(door, tmp_path):
 def test_a_checkpoint_has_no_secret_and_is_resumed_with_a_new_signature(tmp_path):
     url = "https://user:hunter2@host/{}?X-Amz-Signature={}"
     run = new_run(tmp_path, "WithToken")
-    trainer = new_trainer(run, url.format("m", 1), recipe_options={"activation": url.format("a", "hunter2"), **TOKEN})
+    trainer = new_trainer(
+        run, url.format("m", 1), recipe_options={"activation": url.format("a", "hunter2"), **TOKEN}
+    )
     trainer.save_checkpoint(best=False)
     trainer.store.wait()
     files = [each for each in run.checkpoints.rglob("*") if each.is_file()]
     assert len(files) > 1
     assert not any(b"hunter2" in each.read_bytes() for each in files)
-    again = new_trainer(run, url.format("m", 2), recipe_options={"activation": url.format("a", 2), **TOKEN})
+    again = new_trainer(
+        run, url.format("m", 2), recipe_options={"activation": url.format("a", 2), **TOKEN}
+    )
     assert again.resume()[0].endswith("step-0000000000.json")
     for initial, option in (("other", "a"), ("m", "other")):
         changed = new_trainer(
-            run, url.format(initial, 1), recipe_options={"activation": url.format(option, 1), **TOKEN}
+            run,
+            url.format(initial, 1),
+            recipe_options={"activation": url.format(option, 1), **TOKEN},
         )
         with pytest.raises(ConfigError, match="other") as caught:
             changed.resume()
@@ -248,8 +272,13 @@ def test_a_checkpoint_has_no_secret_and_is_resumed_with_a_new_signature(tmp_path
 def test_a_ranks_error_and_lines_lose_their_secrets(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FAULT", "leak 0 2")
     run = new_run(tmp_path)
-    with caplog.at_level(logging.WARNING), pytest.raises(RankFailure, match="403 for https://host/a.X-Amz") as caught:
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RankFailure, match=("403 for https://host/a.X-Amz")) as caught,
+    ):
         run.train(1, max_restarts=1)
-    seen = "".join([caplog.text, str(caught.value), caught.value.cause, *run.lines, *map(repr, run.events)])
+    seen = "".join(
+        [caplog.text, str(caught.value), caught.value.cause, *run.lines, *map(repr, run.events)]
+    )
     assert seen.count("https://host/a?X-Amz-Signature=...") > 3
     assert "hunter2" not in seen

@@ -1,4 +1,6 @@
-"""The session of a training function, without processes: what it sends, and how the ranks agree on a stop."""
+"""The session of a training function, without processes: what it sends, and how the ranks agree on
+a stop.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,11 @@ MAY_BE_TEXT = ("nproc_per_node", "nnodes")
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_is_a_whole_number_of_any_kind_or_one_line(name):
-    accepted = [*STEP, *([None] if name in MAY_BE_NONE else []), *(["5"] if name in MAY_BE_TEXT else [])]
+    accepted = [
+        *STEP,
+        *([None] if name in MAY_BE_NONE else []),
+        *(["5"] if name in MAY_BE_TEXT else []),
+    ]
     for value in accepted[1 if name in MAY_BE_TEXT else 0 :]:
         COUNTS[name](value)
     for value in BAD_COUNTS:
@@ -179,14 +185,19 @@ def test_a_count_is_a_whole_number_of_any_kind_or_one_line(name):
         ("stall_timeout", lambda value: launch_run.Gang(stall_timeout=value)),
         ("max_hours", lambda value: TimeLimit(value, time.time()).cancel()),
         ("max_hours", lambda value: Distributed(max_hours=value)),
-        ("session.report: epoch", lambda value: session_of()[0].report(1, value, {}) if value is not None else fail()),
+        (
+            "session.report: epoch",
+            lambda value: session_of()[0].report(1, value, {}) if value is not None else fail(),
+        ),
     ],
 )
 def test_a_number_is_finite_and_of_any_kind_or_one_line(name, enter):
     for value in (5, 0.5, np.float32(0.5), np.int64(5), torch.tensor(0.5), 1e300):
         enter(value)
     for value in BAD_NUMBERS:
-        with pytest.raises(ConfigError, match=f"^{name}: expected a finite number .*, got .*") as error:
+        with pytest.raises(
+            ConfigError, match=(f"^{name}: expected a finite number .*, got .*")
+        ) as error:
             enter(value)
         assert "\n" not in str(error.value)
 
@@ -198,15 +209,22 @@ def fail():
 def test_what_enters_is_an_int_and_what_is_reported_a_float(tmp_path):
     session, link = session_of(checkpoints=str(tmp_path))
     for value in STEP:
-        session.report(value, None, {"loss": torch.tensor(0.5), "nan": math.nan, "small": np.float32(2)})
+        session.report(
+            value, None, {"loss": torch.tensor(0.5), "nan": math.nan, "small": np.float32(2)}
+        )
         session.save({"a": 1}, value)
         session.wait()
     assert [(type(each), each) for each in link.beats if each] == [(int, 5)] * len(link.beats)
     reported = [each for each in link.events if isinstance(each, events.Reported)]
-    assert [repr(each.values) for each in reported] == ["{'loss': 0.5, 'nan': nan, 'small': 2.0}"] * 3
+    assert [repr(each.values) for each in reported] == [
+        ("{'loss': 0.5, 'nan': nan, 'small': 2.0}")
+    ] * 3
     assert (tmp_path / "step-0000000005.json").exists()
     assert batches_with(seed=np.int64(3)).seed.__class__ is int
-    with pytest.raises(ConfigError, match="session.save: step: expected a whole number .* of at most 9999999999, got"):
+    with pytest.raises(
+        ConfigError,
+        match=("session.save: step: expected a whole number .* of at most 9999999999, got"),
+    ):
         session.save({"a": 1}, 10**10)
     for value in ("5", np.ones(1), torch.ones(2), [1.0], None, 10**400, 1j):
         with pytest.raises(ConfigError, match=r"session.report: loss: expected a number, got .*"):
@@ -243,7 +261,9 @@ def test_one_rank_alone_stops_at_once():
     assert session.stop.is_reached
 
 
-def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_all_ranks_ask(tmp_path):
+def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_all_ranks_ask(
+    tmp_path,
+):
     store = Store()
     (first, link), (second, _) = (session_of(rank, 2, store, str(tmp_path)) for rank in range(2))
     assert not first.stop_requested
@@ -264,7 +284,8 @@ def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_
 
 
 class Gang:
-    """Ranks in threads, which run one program: rank r may be `lag` steps ahead of the slowest, as with queued kernels.
+    """Ranks in threads, which run one program: rank r may be `lag` steps ahead of the slowest, as
+    with queued kernels.
 
     Each reads `stop_requested` in the same steps, and is asked to stop at a moment of its own.
     """
@@ -277,7 +298,10 @@ class Gang:
         polling = order.choice([1.0, 0.3])
         self.polls = [order.random() < polling for _ in range(self.num_steps)]
         self.polls[0] = True  # one that has never asked gets SIGTERM
-        self.pauses = [[order.choice([0, 0, 0.0005, 0.002]) for _ in range(self.num_steps)] for _ in range(self.size)]
+        self.pauses = [
+            [order.choice([0, 0, 0.0005, 0.002]) for _ in range(self.num_steps)]
+            for _ in range(self.size)
+        ]
         self.stops_after = [order.random() * 0.05 for _ in range(self.size)]
         store = Store()
         self.ranks = [session_of(rank, self.size, store) for rank in range(self.size)]
@@ -286,13 +310,21 @@ class Gang:
         self.ended = [None] * self.size  # by rank: the step in which it stopped, or num_steps
 
     def run(self):
-        threads = [threading.Thread(target=self.train, args=(rank,), daemon=True) for rank in range(self.size)]
-        threads += [threading.Thread(target=self.stop, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=self.train, args=(rank,), daemon=True)
+            for rank in range(self.size)
+        ]
+        threads += [
+            threading.Thread(target=self.stop, args=(rank,), daemon=True)
+            for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-            assert not thread.is_alive(), f"deadlock: {self.num_issued} with lag {self.lag}, ended {self.ended}"
+            assert not thread.is_alive(), (
+                f"deadlock: {self.num_issued} with lag {self.lag}, ended {self.ended}"
+            )
         return self.ended
 
     def train(self, rank):

@@ -1,4 +1,6 @@
-"""A model in shards trains to the weights of a whole one, and any number of ranks reads its checkpoints."""
+"""A model in shards trains to the weights of a whole one, and any number of ranks reads its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +82,15 @@ def resharded_run(text, tmp_path_factory):
     directory = tmp_path_factory.mktemp("shards")
     options = {"parallel": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True}
     first = run_text(directory).train(2, source=text, **{**CONFIG, **options, "epochs": 1})
-    return first, run_text(directory).train(3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1})
+    return first, run_text(directory).train(
+        3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1}
+    )
 
 
 @pytest.mark.long
-def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(resharded_run, whole_run):
+def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
+    resharded_run, whole_run
+):
     first, second = resharded_run
 
     assert (first.started.world_size, second.started.world_size) == (2, 3)
@@ -106,10 +112,20 @@ def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_ru
     for each in (trainer, reference):
         each.data_fingerprint = describe_data(whole_run.data(text))["fingerprint"]
     url, _ = trainer.resume()
-    assert url == next(event for event in reversed(second.events) if isinstance(event, CheckpointWritten)).url
+    assert (
+        url
+        == next(
+            event for event in reversed(second.events) if isinstance(event, CheckpointWritten)
+        ).url
+    )
     reference.resume()
-    torch.testing.assert_close(weights(trainer.model.state_dict()), weights(reference.model.state_dict()), **TOLERANCE)
-    ours, theirs = trainer.optimizer.state_dict()["state"], reference.optimizer.state_dict()["state"]
+    torch.testing.assert_close(
+        weights(trainer.model.state_dict()), weights(reference.model.state_dict()), **TOLERANCE
+    )
+    ours, theirs = (
+        trainer.optimizer.state_dict()["state"],
+        reference.optimizer.state_dict()["state"],
+    )
     assert ours.keys() == theirs.keys()
     for number, state in theirs.items():
         torch.testing.assert_close(ours[number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
@@ -117,10 +133,12 @@ def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_ru
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_whole_model_keeps_them(
+def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_whole_model_keeps_them(  # noqa: E501
     resharded_run, whole_run
 ):
-    assert [run.result.epochs[-1].metrics["maps_blocks"] for run in (*resharded_run, whole_run)] == [1, 1, 0]
+    assert [
+        run.result.epochs[-1].metrics["maps_blocks"] for run in (*resharded_run, whole_run)
+    ] == [1, 1, 0]
 
 
 @pytest.mark.long
@@ -138,16 +156,23 @@ def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
         name: sum(each.counts) for name, each in expected.parameters.items()
     }
     assert histogram.gradients.keys() == expected.gradients.keys()
-    assert len(shown(second, PredictionsMade)[0].predictions) == len(shown(whole_run, PredictionsMade)[0].predictions)
+    assert len(shown(second, PredictionsMade)[0].predictions) == len(
+        shown(whole_run, PredictionsMade)[0].predictions
+    )
     assert shown(second, EpochFinished)[0].sample
     assert len(second.result.finished.rank_peak_memory_bytes) == 3
     held = second.result.finished.rank_num_parameters
-    assert sum(held) == whole_run.started.num_parameters == whole_run.result.finished.rank_num_parameters[0]
+    assert (
+        sum(held)
+        == whole_run.started.num_parameters
+        == whole_run.result.finished.rank_num_parameters[0]
+    )
     assert 0 < max(held) < 0.4 * sum(held)
     assert shown(second, RunStarted)[0].config["parallel"] == "fsdp"
 
 
-# Checkpoints of shards, of a model whose last layer has three rows: a fourth rank holds none of them.
+# Checkpoints of shards, of a model whose last layer has three rows: a fourth rank holds none of
+# them.
 
 TINY = "tests.support.recipes.Tiny"
 STEPS = 9  # per epoch
@@ -166,9 +191,13 @@ def train_and_note_reads(world, store, *arguments):
 
 
 def train_tiny(directory, num_ranks, **options):
-    """Train `Tiny` in a gang, on from what is there; return where it began, when it ended, and who read what."""
+    """Train `Tiny` in a gang, on from what is there; return where it began, when it ended, and who
+    read what.
+    """
     run = new_run(directory)
-    config = config_of(TINY, {"optimizer": "adamw", "learning_rate": 0.01, "checkpoints_to_keep": 9, **options})
+    config = config_of(
+        TINY, {"optimizer": "adamw", "learning_rate": 0.01, "checkpoints_to_keep": 9, **options}
+    )
     given = (train_and_note_reads, TINY, config, str(run.data()), str(run.checkpoints))
     results = run_gang(num_ranks, *given)
     emitted = [from_dict(values) for values in results[0][0]]
@@ -187,14 +216,17 @@ def flip(file):
 
 
 def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
-    train_tiny(tmp_path / "whole", 1, epochs=2)  # to its end, because a slow writer leaves out a checkpoint on the way
+    # to its end, because a slow writer leaves out a checkpoint on the way
+    train_tiny(tmp_path / "whole", 1, epochs=2)
     undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(2 * STEPS)
     _, finished, _ = train_tiny(tmp_path / "whole", 1, epochs=3)
     expected = torch.load(finished.model_state_url, weights_only=True)
 
     for epoch, num_ranks in enumerate((1, 4, 3), start=1):
         parallel = "ddp" if num_ranks == 1 else "fsdp"
-        loaded, finished, reads = train_tiny(tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel)
+        loaded, finished, reads = train_tiny(
+            tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel
+        )
         assert (loaded.step, loaded.skipped) == ((epoch - 1) * STEPS, [])
         if epoch > 1:
             # Each file is read by one rank, by all ranks in turn.
@@ -206,8 +238,12 @@ def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
         files = files_of(newest)
         assert len(files) == num_ranks
         if num_ranks > 1:
-            assert [name.rpartition("-")[2] for name in files] == [f"{r}of{num_ranks}.pt" for r in range(num_ranks)]
-    torch.testing.assert_close(torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE)
+            assert [name.rpartition("-")[2] for name in files] == [
+                f"{r}of{num_ranks}.pt" for r in range(num_ranks)
+            ]
+    torch.testing.assert_close(
+        torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE
+    )
 
     flip(newest.with_name(files[1]))
     state, url, (line,) = CheckpointStore(str(newest.parent), 2).load_latest()
@@ -220,9 +256,13 @@ def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
 
 
 def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
-    """Its fused kernel takes no split tensors, so a checkpoint's may not replace that of the run."""
+    """Its fused kernel takes no split tensors, so a checkpoint's may not replace that of the
+    run.
+    """
     for epoch, (num_ranks, parallel) in enumerate(((1, "ddp"), (2, "fsdp"), (1, "ddp")), start=1):
-        loaded, finished, _ = train_tiny(tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd")
+        loaded, finished, _ = train_tiny(
+            tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd"
+        )
         assert loaded.step == (epoch - 1) * STEPS
         assert finished.step == epoch * STEPS
 
@@ -244,13 +284,17 @@ def resume_and_not(world, store, directory, data):
 
 def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_interrupted(tmp_path):
     run = new_run(tmp_path, "Dropping")
-    (whole, *stopped, first, resumed), other = run_gang(2, resume_and_not, str(tmp_path), str(run.data()))
+    (whole, *stopped, first, resumed), other = run_gang(
+        2, resume_and_not, str(tmp_path), str(run.data())
+    )
 
     assert stopped == [other[1]] == ["stopped"]
     for events, step in ((first, 1), (resumed, STEPS)):
         loaded = next(values for values in events if values["event"] == "CheckpointLoaded")
         assert loaded["step"] == step
-    states = [torch.load(events[-1]["model_state_url"], weights_only=True) for events in (whole, resumed)]
+    states = [
+        torch.load(events[-1]["model_state_url"], weights_only=True) for events in (whole, resumed)
+    ]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -263,7 +307,9 @@ def save_shards(store, rank, step, best=False):
 
 
 def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
-    """Work of a gang of two: the checkpoints after each part, with all their values, and the files at the end."""
+    """Work of a gang of two: the checkpoints after each part, with all their values, and the files
+    at the end.
+    """
     checkpoints = CheckpointStore(directory, 10, peers=Peers(world, store))
     write, num_writes = Storage.write, 0
 
@@ -289,7 +335,11 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
         world.all_gather(0.0)
         Storage.write = die
     else:
-        whole = {name: values_of(checkpoints, name) for name in checkpoints.storage.names() if name.endswith(".json")}
+        whole = {
+            name: values_of(checkpoints, name)
+            for name in checkpoints.storage.names()
+            if name.endswith(".json")
+        }
         world.all_gather(0.0)  # until now the other one is alive
     save_shards(checkpoints, world.rank, 9)
     checkpoints.wait(seconds=1.0)
@@ -303,7 +353,9 @@ def values_of(store, manifest):
     return [state["step"], *{float(value) for value in state["weight"].flatten()}]
 
 
-def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_it_is_killed(tmp_path):
+def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_it_is_killed(
+    tmp_path,
+):
     first, second = run_gang(2, save_while_one_rank_is_slow_and_then_killed, str(tmp_path))
     whole, newest, skipped, names, _ = first
 
@@ -315,10 +367,14 @@ def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_
         assert values == [int(manifest[5:15]), float(manifest[5:15])]
     assert newest.unique().tolist() == [8.0]
     assert skipped == []
-    assert [name.rpartition("-")[2] for name in names if name.startswith(f"step-{9:010d}")] == ["0of2.pt"]
+    assert [name.rpartition("-")[2] for name in names if name.startswith(f"step-{9:010d}")] == [
+        "0of2.pt"
+    ]
     # Rank 0 has removed what was begun and not completed before.
     referenced = {file for manifest in whole for file in files_of(tmp_path / manifest)}
-    assert {name for name in names if not name.startswith(f"step-{9:010d}")} == referenced | whole.keys()
+    assert {
+        name for name in names if not name.startswith(f"step-{9:010d}")
+    } == referenced | whole.keys()
 
 
 def test_a_model_whose_weights_can_be_drawn_one_by_one_is_never_built_whole():
@@ -328,4 +384,6 @@ def test_a_model_whose_weights_can_be_drawn_one_by_one_is_never_built_whole():
         recipe = get_recipe(name, config.recipe_options)
         for parameter in build_model(recipe, config, world).parameters():
             assert parameter.is_meta == is_meta
-        assert not any(each.is_meta for each in build_model(recipe, TrainingConfig(), world).parameters())
+        assert not any(
+            each.is_meta for each in build_model(recipe, TrainingConfig(), world).parameters()
+        )

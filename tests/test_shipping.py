@@ -1,4 +1,6 @@
-"""The code, the image and the version of every documented way to register: flytekit's own commands, without a Flyte."""
+"""The code, the image and the version of every documented way to register: flytekit's own commands,
+without a Flyte.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,17 @@ BESIDE = (
     "requirements-uv.txt",
     ".dockerignore",
 )  # to build the image with; flytekit adds the last
-RUN = ["run", "--remote", "workflows/single_node.py", "single_node_training_wf", "--recipe", "recipes.wine.Wine"]
+RUN = [
+    "run",
+    "--remote",
+    "workflows/single_node.py",
+    "single_node_training_wf",
+    "--recipe",
+    "recipes.wine.Wine",
+]
 
-# Runs each of flytekit's commands in a process of its own, forked after the slow imports. What would reach a Flyte, the
-# upload and the registration, is written down instead.
+# Runs each of flytekit's commands in a process of its own, forked after the slow imports. What
+# would reach a Flyte, the upload and the registration, is written down instead.
 PROGRAM = """
 import json, os, shutil, sys
 from flytekit.clis.sdk_in_container.pyflyte import main
@@ -102,12 +111,16 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """The repository with recipes of a user's own: one file, and a package of two of which one imports the other."""
+    """The repository with recipes of a user's own: one file, and a package of two of which one
+    imports the other.
+    """
     root = tmp_path_factory.mktemp("checkout") / "flyte-ddp"
     root.mkdir()
     for name in (*SHIPPED, *BESIDE):
         if (REPOSITORY / name).is_dir():
-            shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(REPOSITORY / name, root)
     shutil.copy(REPOSITORY / "examples" / "wine.py", root / "recipes")
@@ -116,11 +129,15 @@ def checkout(tmp_path_factory):
     (package / "__init__.py").touch()
     (package / "net.py").write_text("HIDDEN = 32\n")
     (package / "recipe.py").write_text(
-        "from recipes.wine import Wine\nfrom vineyard.net import HIDDEN\n\n\nclass Red(Wine):\n    hidden = HIDDEN\n"
+        "from recipes.wine import Wine\nfrom vineyard.net import HIDDEN\n\n\nclass "
+        "Red(Wine):\n   "
+        " hidden = HIDDEN\n"
     )
     (root / "workflows/own.py").write_text(OWN)
     settings = root / "settings.toml"
-    settings.write_text(settings.read_text().replace('recipes = ["recipes"]', 'recipes = ["recipes", "vineyard"]'))
+    settings.write_text(
+        settings.read_text().replace('recipes = ["recipes"]', ('recipes = ["recipes", "vineyard"]'))
+    )
     with open(root / ".dockerignore", "a") as file:
         file.write("!vineyard\n")
     (root / "keys.csv").write_text("a secret that lies here")
@@ -132,7 +149,9 @@ def checkout(tmp_path_factory):
 def run_cases(cases, checkout, directory):
     ours = ("SANDBOX", "GPUS", "GPU_TYPE", "NOTIFY_EMAILS", "RETRAIN_INPUTS", "IMAGE", "PYTHONPATH")
     environment = {
-        name: value for name, value in os.environ.items() if name not in ours and not name.startswith("WANDB_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith("WANDB_")
     }
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(cases), directory],
@@ -146,7 +165,9 @@ def run_cases(cases, checkout, directory):
     records = {}
     for name in cases:
         records[name] = json.loads((directory / f"{name}.json").read_text())
-        records[name]["log"] = " ".join(re.sub(r"[│╭╰─╮╯\n]", " ", (directory / f"{name}.log").read_text()).split())
+        records[name]["log"] = " ".join(
+            re.sub(r"[│╭╰─╮╯\n]", " ", (directory / f"{name}.log").read_text()).split()
+        )
     return records
 
 
@@ -164,13 +185,23 @@ def files_in(archive):
 
 def expected_files(checkout):
     names = (*SHIPPED, *BESIDE, "vineyard")
-    found = {file.relative_to(checkout) for name in names for file in [checkout / name, *(checkout / name).rglob("*")]}
-    return {file.as_posix() for file in found if (checkout / file).is_file() and "__pycache__" not in file.parts}
+    found = {
+        file.relative_to(checkout)
+        for name in names
+        for file in [checkout / name, *(checkout / name).rglob("*")]
+    }
+    return {
+        file.as_posix()
+        for file in found
+        if (checkout / file).is_file() and "__pycache__" not in file.parts
+    }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["auto", "all", "register", "own"])
-def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(registered, checkout, way):
+def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(
+    registered, checkout, way
+):
     record = registered[way]
     assert "version" in record, record
     shipped = files_in(record["archive"])
@@ -184,7 +215,9 @@ def test_every_way_of_registering_ships_all_of_the_code_and_the_users_recipes(re
 
 
 def test_a_package_ships_the_same_code(registered, checkout):
-    with tarfile.open(registered["package"]["archive"].replace("package.tar.gz", "package.tgz")) as package:
+    with tarfile.open(
+        registered["package"]["archive"].replace("package.tar.gz", "package.tgz")
+    ) as package:
         (archive,) = [name for name in package.getnames() if name.startswith("fast")]
         with tarfile.open(fileobj=package.extractfile(archive)) as tar:
             assert {member.name for member in tar if member.isfile()} == expected_files(checkout)
@@ -212,7 +245,9 @@ def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout,
     ).stdout
     with zipfile.ZipFile(BytesIO(packed)) as archive:
         archive.extractall(tmp_path)
-    found = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()}
+    found = {
+        file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()
+    }
     ours = ("flyte_ddp/", "recipes/", "vineyard/")
     assert found == {name for name in expected_files(checkout) if name.startswith(ours)}
 
@@ -232,14 +267,27 @@ def test_the_image_is_from_the_settings_or_a_flag(registered):
 @pytest.mark.parametrize(
     ("way", "expected"),
     [
-        ("no_image", "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none"),
+        (
+            "no_image",
+            (
+                "image: expected the name of your image in settings.toml, in IMAGE or by "
+                "--image, got none"
+            ),
+        ),
         (
             "no_image_register",
-            "image: expected the name of your image in settings.toml, in IMAGE or by --image, got none",
+            (
+                "image: expected the name of your image in settings.toml, in IMAGE or by --image, "
+                "got "
+                "none"
+            ),
         ),
         (
             "no_tag",
-            "image: expected NAME:TAG in settings.toml, in IMAGE or by --image, got 'registry.example.com/flyte-ddp'",
+            (
+                "image: expected NAME:TAG in settings.toml, in IMAGE or by --image, got "
+                "'registry.example.com/flyte-ddp'"
+            ),
         ),
         ("register_auto", "--copy: expected all or none, got auto"),
     ],
@@ -260,7 +308,9 @@ def test_code_that_would_not_be_shipped_is_named(checkout, tmp_path):
     finally:
         rules.write_text(before)
     assert "version" not in record
-    assert "vineyard/__init__.py: expected a file that is shipped, got one that .dockerignore" in record["log"]
+    assert (
+        "vineyard/__init__.py: expected a file that is shipped, got one that .dockerignore"
+    ) in record["log"]
 
 
 def test_a_process_with_other_code_than_registered_fails(checkout):
@@ -268,7 +318,11 @@ def test_a_process_with_other_code_than_registered_fails(checkout):
         return subprocess.run(
             [sys.executable, "-c", "import tasks.settings; print(tasks.settings.shipped_code())"],
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout), **({"FLYTE_DDP_CODE": digest} if digest else {})},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(checkout),
+                **({"FLYTE_DDP_CODE": digest} if digest else {}),
+            },
             capture_output=True,
             text=True,
         )
@@ -282,7 +336,9 @@ def test_a_process_with_other_code_than_registered_fails(checkout):
 
 
 def test_a_change_of_what_a_recipe_imports_is_another_version_of_the_data(tmp_path, monkeypatch):
-    """So it is for the cache of a training and for "unchanged": both compare what the prepared data note."""
+    """So it is for the cache of a training and for "unchanged": both compare what the prepared data
+    note.
+    """
     from flyte_ddp.recipes import get_recipe
     from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
 
@@ -307,7 +363,14 @@ def test_a_change_of_what_a_recipe_imports_is_another_version_of_the_data(tmp_pa
         prepare_data(get_recipe("orchard.recipe.Apples"), "", tmp_path / str(number))
         versions.append(describe_data(tmp_path / str(number))["recipe_version"])
     assert len(set(versions)) == 1
-    for changed in ("recipe.py", "__init__.py", "nets/__init__.py", "nets/wide.py", "nets/sizes.py", "words.txt"):
+    for changed in (
+        "recipe.py",
+        "__init__.py",
+        "nets/__init__.py",
+        "nets/wide.py",
+        "nets/sizes.py",
+        "words.txt",
+    ):
         with open(package / changed, "a") as file:
             file.write("\n# changed\n")
         versions.append(recipe_version("orchard.recipe"))

@@ -16,7 +16,15 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import LayerDescribed, Prediction, PredictionsMade, Reported, RunState, parse_history, to_line
+from flyte_ddp.events import (
+    LayerDescribed,
+    Prediction,
+    PredictionsMade,
+    Reported,
+    RunState,
+    parse_history,
+    to_line,
+)
 from flyte_ddp.launch import driver
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing, run
@@ -52,11 +60,15 @@ def run_with(name) -> list[events.Event]:
     text = str(name)
     scores = {"other": 0.25} | ({name: 0.75} if name.__hash__ else {})
     return [
-        started(data=text, layers=[LayerDescribed(text, text, [1], 1)], config={"epochs": 3, text: text}),
+        started(
+            data=text, layers=[LayerDescribed(text, text, [1], 1)], config={"epochs": 3, text: text}
+        ),
         loaded(),
         Reported(4, 1.0, {"loss": 1.0, text: 2.0}),
         dataclasses.replace(epoch_finished(1), metrics={text: 0.5}, sample=text),
-        PredictionsMade(1, [Prediction(name, "other", scores), Prediction("other", name, scores, text=name)]),
+        PredictionsMade(
+            1, [Prediction(name, "other", scores), Prediction("other", name, scores, text=name)]
+        ),
         PredictionsMade(1, [Prediction(name, "other", scores), Prediction("other", name, scores)]),
         dataclasses.replace(run_finished(), best={text: 0.5}),
     ]
@@ -91,12 +103,16 @@ def test_a_page_a_card_and_a_history_take_any_name(name, caplog, tmp_path):
     assert files["README.md"].decode()
 
 
-@pytest.mark.parametrize("values", [["^cat$|^$", "$x$"], ["a\x00", "caf\udce9"], [True, "1"], [[1, "$"], None]])
+@pytest.mark.parametrize(
+    "values", [["^cat$|^$", "$x$"], ["a\x00", "caf\udce9"], [True, "1"], [[1, "$"], None]]
+)
 def test_a_swept_value_is_drawn_whatever_it_is(values, caplog):
     runs = []
     for number, value in enumerate(values, start=1):
         state = RunState.of([started(), epoch_finished(1), epoch_finished(2), run_finished()])
-        trial = Trial(number, {"pattern": value, "$other": value}, {"pattern": value}, TrainingConfig())
+        trial = Trial(
+            number, {"pattern": value, "$other": value}, {"pattern": value}, TrainingConfig()
+        )
         runs.append(TrialRun(trial, "key", FINISHED, state))
     page = StudyReport("digits", runs).render().encode().decode()
     assert page.count("<svg") == 3  # over epochs, and for each of two names
@@ -106,7 +122,11 @@ def test_a_swept_value_is_drawn_whatever_it_is(values, caplog):
 def test_ten_thousand_classes_are_shown():
     scores = dict.fromkeys(map(str, range(10_000)), 1e-4)
     report = Report()
-    for event in [started(), PredictionsMade(1, [Prediction("1", "2", scores)] * 3), run_finished()]:
+    for event in [
+        started(),
+        PredictionsMade(1, [Prediction("1", "2", scores)] * 3),
+        run_finished(),
+    ]:
         report.handle(event)
     assert "guess 2, truth 1" in report.render()
 
@@ -172,17 +192,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(name, tmp_path, monkeypatch, capfd):
+def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(
+    name, tmp_path, monkeypatch, capfd
+):
     where, what = FAULTS[name]
     state = tmp_path / "model.pt"
     torch.save({"weight": torch.ones(2)}, state)
     (tmp_path / "kept").mkdir()
     shutil.copy(state, tmp_path / "kept")
-    finished = dataclasses.replace(run_finished(str(state)), export_url=str(tmp_path / "kept"), exported=["model.pt"])
+    finished = dataclasses.replace(
+        run_finished(str(state)), export_url=str(tmp_path / "kept"), exported=["model.pt"]
+    )
     made = [*whole_run(), finished]
     fetch = _raise if what != "fetch_file" else _fetch_only(state)
     monkeypatch.setattr(
-        f"{where}.{what}" if isinstance(where, str) else where, *([what] if not isinstance(where, str) else []),
+        f"{where}.{what}" if isinstance(where, str) else where, *([what] if not isinstance(where, str) else []),  # noqa: E501
         _fill_disk if what == "write_text" else fetch,
     )  # fmt: skip
 
@@ -198,11 +222,15 @@ def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(name, tmp_path,
     local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
     with FlyteContextManager.with_context(context.with_execution_state(local)):
         outputs = train_on_one_node.task_function(
-            recipe="tests.support.recipes.Tiny", config=TrainingConfig(), data=FlyteDirectory(str(tmp_path)),
+            recipe="tests.support.recipes.Tiny", config=TrainingConfig(), data=FlyteDirectory(str(tmp_path)),  # noqa: E501
             checkpoints=str(tmp_path / "c"), output=str(tmp_path / "out"),
         )  # fmt: skip
-    assert torch.equal(torch.load(outputs.model_state.path, weights_only=True)["weight"], torch.ones(2))
-    assert outputs.epoch_metrics["test_loss"] == [event.test_loss for event in made if hasattr(event, "test_loss")]
+    assert torch.equal(
+        torch.load(outputs.model_state.path, weights_only=True)["weight"], torch.ones(2)
+    )
+    assert outputs.epoch_metrics["test_loss"] == [
+        event.test_loss for event in made if hasattr(event, "test_loss")
+    ]
     for file in (outputs.report, outputs.history):
         assert Path(file.path).is_file()
     lines = Path(outputs.history.path).read_text().splitlines()

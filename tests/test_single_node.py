@@ -1,4 +1,6 @@
-"""The single-node workflow as its users meet it: by `pyflyte run`, and by the command that Flyte starts in a pod."""
+"""The single-node workflow as its users meet it: by `pyflyte run`, and by the command that Flyte
+starts in a pod.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SMALL = {"epochs": 2, "learning_rate": 0.003}
 def pyflyte_run(*arguments, **environment):
     """Return the exit code and all that `pyflyte run` prints, without a process of its own."""
     values = {"WANDB_MODE": "disabled", **environment}
-    code, output, errors = run_command("pyflyte", "run", *WORKFLOW, *arguments, cwd=REPOSITORY, **values)
+    code, output, errors = run_command(
+        "pyflyte", "run", *WORKFLOW, *arguments, cwd=REPOSITORY, **values
+    )
     return code, " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", output + errors).split())
 
 
@@ -80,10 +84,15 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
 def test_a_local_run_leaves_its_outputs_in_the_directory_that_the_user_gave(local_run, temporary):
     names = ["export", "history.jsonl", "model_state.pt", "outputs.json", "report.html"]
     assert sorted(path.name for path in (temporary / "flyte-output").iterdir()) == names
-    accuracies = json.loads((temporary / "flyte-output" / "outputs.json").read_text())["epoch_accuracies"]
+    accuracies = json.loads((temporary / "flyte-output" / "outputs.json").read_text())[
+        "epoch_accuracies"
+    ]
     assert len(accuracies) == 2
     assert str(accuracies[1]) in local_run.stdout
-    assert f"model state         {temporary}/flyte-output/model_state.pt" in local_run.stdout + local_run.stderr
+    assert (
+        f"model state         {temporary}/flyte-output/model_state.pt"
+        in local_run.stdout + local_run.stderr
+    )
 
 
 class InterruptAfterEpoch:
@@ -99,7 +108,14 @@ class InterruptAfterEpoch:
 
 def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("STEP_SECONDS", "0.05")
-    flags = ["--recipe", "tests.support.recipes.Tiny", "--num_processes", "1", "--output", str(tmp_path / "out put")]
+    flags = [
+        "--recipe",
+        "tests.support.recipes.Tiny",
+        "--num_processes",
+        "1",
+        "--output",
+        str(tmp_path / ("out put")),
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(Frame, "figures", lambda self, **labels: [InterruptAfterEpoch()])
         code, output = pyflyte_run(*flags)
@@ -142,13 +158,19 @@ def test_the_help_explains_every_flag():
     [
         (["--recipe", "nope"], "recipe: expected digits, image_folder, mnist"),
         (["--config", '{"epochs": 0}'], "epochs: expected a whole number of at least 1, got 0"),
-        (["--config", '{"epochs": "ten"}'], "epochs: expected a whole number of at least 1, got 'ten'"),
+        (
+            ["--config", '{"epochs": "ten"}'],
+            ("epochs: expected a whole number of at least 1, got 'ten'"),
+        ),
         (
             ["--config", '{"recipe_options": {"size": 1}}'],
             "expected no options for recipe 'digits', got 'size'",
         ),
         (["--config", '{"epoch": 3}'], "config: expected one of the fields epochs"),
-        (["--config", '{"global_batch_size": 33}', "--num_processes", "2"], "expected a multiple of 2, got 33"),
+        (
+            ["--config", '{"global_batch_size": 33}', "--num_processes", "2"],
+            ("expected a multiple of 2, got 33"),
+        ),
         (
             ["--checkpoints", "/proc/none"],
             "checkpoints: expected a place that this process may use, got /proc/none",
@@ -157,7 +179,10 @@ def test_the_help_explains_every_flag():
             ["--config", "nowhere.yaml"],
             "config: expected a JSON object or the name of a JSON or YAML file",
         ),
-        (["--data", "/nowhere"], "data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
+        (
+            ["--data", "/nowhere"],
+            ("data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
+        ),
         (
             ["--output", "Makefile"],
             "output: expected a directory that this process may write, got 'Makefile': File exists",
@@ -177,7 +202,10 @@ def test_bad_input_is_refused_without_a_traceback(arguments, expected):
 def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("epochs: -1\n")
-    assert "epochs: expected a whole number of at least 1, got -1" in pyflyte_run("--config", str(file))[1]
+    assert (
+        "epochs: expected a whole number of at least 1, got -1"
+        in pyflyte_run("--config", str(file))[1]
+    )
 
 
 @pytest.mark.parametrize("sender", ["pyflyte", "console"])
@@ -194,7 +222,9 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     kind = TypeEngine.to_literal_type(OptionalOverrides)
     text = '{"epochs": 3, "recipe_options": {"width": 24, "slope": 1, "sizes": [1, 2]}}'
     if sender == "pyflyte":
-        literal = TypeEngine.to_literal(context, TrainingOverrides.from_json(text), OptionalOverrides, kind)
+        literal = TypeEngine.to_literal(
+            context, TrainingOverrides.from_json(text), OptionalOverrides, kind
+        )
     else:  # whose numbers are all floats
         value = Literal(scalar=Scalar(generic=json_format.Parse(text, struct_pb2.Struct())))
         literal = Literal(scalar=Scalar(union=Union(value, kind.union_type.variants[0])))
@@ -213,7 +243,9 @@ def test_nan_loss_is_one_line_with_its_step():
 
 
 def container_command(directory, attempt, inputs):
-    """Return the arguments and the environment of attempt `attempt` of the training task, as Flyte lays them out."""
+    """Return the arguments and the environment of attempt `attempt` of the training task, as Flyte
+    lays them out.
+    """
     root = f"file://{directory}"
     prefix = f"{directory}/metadata/project-domain-f1/n1/data/{attempt}"
     os.makedirs(prefix, exist_ok=True)
@@ -259,7 +291,9 @@ def error_of_pod(directory, attempt, inputs, **variables):
     from flyteidl.core import errors_pb2
 
     arguments, environment, prefix = container_command(directory, attempt, inputs)
-    _, output, errors = run_command("pyflyte-execute", *arguments, cwd=directory, **environment, **variables)
+    _, output, errors = run_command(
+        "pyflyte-execute", *arguments, cwd=directory, **environment, **variables
+    )
     assert (prefix / "error.pb").exists(), output + errors
     return errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
 
@@ -270,7 +304,9 @@ def inputs(tmp_path):
 
 
 def write_inputs(tmp_path, **config):
-    """Write the task's inputs as Flyte stores them: a slow recipe with a checkpoint every few steps."""
+    """Write the task's inputs as Flyte stores them: a slow recipe with a checkpoint every few
+    steps.
+    """
     from flytekit.core.context_manager import FlyteContextManager
     from flytekit.core.type_engine import TypeEngine
     from flytekit.types.directory import FlyteDirectory
@@ -308,7 +344,9 @@ def write_inputs(tmp_path, **config):
 
 @pytest.mark.long
 def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inputs, monkeypatch):
-    """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes the run."""
+    """Attempt 0 is killed in mid-epoch, attempt 1 before it writes anything, and attempt 2 finishes
+    the run.
+    """
     from flyteidl.core import literals_pb2
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -320,7 +358,9 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
         time.sleep(0.05)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert re.search(
-            rb'^flyte_ddp_step\{recipe="tests.support.recipes.Tiny",run="f1-n1"\} [1-9]', answer.read(), re.M
+            rb'^flyte_ddp_step\{recipe="tests.support.recipes.Tiny",run="f1-n1"\} [1-9]',
+            answer.read(),
+            re.M,
         )
     first.send_signal(signal.SIGKILL)
     first.communicate()
@@ -338,7 +378,8 @@ def test_a_retry_resumes_from_the_newest_checkpoint_of_any_attempt(tmp_path, inp
     state = outputs.literals["model_state"].scalar.blob.uri.removeprefix("file://")
     assert Path(state).stat().st_size > 0
     assert "resumed" in output
-    # What it prints at the end can be reached from elsewhere, and so can the files of the offline W&B run.
+    # What it prints at the end can be reached from elsewhere, and so can the files of the offline
+    # W&B run.
     lines = output[output.index("accuracy per epoch") :].splitlines()
     assert f"model state file://{state}" in [" ".join(line.split()) for line in lines]
     assert any(line.startswith("report") and "/report.html" in line for line in lines)
@@ -358,10 +399,14 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
     note = {"run": "f1-n1", "time": time.time() - 3600 + 9}  # of an attempt before
     (checkpoints / "first-start.json").write_text(json.dumps(note))
     inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
-    for attempt, end in ((1, r"the (run was stopped|ranks were killed)|nothing was running"), (2, "Its checkpoints")):
+    for attempt, end in (
+        (1, r"the (run was stopped|ranks were killed)|nothing was running"),
+        (2, ("Its checkpoints")),
+    ):
         error = error_of_pod(tmp_path, attempt, inputs)
         assert re.search(
-            f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}", error.message
+            (f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}"),
+            error.message,
         )
         assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
         assert "Traceback" not in error.message
@@ -404,7 +449,7 @@ from tasks.train import train_on_one_node
 image = Image("default", "example.com/flyte-ddp", "1")
 settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "1")
 print(json.dumps(MessageToDict(get_serializable(OrderedDict(), settings, train_on_one_node).to_flyte_idl())))
-"""
+"""  # noqa: E501
 
 
 def registered_task(directory=REPOSITORY, **environment):
@@ -433,7 +478,11 @@ def resources_of(template, kind):
 def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
     template = registered_task(GPUS="4", GPU_TYPE="nvidia-tesla-a100", WANDB_ENTITY="team")
     requests, limits = resources_of(template, "requests"), resources_of(template, "limits")
-    assert requests == limits == {"cpu": "16", "gpu": "4", "memory": "64Gi", "ephemeral-storage": "50Gi"}
+    assert (
+        requests
+        == limits
+        == {"cpu": "16", "gpu": "4", "memory": "64Gi", "ephemeral-storage": "50Gi"}
+    )
     assert template["extendedResources"]["gpuAccelerator"]["device"] == "nvidia-tesla-a100"
     assert template["extendedResources"]["sharedMemory"]["sizeLimit"] == "8Gi"
     assert template["metadata"]["retries"]["retries"] == 3
@@ -445,7 +494,11 @@ def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
 
 
 def test_the_sandbox_profile_requests_no_gpu_and_no_secret(sandbox_task):
-    assert resources_of(sandbox_task, "limits") == {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "4Gi"}
+    assert resources_of(sandbox_task, "limits") == {
+        "cpu": "2",
+        "memory": "4Gi",
+        "ephemeral-storage": "4Gi",
+    }
     assert "gpuAccelerator" not in sandbox_task["extendedResources"]
     assert "securityContext" not in sandbox_task
 

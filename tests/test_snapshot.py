@@ -1,4 +1,6 @@
-"""A run with its checks and its looks at the model ends in the state of a plain loop, whatever the model keeps."""
+"""A run with its checks and its looks at the model ends in the state of a plain loop, whatever the
+model keeps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from tests.support.mistakes import Line
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
-CONFIG = {"epochs": 2, "global_batch_size": 20, "optimizer": "sgd", "learning_rate": 0.1, "schedule": "constant"}
+CONFIG = {
+    "epochs": 2,
+    "global_batch_size": 20,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "schedule": "constant",
+}
 NUM_STEPS = 4  # of 40 samples
 
 num_passes = 0  # a variable of the user's module
@@ -136,7 +144,9 @@ class HookOnItself(Kept):
 
     def start(self):
         self.kept = {}
-        self.line.register_forward_hook(lambda module, inputs, outputs: self.kept.update(features=outputs))
+        self.line.register_forward_hook(
+            lambda module, inputs, outputs: self.kept.update(features=outputs)
+        )
 
     def keep(self, outputs):
         outputs = outputs + 0 * self.kept.pop("features").sum()
@@ -266,7 +276,16 @@ VALUES = {
 }  # of others the passes
 KINDS = (
     *(Kept, Target, TargetParameter, PlainTensor, Array, Hidden, History, HookOnItself, Closure),
-    *(FunctionAttribute, ClassVariable, ModuleVariable, OtherObjects, Iterator, Noise, GradientHooks, ForwardHooks),
+    *(
+        FunctionAttribute,
+        ClassVariable,
+        ModuleVariable,
+        OtherObjects,
+        Iterator,
+        Noise,
+        GradientHooks,
+        ForwardHooks,
+    ),
     Freezes,
 )
 OF_A_NODE = SimpleNamespace(node=SimpleNamespace(num_threads=1))
@@ -307,19 +326,27 @@ class Counting(torch.utils.data.Dataset):
 
 
 def plain_loop(recipe, config):
-    """Train as a loop without checks, reports and predictions does, and return the model and the training samples."""
+    """Train as a loop without checks, reports and predictions does, and return the model and the
+    training samples.
+    """
     train, test = recipe.datasets(None)
     torch.manual_seed(config.seed)
     model = recipe.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.learning_rate, momentum=config.momentum, fused=True
+    )
     seeded, step = SeededDataset(train, config.seed), 0
     for epoch in (1, 2):
         model.train()
         for order in epoch_order(len(train), config.seed, epoch).split(config.global_batch_size):
-            inputs, targets = collate(seeded.__getitems__([(epoch, index) for index in order.tolist()]))
+            inputs, targets = collate(
+                seeded.__getitems__([(epoch, index) for index in order.tolist()])
+            )
             optimizer.zero_grad()
             seed_forward(config, ALONE, step, 0)
-            (recipe.losses(model(recipe.inputs(inputs)), targets).sum() * (1 / len(order))).backward()
+            (
+                recipe.losses(model(recipe.inputs(inputs)), targets).sum() * (1 / len(order))
+            ).backward()
             optimizer.step()
             step += 1
         model.eval()
@@ -362,11 +389,27 @@ class Anything(nn.Module):
         super().__init__()
         self.rnn = nn.LSTM(3, 4)
         self.file = open(os.devnull)  # noqa: SIM115 - it stays open
-        self.hidden, self.reference, self.iterator = None, weakref.ref(self), (letter for letter in "ab")
-        self.last, self.bytes, self.set, self.many = deque(maxlen=3), bytearray(b"a"), {1}, list(range(20_000))
-        self.defaults, self.counter, self.ordered = defaultdict(int), Counter(), OrderedDict(a=1, b=2)
+        self.hidden, self.reference, self.iterator = (
+            None,
+            weakref.ref(self),
+            (letter for letter in "ab"),
+        )
+        self.last, self.bytes, self.set, self.many = (
+            deque(maxlen=3),
+            bytearray(b"a"),
+            {1},
+            list(range(20_000)),
+        )
+        self.defaults, self.counter, self.ordered = (
+            defaultdict(int),
+            Counter(),
+            OrderedDict(a=1, b=2),
+        )
         self.optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1, momentum=0.9)
-        self.sparse, self.conjugate = torch.eye(3).to_sparse(), torch.zeros(3, dtype=torch.complex64).conj()
+        self.sparse, self.conjugate = (
+            torch.eye(3).to_sparse(),
+            torch.zeros(3, dtype=torch.complex64).conj(),
+        )
         self.nested, self.view, self.weights = (
             ([torch.zeros(2)], [1]),
             self.rnn.weight_ih_l0.data[0],
@@ -396,10 +439,30 @@ class Anything(nn.Module):
         return outputs
 
     def contents(self):
-        plain = [self.hidden, self.last, self.bytes, self.set, self.many, self.defaults, self.counter, [*self.ordered]]
+        plain = [
+            self.hidden,
+            self.last,
+            self.bytes,
+            self.set,
+            self.many,
+            self.defaults,
+            self.counter,
+            [*self.ordered],
+        ]
         group = self.optimizer.param_groups[0]
-        numbers = [*self.rnn.parameters(), self.nested[0][0], self.sparse.to_dense(), *group["params"]]
-        names = [*vars(self), *vars(self)["_modules"], len(self.weights), len(self.optimizer.state), group["lr"]]
+        numbers = [
+            *self.rnn.parameters(),
+            self.nested[0][0],
+            self.sparse.to_dense(),
+            *group["params"],
+        ]
+        names = [
+            *vars(self),
+            *vars(self)["_modules"],
+            len(self.weights),
+            len(self.optimizer.state),
+            group["lr"],
+        ]
         return copy.deepcopy([*plain, self.nested[1], [each.tolist() for each in numbers], names])
 
 

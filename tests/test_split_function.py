@@ -1,4 +1,6 @@
-"""A function's split state: each rank writes its part, and any number of ranks reads it, over any mesh."""
+"""A function's split state: each rank writes its part, and any number of ranks reads it, over any
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,18 @@ class Model(nn.Module):
 
 
 def build(mesh_shape, model_class=None):
-    """A model that is split over a mesh of one dimension by FSDP2, of two also by tensor parallelism."""
+    """A model that is split over a mesh of one dimension by FSDP2, of two also by tensor
+    parallelism.
+    """
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = (model_class or Model)()
     names = ("data", "tensor")[: len(mesh_shape)]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     if len(mesh_shape) == 2:
-        parallelize_module(model, mesh["tensor"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+        parallelize_module(
+            model, mesh["tensor"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
+        )
     fully_shard(model, mesh=mesh["data"])
     return model, torch.optim.AdamW(model.parameters(), 0.01)
 
@@ -75,7 +81,9 @@ def state_of(model, optimizer):
 def train_and_save(mesh_shape):
     model, optimizer = build(mesh_shape)
     for step in range(3):
-        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         session.save(state_of(model, optimizer) | {"note": "kept"}, step + 1)
@@ -88,7 +96,9 @@ def load_into(mesh_shape):
     loaded = session.load(into=state)
     assert loaded["note"] == "kept"
     assert loaded["model"]["inner.weight"] is state["model"]["inner.weight"]
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
     return whole(state_of(model, optimizer))
 
 
@@ -99,7 +109,9 @@ def saved(tmp_path_factory):
     @functools.cache
     def save(mesh_shape):
         place = str(tmp_path_factory.mktemp("split"))
-        return place, flyte_ddp.run(train_and_save, mesh_shape, nproc_per_node=num_ranks(mesh_shape), checkpoints=place)
+        return place, flyte_ddp.run(
+            train_and_save, mesh_shape, nproc_per_node=num_ranks(mesh_shape), checkpoints=place
+        )
 
     return save
 
@@ -150,7 +162,9 @@ def save_kinds(places):
         use_place(places[kind])
         model, optimizer = build_kind(kind)
         for step in range(3):
-            model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            model(
+                torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         session.save(state_of(model, optimizer), 3)
@@ -168,7 +182,9 @@ def load_kinds(places):
         use_place(places[written])
         model, optimizer = build_kind(read)
         state = session.load(into=state_of(model, optimizer))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         found[written, read] = whole(state_of(model, optimizer))
     return found
 
@@ -189,22 +205,31 @@ def save_both(place):
     if dist.get_rank() == 0:
         session.save({"config": torch.ones(3)}, 0)
     for step in (20, 30):
-        session.save({"rows": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}, step)
+        session.save(
+            {"rows": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}, step
+        )
     session.current().wait()
 
 
 def test_split_states_after_a_whole_one_are_of_one_step(tmp_path):
     flyte_ddp.run(save_both, "", nproc_per_node=2, checkpoints=str(tmp_path))
-    manifests = {*tmp_path.glob("step-*.json")} - {tmp_path / "step-0000000000.json"}  # the whole one, if it stayed
+    # the whole one, if it stayed
+    manifests = {*tmp_path.glob("step-*.json")} - {tmp_path / "step-0000000000.json"}
     for manifest in manifests:
         files = [tmp_path / each["file"] for each in json.loads(manifest.read_text())["files"]]
-        values = {float(part.mean()) for file in files for _, part in torch.load(file, weights_only=True)["shards"]}
+        values = {
+            float(part.mean())
+            for file in files
+            for _, part in torch.load(file, weights_only=True)["shards"]
+        }
         assert values <= {float(manifest.stem.removeprefix("step-"))}, manifest.name
     assert (tmp_path / "step-0000000030.json").exists()
 
 
 class NormedModel(Model):
-    """With a part that no plan for tensor parallelism names: FSDP alone splits it, on each rank of a tensor group."""
+    """With a part that no plan for tensor parallelism names: FSDP alone splits it, on each rank of
+    a tensor group.
+    """
 
     def __init__(self):
         super().__init__()
@@ -226,11 +251,19 @@ def save_and_load_partly_parallel(place):
 
 
 def test_a_module_outside_of_the_plan_for_tensor_parallelism_is_read_again(tmp_path):
-    assert flyte_ddp.run(save_and_load_partly_parallel, "", nproc_per_node=2, checkpoints=str(tmp_path))
+    assert flyte_ddp.run(
+        save_and_load_partly_parallel, "", nproc_per_node=2, checkpoints=str(tmp_path)
+    )
 
 
 def test_lists_of_another_length_are_refused():
-    with pytest.raises(ConfigError, match=r"session.load: .*: expected a list of 2 as in the checkpoint, got one of 1"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"session.load: .*: expected a list of 2 as in the "
+            r"checkpoint, got one of 1"
+        ),
+    ):
         fill({"rows": [torch.zeros(2)]}, {"rows": [torch.zeros(2), torch.ones(2)]})
 
 
@@ -256,19 +289,27 @@ def parts_in_memory(place):
 
 def test_each_rank_writes_its_own_part_once(tmp_path):
     flyte_ddp.run(parts_in_memory, "", nproc_per_node=2, checkpoints=str(tmp_path))
-    sizes = {re.search(r"-(\dof2)", file.name)[1]: file.stat().st_size for file in tmp_path.glob("*of2.pt")}
+    sizes = {
+        re.search(r"-(\dof2)", file.name)[1]: file.stat().st_size
+        for file in tmp_path.glob("*of2.pt")
+    }
     assert sizes.keys() == {"0of2", "1of2"}
     half = 256 * 256 * 4 / 2
     assert all(half <= size < 1.5 * half for size in sizes.values()), sizes
 
 
 def misuse():
-    """Return the messages of wrong calls, of which the last is one that the other rank does not make."""
+    """Return the messages of wrong calls, of which the last is one that the other rank does not
+    make.
+    """
     dist.init_process_group("gloo")
     mesh, rank, messages = init_device_mesh("cpu", (2,)), dist.get_rank(), []
 
     def state(size=4, **others):
-        return {"weights": {"a": distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)])}, **others}
+        return {
+            "weights": {"a": distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)])},
+            **others,
+        }
 
     calls = [
         lambda: session.save(state(), 1 + rank),
@@ -292,13 +333,21 @@ def misuse():
 
 @pytest.mark.long
 def test_a_wrong_call_is_one_line_and_no_hang(tmp_path):
-    messages = flyte_ddp.run(misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=24.0)
+    messages = flyte_ddp.run(
+        misuse, nproc_per_node=2, checkpoints=str(tmp_path), stall_timeout=24.0
+    )
     expected = [
         "session.save: step: expected 1 on all ranks, as on rank 0, got 2 on rank 1",
         "session.save: in_memory: expected True on all ranks, as on rank 0, got False on rank 1",
-        r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor \(1,\) of .* on rank 1",
+        (
+            r"session.save: state: \('extra',\): expected no tensor on all ranks, .*, got a tensor "
+            r"\(1,\) of .* on rank 1"
+        ),
         "session.save: state: expected split tensors, as in the saves before, got none",
-        r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)",
+        (
+            r"session.load: into\['weights'\]\['a'\]: expected a tensor of shape \(4, 2\), .*, got "
+            r"\(6, 2\)"
+        ),
         "session.load: into: expected the same keys, only the checkpoint has 'note'",
         "session.save: expected a call on every rank, .*, got none on rank 1 for 12 s, at step 3",
     ]
@@ -314,18 +363,27 @@ def save_and_load_another_shape_on_rank_1():
     session.current().wait()
     dist.barrier()
     rows = 2 + dist.get_rank()
-    part = DTensor.from_local(torch.ones(rows, 2), mesh, [Shard(0)], shape=torch.Size((2 * rows, 2)), stride=(2, 1))
+    part = DTensor.from_local(
+        torch.ones(rows, 2), mesh, [Shard(0)], shape=torch.Size((2 * rows, 2)), stride=(2, 1)
+    )
     session.load(into={"weights": part})
 
 
 def test_a_load_into_another_shape_on_one_rank_ends_the_run_and_names_the_rank(tmp_path):
-    expected = r"rank 1\b(?s:.*)session\.load: into\['weights'\]: expected a tensor of shape \(4, 2\), .*, got \(6, 2\)"
+    expected = (
+        r"rank 1\b(?s:.*)session\.load: into\['weights'\]: expected a tensor of shape \(4, "
+        r"2\), .*, got \(6, 2\)"
+    )
     with pytest.raises(RankFailure, match=expected):
-        flyte_ddp.run(save_and_load_another_shape_on_rank_1, nproc_per_node=2, checkpoints=str(tmp_path))
+        flyte_ddp.run(
+            save_and_load_another_shape_on_rank_1, nproc_per_node=2, checkpoints=str(tmp_path)
+        )
 
 
 def outcome_of(state, step):
-    """Return what `session.save` says of a state; of one that is saved, whether each rank loads its own values."""
+    """Return what `session.save` says of a state; of one that is saved, whether each rank loads its
+    own values.
+    """
     try:
         session.save(state, step)
     except ConfigError as error:
@@ -350,12 +408,18 @@ def save_on_parts_of_the_ranks():
     model = fully_shard(nn.Linear(6, 4), mesh=data)
     lower, everyone = DeviceMesh("cpu", [0, 1]), init_device_mesh("cpu", (4,))
     part, placements = (torch.ones(1, 4), [Shard(0)]) if stage else (torch.ones(4, 1), [Shard(1)])
-    crossed = DTensor.from_local(part, everyone, placements, run_check=False, shape=torch.Size((4, 4)), stride=(4, 1))
+    crossed = DTensor.from_local(
+        part, everyone, placements, run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )
     cases = {
         "stages": model.state_dict(),
-        "stages, of one rank each": {"w": distribute_tensor(rows + rank, mesh["stage"], [Replicate()])},
+        "stages, of one rank each": {
+            "w": distribute_tensor(rows + rank, mesh["stage"], [Replicate()])
+        },
         "a copy for each group": {"w": distribute_tensor(rows + stage, data, [Replicate()])},
-        "a number for each group": {"w": distribute_tensor(torch.tensor(1.0 + stage), data, [Replicate()])},
+        "a number for each group": {
+            "w": distribute_tensor(torch.tensor(1.0 + stage), data, [Replicate()])
+        },
         "one value of many": {"w": distribute_tensor(one_of_many, data, [Shard(0)])},
         "equal groups": {"w": distribute_tensor(rows, data, [Shard(0)])},
         "equal groups in bf16": {"w": distribute_tensor(rows.bfloat16().t(), data, [Shard(0)])},
@@ -367,11 +431,16 @@ def save_on_parts_of_the_ranks():
         for each in case.values():
             each.requires_grad_(False)
     found = [None] * 4
-    dist.all_gather_object(found, {name: outcome_of(case, step) for step, (name, case) in enumerate(cases.items(), 1)})
+    dist.all_gather_object(
+        found, {name: outcome_of(case, step) for step, (name, case) in enumerate(cases.items(), 1)}
+    )
     return found
 
 
-OTHER_VALUES = "state: {}: expected one tensor, got other values on rank {} than on rank 0 for the same part of it; .*"
+OTHER_VALUES = (
+    "state: {}: expected one tensor, got other values on rank {} than on rank 0 for "
+    "the same part of it; .*"
+)
 OUTCOMES = {
     "stages": OTHER_VALUES.format(r"\('weight',\)", 2),
     "stages, of one rank each": OTHER_VALUES.format(r"\('w',\)", 1),
@@ -382,7 +451,10 @@ OUTCOMES = {
     "equal groups in bf16": True,
     "hybrid shards": True,
     "some of the ranks": True,
-    "rows here, columns there": r"state: \('w',\): expected .*Shard\(dim=1\).*, got .*Shard\(dim=0\).* on rank 2",
+    "rows here, columns there": (
+        r"state: \('w',\): expected .*Shard\(dim=1\).*, got "
+        r".*Shard\(dim=0\).* on rank 2"
+    ),
 }
 
 
@@ -393,6 +465,8 @@ def test_a_tensor_split_over_a_part_of_the_ranks_comes_back_to_each_or_is_refuse
         assert found.keys() == OUTCOMES.keys()
         for case, expected in OUTCOMES.items():
             is_refused = isinstance(found[case], str)
-            assert re.fullmatch(f"session.save: {expected}", found[case]) if is_refused else found[case] is expected, (
-                case
-            )
+            assert (
+                re.fullmatch(f"session.save: {expected}", found[case])
+                if is_refused
+                else found[case] is expected
+            ), case

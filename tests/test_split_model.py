@@ -1,4 +1,6 @@
-"""The parts of a split model: its blocks, its precision, what it needs of memory, and when its weights are gathered."""
+"""The parts of a split model: its blocks, its precision, what it needs of memory, and when its
+weights are gathered.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def inside(tmp_path_factory):
 
 
 def look_inside(world, store, data, checkpoints, text_data, state):
-    """Work of a gang: what is split before each micro-batch, the initial state, and what is compiled and computed."""
+    """Work of a gang: what is split before each micro-batch, the initial state, and what is
+    compiled and computed.
+    """
     before, set_sync = [], passes.set_gradient_sync
 
     def note(model, is_last):
@@ -125,7 +129,9 @@ def test_weights_of_a_split_model_are_drawn_one_by_one(inside):
     assert all(torch.equal(value, expected[name]) for name, value in inside["drawn"].items())
 
 
-def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(inside):
+def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(
+    inside,
+):
     assert inside["compiled"] == ["model.model.layers.0", "model.model.layers.1"]
     assert inside["types"] == [torch.bfloat16, torch.float32, torch.float32]
 
@@ -141,18 +147,35 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
 
     model = nn.Sequential(Counted(300, 300), Counted(300, 300))
     alone = World(0, 0, 1, torch.device("cpu"))
-    _, replica = replicate(model, TrainingConfig(activation_checkpointing=asked, parallel="fsdp"), alone)
+    _, replica = replicate(
+        model, TrainingConfig(activation_checkpointing=asked, parallel="fsdp"), alone
+    )
     replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
     assert [calls.count(layer) for layer in model] == ([2, 2] if asked else [1, 1])
-    assert caplog.messages == ["parallel: one rank holds the whole model; fsdp splits it over several"]
+    assert caplog.messages == [
+        ("parallel: one rank holds the whole model; fsdp splits it over several")
+    ]
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit():
-    model = nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")  # 1 GiB of weights, 4 GiB with AdamW
+    # 1 GiB of weights, 4 GiB with AdamW
+    model = nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")
     check_memory(model, TrainingConfig(), 1, 5 << 30)
-    with pytest.raises(ConfigError, match=r'^parallel: expected "parallel": "fsdp" on at least 3 ranks: .* 4.0 GiB'):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r'^parallel: expected "parallel": "fsdp" on at least 3 '
+            r"ranks: .* 4.0 GiB"
+        ),
+    ):
         check_memory(model, TrainingConfig(), 1, 2 << 30)
-    with pytest.raises(ConfigError, match=r"^parallel: expected at least 5 ranks, on more GPUs or nodes: .* 2.0 GiB"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^parallel: expected at least 5 ranks, on more GPUs or "
+            r"nodes: .* 2.0 GiB"
+        ),
+    ):
         check_memory(model, TrainingConfig(parallel="fsdp"), 2, 1 << 30)
     check_memory(model, TrainingConfig(parallel="fsdp"), 5, 1 << 30)
     check_memory(model, dataclasses.replace(TrainingConfig(), optimizer="sgd"), 1, 4 << 30)
@@ -163,21 +186,36 @@ def test_a_rank_checks_the_memory_of_its_gpu_before_it_moves_the_model_there(mon
     gpu = SimpleNamespace(total_memory=10 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     world = World(0, 0, 2, torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r'^parallel: expected "parallel": "fsdp" on at least 2 ranks'):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r'^parallel: expected "parallel": "fsdp" on at least 2 '
+            r"ranks"
+        ),
+    ):
         place_model(model, TrainingConfig(), world)
     assert place_model(model, TrainingConfig(parallel="fsdp"), world) is model
 
 
 def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes():
     for parallel, is_contiguous in {"ddp": False, "fsdp": True}.items():
-        model = place_model(nn.Conv2d(3, 8, 3), TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu")))
+        model = place_model(
+            nn.Conv2d(3, 8, 3),
+            TrainingConfig(parallel=parallel),
+            World(0, 0, 2, torch.device("cpu")),
+        )
         assert model.weight.is_contiguous() is is_contiguous
 
 
 def test_a_model_without_named_blocks_is_split_by_size():
     layers = [nn.Linear(300, 300) for _ in range(3)]
-    assert large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)})) == layers
-    assert large_blocks(nn.Sequential(nn.Linear(4, 300), nn.Sequential(*layers), nn.ReLU())) == layers
+    assert (
+        large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)}))
+        == layers
+    )
+    assert (
+        large_blocks(nn.Sequential(nn.Linear(4, 300), nn.Sequential(*layers), nn.ReLU())) == layers
+    )
     assert large_blocks(nn.Linear(300, 300)) == []
 
 
@@ -185,14 +223,23 @@ def test_a_model_without_named_blocks_is_split_by_size():
 
 
 def measure_memory(world, store, small, large, data, checkpoints):
-    """Work of a gang: the bytes that the process needs at most for a large model beyond those for a small one.
+    """Work of a gang: the bytes that the process needs at most for a large model beyond those for a
+    small one.
 
-    The small one brings in what a process needs once, whatever the model: code, its own threads, the rows of the data.
+    The small one brings in what a process needs once, whatever the model: code, its own threads,
+    the rows of the data.
     """
     import torch._dynamo  # noqa: F401 as `fully_shard` does
 
     return_freed_memory()  # as a rank's `main` does
-    train_recipe(world, PrefixStore("small", store), "tests.support.deep.Deep", small, data, f"{checkpoints}/small")
+    train_recipe(
+        world,
+        PrefixStore("small", store),
+        "tests.support.deep.Deep",
+        small,
+        data,
+        f"{checkpoints}/small",
+    )
     own = Path("/proc/self")
     (own / "clear_refs").write_text("5")  # begins to take the peak anew
     before = resident(own, "VmRSS")
@@ -201,7 +248,9 @@ def measure_memory(world, store, small, large, data, checkpoints):
 
 
 def resident(process, key):
-    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(key)]
+    (line,) = [
+        line for line in (process / "status").read_text().splitlines() if line.startswith(key)
+    ]
     return int(line.split()[1]) << 10
 
 
@@ -215,7 +264,8 @@ def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_
     sizes = ({"layers": 1, "width": 64}, {"layers": 16, "width": 1024})
     small, large = (resolve(Deep.defaults, {**options, "recipe_options": size}) for size in sizes)
     given = (measure_memory, small, large, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
-    # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the gradients.
+    # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the
+    # gradients.
     num_parameters = 17.6e6
     whole_bytes = (16 + 12) * num_parameters
     assert max(run_gang(2, *given)) < 0.6 * whole_bytes

@@ -1,4 +1,6 @@
-"""Storage against a real S3 server over HTTP: what is there, missing, forbidden, away or silent; and on a disk."""
+"""Storage against a real S3 server over HTTP: what is there, missing, forbidden, away or silent;
+and on a disk.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ from tests.support.image_store import running_store
 from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[1]
-AWS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+AWS_VARIABLES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_DEFAULT_REGION",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +115,25 @@ def test_single_files_are_written_read_and_fetched(place, tmp_path):
 
 
 def test_an_unknown_kind_of_url_is_refused_without_its_password():
-    with pytest.raises(ConfigError, match="data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"):
+    with pytest.raises(
+        ConfigError,
+        match=("data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"),
+    ):
         Storage("xyz://me:secret@host/a", "data")
 
 
-@pytest.mark.parametrize(("url", "package", "extra"), [("gs://b/a", "gcsfs", "gcs"), ("az://b/a", "adlfs", "azure")])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, url, package, extra):
+@pytest.mark.parametrize(
+    ("url", "package", "extra"), [("gs://b/a", "gcsfs", "gcs"), ("az://b/a", "adlfs", "azure")]
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch, url, package, extra
+):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         Storage(url, "data")
-    assert str(caught.value).startswith(f"data: expected a path or a URL that fsspec knows, got '{url}': ")
+    assert str(caught.value).startswith(
+        f"data: expected a path or a URL that fsspec knows, got '{url}': "
+    )
     assert str(caught.value).endswith(f"; pip install 'flyte-ddp[{extra}]'")
     assert package in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -140,9 +156,18 @@ def test_another_librarys_file_systems_under_fsspecs_names_are_not_used(url, tmp
         assert (found.names()[-1], found.read("owner.json")) == ("owner.json", b"one")
         found.delete("owner.json")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
-    for address in ("gs://b/a", "gcs://b/a", "az://b/a", "abfs://b/a", "abfss://b@account.dfs.core.windows.net/a"):
+    for address in (
+        "gs://b/a",
+        "gcs://b/a",
+        "az://b/a",
+        "abfs://b/a",
+        "abfss://b@account.dfs.core.windows.net/a",
+    ):
         opened, path = open_filesystem(address, anonymous=address.startswith("g"))
-        assert (type(opened).__name__, path) in [("GCSFileSystem", "b/a"), ("AzureBlobFileSystem", "b/a")]
+        assert (type(opened).__name__, path) in [
+            ("GCSFileSystem", "b/a"),
+            ("AzureBlobFileSystem", "b/a"),
+        ]
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])
@@ -162,9 +187,15 @@ def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fa
                 action()
             place.timeout = 0
         assert time.monotonic() - began > 2
-    assert str(caught.value).startswith(f"checkpoints: s3://away-and-{fault}/run could not be reached for 0 s: ")
+    assert str(caught.value).startswith(
+        f"checkpoints: s3://away-and-{fault}/run could not be reached for 0 s: "
+    )
     assert "\n" not in str(caught.value)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("flyte_ddp.storage")]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("flyte_ddp.storage")
+    ]
     assert line.startswith(f"s3://away-and-{fault} cannot be reached: ")
 
 
@@ -177,18 +208,26 @@ def test_operations_resume_after_an_outage_with_one_log_line(store, url, fast, c
     assert place.read("a") == b"1"
     assert time.monotonic() - began >= 0.9
     assert place.names() == ["a"]
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("flyte_ddp.storage")]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("flyte_ddp.storage")
+    ]
     assert len(lines) == 2
     assert "cannot be reached" in lines[0]
     assert re.search(r" answers again after \d+ s$", lines[1])  # how many depends on the machine
 
 
 def slow_down(monkeypatch, store, seconds):
-    """Let the store work for `seconds` on each completion of an upload and on each copy; return their requests."""
+    """Let the store work for `seconds` on each completion of an upload and on each copy; return
+    their requests.
+    """
     app, seen = store.app, []
 
     def work(environ, start_response):
-        if "HTTP_X_AMZ_COPY_SOURCE" in environ or (environ["REQUEST_METHOD"] == "POST" and "uploadId" in str(environ)):
+        if "HTTP_X_AMZ_COPY_SOURCE" in environ or (
+            environ["REQUEST_METHOD"] == "POST" and "uploadId" in str(environ)
+        ):
             seen.append(environ["PATH_INFO"])
             time.sleep(seconds)
         return app(environ, start_response)
@@ -197,11 +236,14 @@ def slow_down(monkeypatch, store, seconds):
     return seen
 
 
-def test_the_store_may_work_on_an_upload_or_a_copy_for_longer_than_it_may_be_silent(store, url, monkeypatch, fast):
+def test_the_store_may_work_on_an_upload_or_a_copy_for_longer_than_it_may_be_silent(
+    store, url, monkeypatch, fast
+):
     monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
     monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 1 << 20)
     seen = slow_down(monkeypatch, store, seconds=3)
-    place = Storage(url, timeout=20)  # other requests may take a second on a busy machine, and are made again
+    # other requests may take a second on a busy machine, and are made again
+    place = Storage(url, timeout=20)
     place.write("a", os.urandom(2 * directory.UPLOAD_PART))
     place.rename("a", "b")
     assert len(place.read("b")) == 2 * directory.UPLOAD_PART
@@ -220,7 +262,9 @@ def test_a_stop_request_ends_waiting(monkeypatch, fast):
 # The user's mistakes
 
 
-def test_missing_credentials_are_refused_in_one_line_with_the_remedy(store, url, monkeypatch, fast, tmp_path):
+def test_missing_credentials_are_refused_in_one_line_with_the_remedy(
+    store, url, monkeypatch, fast, tmp_path
+):
     no_keys(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint_url)
     place = Storage(url)
@@ -232,7 +276,9 @@ def test_missing_credentials_are_refused_in_one_line_with_the_remedy(store, url,
         assert "\n" not in str(caught.value)
 
 
-def test_credentials_that_worked_and_are_gone_are_waited_for(store, url, monkeypatch, fast, tmp_path):
+def test_credentials_that_worked_and_are_gone_are_waited_for(
+    store, url, monkeypatch, fast, tmp_path
+):
     Storage(url).write("a", b"")  # a pod's identity is a service that can be away for a moment
     no_keys(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint_url)
@@ -240,13 +286,22 @@ def test_credentials_that_worked_and_are_gone_are_waited_for(store, url, monkeyp
         Storage(url, timeout=0.5).read("a")
 
 
-@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"])
+@pytest.mark.parametrize(
+    "code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"]
+)
 def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code):
     place = Storage(url)
     store.fault = code
     try:
-        for action in (place.check_access, lambda: place.read("a"), lambda: place.delete("a"), place.names):
-            with pytest.raises(StorageDenied, match="correct the keys, or give their owner") as caught:
+        for action in (
+            place.check_access,
+            lambda: place.read("a"),
+            lambda: place.delete("a"),
+            place.names,
+        ):
+            with pytest.raises(
+                StorageDenied, match="correct the keys, or give their owner"
+            ) as caught:
                 action()
             assert "\n" not in str(caught.value)
     finally:
@@ -255,13 +310,20 @@ def test_keys_that_are_wrong_or_not_allowed_are_refused_at_once(store, url, code
 
 def test_clocks_that_differ_are_waited_for(store, url, fast):
     place = Storage(url)
-    for action in (lambda: place.write("a", b"1"), lambda: place.read("a"), lambda: place.modified("a"), place.names):
+    for action in (
+        lambda: place.write("a", b"1"),
+        lambda: place.read("a"),
+        lambda: place.modified("a"),
+        place.names,
+    ):
         store.fault = "RequestTimeTooSkewed"  # an answer to HEAD has no body that says so
         threading.Timer(0.5, lambda: setattr(store, "fault", "")).start()
         action()
 
 
-def test_a_value_error_of_a_stores_client_is_an_outage_in_mid_run_and_the_users_at_the_start(tmp_path, fast):
+def test_a_value_error_of_a_stores_client_is_an_outage_in_mid_run_and_the_users_at_the_start(
+    tmp_path, fast
+):
     def fail():
         raise ValueError("Expecting value: line 1 column 1")  # a proxy's page in place of JSON
 
@@ -278,7 +340,13 @@ def test_a_value_error_of_a_stores_client_is_an_outage_in_mid_run_and_the_users_
 def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(store, monkeypatch):
     place = Storage("s3://no-such-bucket/run", "champion")
     for action in (place.check_access, lambda: place.write("a", b""), place.names):
-        with pytest.raises(StorageDenied, match=r"champion: .* got s3://no-such-bucket/run: .*create the bucket or"):
+        with pytest.raises(
+            StorageDenied,
+            match=(
+                r"champion: .* got s3://no-such-bucket/run: "
+                r".*create the bucket or"
+            ),
+        ):
             action()
 
 
@@ -286,7 +354,10 @@ def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(store, monkeypatc
 def test_a_directory_in_which_nothing_can_be_created_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for path in ("/proc/run", str(tmp_path / "file" / "below")):
-        with pytest.raises(ConfigError, match="checkpoints: expected a place .*where this process may read and create"):
+        with pytest.raises(
+            ConfigError,
+            match=("checkpoints: expected a place .*where this process may read and create"),
+        ):
             Storage(path, timeout=0).check_access()
 
 
@@ -315,7 +386,10 @@ def test_explicit_variables_win_over_flyte_s_as_a_whole(monkeypatch, tmp_path):
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
     monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
-    assert storage_environment() == {"AWS_ACCESS_KEY_ID": "mine", "AWS_ENDPOINT_URL": "http://flyte"}
+    assert storage_environment() == {
+        "AWS_ACCESS_KEY_ID": "mine",
+        "AWS_ENDPOINT_URL": "http://flyte",
+    }
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert storage_environment() == {"AWS_ENDPOINT_URL": "http://flyte"}
@@ -325,13 +399,22 @@ def test_flyte_s_variables_are_enough_for_azure(monkeypatch):
     monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     file_system, path = open_filesystem("abfs://container/path")
-    assert (file_system.account_name, file_system.account_key, path) == ("account", "a2V5", "container/path")
+    assert (file_system.account_name, file_system.account_key, path) == (
+        "account",
+        "a2V5",
+        "container/path",
+    )
     assert storage_environment()["AZURE_STORAGE_ACCOUNT_KEY"] == "a2V5"
 
 
 def test_another_process_adopts_only_missing_credentials(monkeypatch, tmp_path):
     no_keys(monkeypatch, tmp_path)
-    given = {"AWS_ACCESS_KEY_ID": "1", "AWS_SECRET_ACCESS_KEY": "2", "AWS_SESSION_TOKEN": "3", "AWS_ENDPOINT_URL": "4"}
+    given = {
+        "AWS_ACCESS_KEY_ID": "1",
+        "AWS_SECRET_ACCESS_KEY": "2",
+        "AWS_SESSION_TOKEN": "3",
+        "AWS_ENDPOINT_URL": "4",
+    }
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "own")
     monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "own")
     for name in given:
@@ -363,11 +446,20 @@ def test_file_systems_with_different_keys_are_not_shared(monkeypatch):
         ("s3://bucket/a", "s3://bucket/a"),
         ("s3://me:secret@bucket/a", "s3://...@bucket/a"),
         ("https://token@host/a", "https://...@host/a"),
-        ("abfs://container@account.dfs.core.windows.net/a", "abfs://container@account.dfs.core.windows.net/a"),
-        ("https://h/a.csv?X-Amz-Signature=ab/c&versionId=1#x", "https://h/a.csv?X-Amz-Signature=...&versionId=..."),
+        (
+            "abfs://container@account.dfs.core.windows.net/a",
+            "abfs://container@account.dfs.core.windows.net/a",
+        ),
+        (
+            "https://h/a.csv?X-Amz-Signature=ab/c&versionId=1#x",
+            "https://h/a.csv?X-Amz-Signature=...&versionId=...",
+        ),
         ("zip://a.csv::https://h/b.zip?sig=secret", "zip://a.csv::https://h/b.zip?sig=..."),
         ("simplecache::s3://me:secret@b/a", "simplecache::s3://...@b/a"),
-        ("403, message='no', url='https://h/a?sig=secret'", "403, message='no', url='https://h/a?sig=...'"),
+        (
+            "403, message='no', url='https://h/a?sig=secret'",
+            ("403, message='no', url='https://h/a?sig=...'"),
+        ),
     ],
 )
 def test_urls_are_shown_without_passwords_and_signatures(url, shown):
@@ -389,7 +481,9 @@ def test_only_storage_opens_urls():
 
 
 def test_a_process_that_used_a_store_exits_silently(store, url, tmp_path):
-    """flytekit leaves its own session open, whose client ends the process with "Unclosed client session"."""
+    """flytekit leaves its own session open, whose client ends the process with "Unclosed client
+    session".
+    """
     program = """
 import sys, threading
 from flyte_ddp.storage import Storage
@@ -410,7 +504,9 @@ flyte.get_data(url + "/a", directory + "/a")
         "FLYTE_AWS_ACCESS_KEY_ID": "key",
         "FLYTE_AWS_SECRET_ACCESS_KEY": "secret",
     }
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **flyte}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **flyte}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -459,7 +555,11 @@ def test_a_full_disk_is_one_line_until_something_is_written_again(tmp_path, monk
     place = Storage(str(tmp_path), timeout=0)
     place.write("before", b"x")
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "_write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        patch.setattr(
+            Storage,
+            "_write",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, ("No space left"))),
+        )
         for _ in range(3):
             with pytest.raises(StorageUnavailable, match="is full"):
                 place.write("after", b"y")

@@ -1,4 +1,6 @@
-"""Google's and Azure's stores by their emulators: runs, ownership, outages and mistakes; other files have the rest."""
+"""Google's and Azure's stores by their emulators: runs, ownership, outages and mistakes; other
+files have the rest.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def emulator(request):
 
 
 def steps_of(url):
-    return sorted(name for name in Storage(url).names() if name.startswith("step-") and name.endswith(".json"))
+    return sorted(
+        name for name in Storage(url).names() if name.startswith("step-") and name.endswith(".json")
+    )
 
 
 def kill(parent):
@@ -43,7 +47,9 @@ def kill(parent):
     parent.wait()
 
 
-def test_a_killed_run_resumes_through_outages_to_the_same_weights(emulator, tmp_path, finished_run, monkeypatch):
+def test_a_killed_run_resumes_through_outages_to_the_same_weights(
+    emulator, tmp_path, finished_run, monkeypatch
+):
     url = emulator.new_bucket() + "/run"
     monkeypatch.setenv("STEP_SECONDS", "1")
     parent = start_parent(tmp_path, checkpoints=url, checkpoint_interval=1)
@@ -101,7 +107,11 @@ def test_a_store_that_hangs_is_away(emulator, fast, monkeypatch):  # noqa: F811
     place = Storage(url, timeout=0)
     with emulator.hanging():
         # The connection's buffers take a part of these bytes.
-        for action in (lambda: place.read("a"), lambda: place.write("a", bytes(12 << 20)), place.names):
+        for action in (
+            lambda: place.read("a"),
+            lambda: place.write("a", bytes(12 << 20)),
+            place.names,
+        ):
             with pytest.raises(StorageUnavailable, match="could not be reached for 0 s") as caught:
                 action()
             assert "\n" not in str(caught.value)
@@ -120,8 +130,14 @@ def test_listings_show_what_other_processes_have_just_written_and_deleted(emulat
     )
     command = [sys.executable, "-u", "-c", program, url]
     place = Storage(url)
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        for action, name, names in (("write", "a", ["a"]), ("write", "b", ["a", "b"]), ("delete", "a", ["b"])):
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        for action, name, names in (
+            ("write", "a", ["a"]),
+            ("write", "b", ["a", "b"]),
+            ("delete", "a", ["b"]),
+        ):
             before = place.names()
             print(action, name, file=other.stdin, flush=True)
             assert other.stdout.readline() == "None\n"
@@ -143,7 +159,9 @@ def test_bytes_that_are_stored_are_counted_while_they_are_sent(emulator):
 
 
 def test_azure_gets_few_blocks_of_a_file_at_once(abfs, monkeypatch):  # noqa: F811
-    """More would share the time that each may take, and hold memory, for each of some thousand blocks."""
+    """More would share the time that each may take, and hold memory, for each of some thousand
+    blocks.
+    """
     place, size, under_way, seen = Storage(abfs.new_bucket() + "/run"), 80 << 20, [], []
     transport = place.file_system.service_client._pipeline._transport
     send = transport.send
@@ -181,16 +199,29 @@ def test_a_data_set_in_a_store_is_prepared_and_read_as_on_a_disk(emulator, tmp_p
 
 def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(emulator):
     place = Storage(f"{emulator.kind}://no-such-bucket/run", "champion")
-    actions = (place.check_access, lambda: place.write("a", b""), place.names, lambda: place.replace("a", b"1", b""))
+    actions = (
+        place.check_access,
+        lambda: place.write("a", b""),
+        place.names,
+        lambda: place.replace("a", b"1", b""),
+    )
     for action in (*actions, lambda: place.read("a")):
-        with pytest.raises(StorageDenied, match=r"champion: .*://no-such-bucket/run: .*create the bucket or") as caught:
+        with pytest.raises(
+            StorageDenied,
+            match=(
+                r"champion: .*://no-such-bucket/run: .*create the "
+                r"bucket or"
+            ),
+        ) as caught:
             action()
         assert "\n" not in str(caught.value)
         assert "<" not in str(caught.value)
 
 
 def test_a_process_that_used_a_store_exits_silently(emulator):
-    program = "import sys; from flyte_ddp.storage import Storage; Storage(sys.argv[1]).check_access()"
+    program = (
+        "import sys; from flyte_ddp.storage import Storage; Storage(sys.argv[1]).check_access()"
+    )
     command = [sys.executable, "-c", program, emulator.new_bucket() + "/run"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -205,7 +236,9 @@ def test_a_wrong_key_of_azure_is_refused_in_one_line(abfs, fast, monkeypatch):  
     place = Storage(url)
     for action in (place.check_access, lambda: place.read("a"), place.names):
         directory._reached.clear()
-        with pytest.raises(StorageDenied, match="; correct the keys, or give their owner the permission$") as caught:
+        with pytest.raises(
+            StorageDenied, match=("; correct the keys, or give their owner the permission$")
+        ) as caught:
             action()
         assert "\n" not in str(caught.value)
         assert "d3Jvbmc" not in str(caught.value)
@@ -219,11 +252,22 @@ def test_an_account_or_a_bucket_that_cannot_be_is_refused_in_one_line(abfs, monk
         Storage("abfs://container/run")
 
 
-def test_missing_credentials_of_azure_are_refused_in_one_line_with_the_remedy(fast, monkeypatch, caplog):  # noqa: F811
+def test_missing_credentials_of_azure_are_refused_in_one_line_with_the_remedy(
+    fast,  # noqa: F811
+    monkeypatch,
+    caplog,
+):
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")  # no identity of this machine
-    with pytest.raises(StorageDenied, match=r"give this process credentials: .*AZURE_STORAGE_\*") as caught:
+    # no identity of this machine
+    monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "EnvironmentCredential")
+    with pytest.raises(
+        StorageDenied,
+        match=(
+            r"give this process credentials: "
+            r".*AZURE_STORAGE_\*"
+        ),
+    ) as caught:
         Storage("abfs://container/run").read("a")
     assert "\n" not in str(caught.value)
     assert not caplog.records
@@ -231,11 +275,16 @@ def test_missing_credentials_of_azure_are_refused_in_one_line_with_the_remedy(fa
 
 @pytest.fixture
 def google(monkeypatch):
-    """A store that refuses as Google's does, which the emulator cannot; `google.status` is what it answers."""
+    """A store that refuses as Google's does, which the emulator cannot; `google.status` is what it
+    answers.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            error = {"code": server.status, "message": "The caller does not have storage.objects access"}
+            error = {
+                "code": server.status,
+                "message": ("The caller does not have storage.objects access"),
+            }
             body = json.dumps({"error": error}).encode()
             self.send_response(server.status)
             self.send_header("Content-Length", str(len(body)))
@@ -257,11 +306,18 @@ def google(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize(("status", "remedy"), [(401, "GOOGLE_APPLICATION_CREDENTIALS"), (403, "give their owner the")])
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "GOOGLE_APPLICATION_CREDENTIALS"), (403, ("give their owner the"))]
+)
 def test_google_s_refusals_are_the_user_s_errors_in_one_line(google, fast, caplog, status, remedy):  # noqa: F811
     google.status = status
     place = Storage("gs://bucket/run")
-    for action in (place.check_access, lambda: place.read("a"), place.names, lambda: place.replace("a", b"", b"")):
+    for action in (
+        place.check_access,
+        lambda: place.read("a"),
+        place.names,
+        lambda: place.replace("a", b"", b""),
+    ):
         with pytest.raises(StorageDenied, match=remedy) as caught:
             action()
         assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""A training whose standard streams go away: closed, on a full disk, without a reader, on a terminal hung up."""
+"""A training whose standard streams go away: closed, on a full disk, without a reader, on a
+terminal hung up.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CLOSED, FULL, BROKEN, HUNG_UP = "closed", "full disk", "no reader", "terminal hu
 
 
 def open_stream(state: str, stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Return the descriptor of a stream in this state, and of the other end of a terminal; -1 for none."""
+    """Return the descriptor of a stream in this state, and of the other end of a terminal; -1 for
+    none.
+    """
     if state == FULL:
         ends = os.open("/dev/full", os.O_WRONLY), -1
     elif state == HUNG_UP:
@@ -41,7 +45,10 @@ def open_stream(state: str, stack: contextlib.ExitStack) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "output", "error"),
     [
-        *[("function", *each) for each in ((CLOSED, FULL), (BROKEN, CLOSED), (HUNG_UP, BROKEN), (CLOSED, CLOSED))],
+        *[
+            ("function", *each)
+            for each in ((CLOSED, FULL), (BROKEN, CLOSED), (HUNG_UP, BROKEN), (CLOSED, CLOSED))
+        ],
         *[("recipe", *each) for each in ((CLOSED, FULL), (FULL, HUNG_UP))],
     ],
 )
@@ -52,7 +59,7 @@ def test_a_training_ends_well_without_its_streams(kind, output, error, tmp_path)
     with contextlib.ExitStack() as stack:
         ends = [open_stream(state, stack) for state in (output, error)]
         program = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=ends[0][0], stderr=ends[1][0], start_new_session=True,
+            command, cwd=REPOSITORY, env=environment, stdout=ends[0][0], stderr=ends[1][0], start_new_session=True,  # noqa: E501
             preexec_fn=lambda: [os.close(number) for number in closed],
         )  # fmt: skip
         stack.close()  # only the program has its ends now
@@ -90,7 +97,9 @@ class Broken(io.StringIO):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize("error", [OSError(28, "full"), BrokenPipeError(), ValueError("closed file")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(28, "full"), BrokenPipeError(), ValueError("closed file")], ids=repr
+)
 def test_only_the_bar_is_dropped_where_its_output_fails(error, is_terminal):
     state, bar = RunState(), ProgressBar(Broken(error, is_terminal))
     handler = logging.StreamHandler()

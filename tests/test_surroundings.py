@@ -1,4 +1,6 @@
-"""Machines that lack something: the line names the thing, and nothing of the user's is blamed for it."""
+"""Machines that lack something: the line names the thing, and nothing of the user's is blamed for
+it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(monk
     fork_functions(monkeypatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
     with pytest.raises(
-        RankFailure, match=r"GLOO_SOCKET_IFNAME: expected network interfaces of \S+ \(.*\blo\b.*\), got 'lo,eth77'"
+        RankFailure,
+        match=(
+            r"GLOO_SOCKET_IFNAME: expected network interfaces of \S+ "
+            r"\(.*\blo\b.*\), got 'lo,eth77'"
+        ),
     ) as caught:
         flyte_ddp.run(train)
     assert caught.value.is_user_error
@@ -47,7 +53,10 @@ def test_a_shared_memory_that_cannot_be_written_is_named(monkeypatch):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(supervisor, "RawArray", refuse)
-    expected = r"/dev/shm: expected to be able to write there, got \[Errno 30\] Read-only file system$"
+    expected = (
+        r"/dev/shm: expected to be able to write there, got \[Errno 30\] Read-only file "
+        r"system$"
+    )
     with pytest.raises(RankFailure, match=expected) as caught:
         flyte_ddp.run(train, max_restarts=3)
     assert caught.value.is_user_error
@@ -58,13 +67,23 @@ def test_a_loopback_that_is_down_is_named(monkeypatch):
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    with pytest.raises(ConfigError, match=r"^127.0.0.1: expected a loopback interface that is up .*unreachable$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^127.0.0.1: expected a loopback interface that is up "
+            r".*unreachable$"
+        ),
+    ):
         local.listening_socket("127.0.0.1")
 
 
 def test_a_worker_that_may_not_start_ranks_is_told_how_it_may(monkeypatch):
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # as Dask's nanny starts its own
-    expected = r"^flyte_ddp\.run: expected .* a daemonic one, .*: set DASK_DISTRIBUTED__WORKER__DAEMON=False .* client$"
+    # as Dask's nanny starts its own
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    expected = (
+        r"^flyte_ddp\.run: expected .* a daemonic one, .*: set "
+        r"DASK_DISTRIBUTED__WORKER__DAEMON=False .* client$"
+    )
     with pytest.raises(ConfigError, match=expected):
         flyte_ddp.run(train, nproc_per_node=1, max_restarts=3)
 
@@ -77,8 +96,16 @@ def test_a_working_directory_that_was_deleted_is_named(start, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     try:
-        with pytest.raises(ConfigError, match=r"^working directory: expected one that is there, but it was deleted"):
-            flyte_ddp.run(train) if start == "a function" else flyte_ddp.launch.run.script_program(str(script), [])
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"^working directory: expected one that is there, "
+                r"but it was deleted"
+            ),
+        ):
+            flyte_ddp.run(train) if start == "a function" else flyte_ddp.launch.run.script_program(
+                str(script), []
+            )
     finally:
         os.chdir(REPOSITORY)
 
@@ -86,19 +113,34 @@ def test_a_working_directory_that_was_deleted_is_named(start, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "raised",
     [
-        "RuntimeError: unable to allocate shared memory(shm) for file </torch_9_1_0>: No space left on device (28)",
-        "RuntimeError: unable to open shared memory object </torch_9_1_0> in read-write mode: Read-only system (30)",
-        "RuntimeError: DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's "
+        (
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_9_1_0>: No space "
+            "left on device (28)"
+        ),
+        (
+            "RuntimeError: unable to open shared memory object </torch_9_1_0> in read-write mode: "
+            "Read-only system (30)"
+        ),
+        "RuntimeError: DataLoader worker (pid 9) is killed by signal: Bus error. It is possible "
+        "that dataloader's "
         "workers are out of shared memory. Please try to raise your shared memory limit.",
-        "    sl = self._semlock = _multiprocessing.SemLock(\nFileNotFoundError: [Errno 2] No such file or directory",
+        (
+            "    sl = self._semlock = _multiprocessing.SemLock(\nFileNotFoundError: [Errno 2] No "
+            "such "
+            "file or directory"
+        ),
     ],
 )
 def test_a_shared_memory_that_loader_processes_cannot_use_is_named(raised, monkeypatch):
-    monkeypatch.setattr(entry.traceback, "format_exception", lambda *arguments: [f"Traceback\n{raised}\n"])
+    monkeypatch.setattr(
+        entry.traceback, "format_exception", lambda *arguments: [f"Traceback\n{raised}\n"]
+    )
     name, message, trace, is_consequence = entry._describe(RuntimeError(raised))
     assert (name, trace, is_consequence) == ("ConfigError", "", False)
     assert message.startswith(
-        "data_workers: expected a /dev/shm that loader processes can write batches to: give the task"
+        "data_workers: expected a /dev/shm that loader processes can write batches to: give "
+        "the "
+        "task"
     )
     assert "shared_memory" in message
     assert message.endswith(raised.splitlines()[-1])
@@ -107,7 +149,13 @@ def test_a_shared_memory_that_loader_processes_cannot_use_is_named(raised, monke
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
-        ("unable to open shared memory object </torch_9_1_0> in read-write mode: Permission denied (13)", RuntimeError),
+        (
+            (
+                "unable to open shared memory object </torch_9_1_0> in read-write mode: Permission "
+                "denied (13)"
+            ),
+            RuntimeError,
+        ),
         ("stack expects each tensor to be equal size", DataError),
     ],
 )
@@ -123,10 +171,15 @@ def test_a_batch_that_has_no_room_is_not_blamed_on_its_shapes(message, kind, mon
 
 def test_files_are_read_as_utf_8_in_any_locale(tmp_path):
     (tmp_path / "config.yaml").write_text("name: caf\u00e9 \u732b\n", encoding="utf-8")
-    code = "import sys; from flyte_ddp.config.fields import read_object as read; print(ascii(read('--f', sys.argv[1])))"
+    code = (
+        "import sys; from flyte_ddp.config.fields import read_object as read; "
+        "print(ascii(read('--f', sys.argv[1])))"
+    )
     variables = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", code, str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, cwd=REPOSITORY)
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, cwd=REPOSITORY
+    )
     assert done.stdout == "{'name': 'caf\\xe9 \\u732b'}\n", done.stderr
     assert read_object("--config", str(tmp_path / "config.yaml")) == {"name": "caf\u00e9 \u732b"}
 
@@ -136,7 +189,9 @@ def test_no_text_file_is_opened_in_the_locale_s_encoding():
     for file in [*REPOSITORY.glob("flyte_ddp/**/*.py"), *REPOSITORY.glob("tasks/*.py")]:
         for line in file.read_text(encoding="utf-8").splitlines():
             is_kernels = any(part in line for part in ("/proc", "cgroup", "proc/self", "stat"))
-            if (".read_text()" in line or (".write_text(" in line and line.endswith(")"))) and not is_kernels:
+            if (
+                ".read_text()" in line or (".write_text(" in line and line.endswith(")"))
+            ) and not is_kernels:
                 found += [f"{file}: {line}"] * ("encoding=" not in line)
     assert not [each for each in found if "write_text(self.render" not in each]
 
@@ -150,7 +205,13 @@ def test_no_text_file_is_opened_in_the_locale_s_encoding():
         ("get_object", lambda place: place.read("a"), "s3:GetObject"),
     ],
 )
-def test_a_permission_that_a_bucket_s_policy_denies_is_named(request_name, action, permission, s3, monkeypatch):  # noqa: F811
+def test_a_permission_that_a_bucket_s_policy_denies_is_named(
+    request_name,
+    action,
+    permission,
+    s3,  # noqa: F811
+    monkeypatch,
+):
     from botocore.exceptions import ClientError
 
     place = Storage(s3.new_bucket() + "/run", timeout=5)
@@ -158,14 +219,21 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(request_name, actio
     call = place.file_system._call_s3
 
     async def deny(method, *arguments, **options):
-        if method == request_name or (request_name == "delete_objects" and method == "delete_object"):
+        if method == request_name or (
+            request_name == "delete_objects" and method == "delete_object"
+        ):
             names = "".join(part.capitalize() for part in method.split("_"))
-            answer = {"Error": {"Code": "AccessDenied", "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+            answer = {
+                "Error": {"Code": "AccessDenied", "Message": "no"},
+                "ResponseMetadata": {"HTTPStatusCode": 403},
+            }
             raise ClientError(answer, names)
         return await call(method, *arguments, **options)
 
     monkeypatch.setattr(place.file_system, "_call_s3", deny)
-    with pytest.raises(StorageDenied, match=f"give their owner the permission {permission}") as caught:
+    with pytest.raises(
+        StorageDenied, match=f"give their owner the permission {permission}"
+    ) as caught:
         action(place)
     assert "\n" not in str(caught.value)
 
@@ -174,9 +242,18 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(request_name, actio
     ("message", "expected"),
     [
         ("can't start new thread", "ulimit -u: expected more than 12 threads and processes"),
-        ("[Errno 11] Resource temporarily unavailable", "ulimit -u: expected more than 12 threads and processes"),
-        ("libtorch_cpu.so: failed to map segment from shared object", "ulimit -v: expected more than 12 bytes"),
-        ("DefaultCPUAllocator: can't allocate memory: you tried", "ulimit -v: expected more than 12 bytes"),
+        (
+            "[Errno 11] Resource temporarily unavailable",
+            ("ulimit -u: expected more than 12 threads and processes"),
+        ),
+        (
+            "libtorch_cpu.so: failed to map segment from shared object",
+            ("ulimit -v: expected more than 12 bytes"),
+        ),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried",
+            ("ulimit -v: expected more than 12 bytes"),
+        ),
     ],
 )
 def test_a_limit_of_the_shell_is_named_where_there_is_one(message, expected, monkeypatch):

@@ -1,4 +1,6 @@
-"""Sweeps: their trials, which of them stop early, the workers they share, their figures and their report."""
+"""Sweeps: their trials, which of them stop early, the workers they share, their figures and their
+report.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +47,33 @@ def trials_of(recipe, base, grid, num_models=0, seed=0):
     return build_trials(recipe, base, expand_grid(grid, num_models, seed))
 
 
-# --- The trials ---------------------------------------------------------------------------------------------------
+# --- The trials
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_grid_yields_every_combination_once():
-    found = trials_of("digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]})
+    found = trials_of(
+        "digits", {"epochs": 2}, {"learning_rate": [0.1, 0.01], "global_batch_size": [32, 64.0, 64]}
+    )
 
     assert [model.values for model in found] == [
-        {"learning_rate": rate, "global_batch_size": size} for rate in (0.1, 0.01) for size in (32, 64)
+        {"learning_rate": rate, "global_batch_size": size}
+        for rate in (0.1, 0.01)
+        for size in (32, 64)
     ]
     assert [model.number for model in found] == [1, 2, 3, 4]
-    assert [(model.config.learning_rate, model.config.epochs) for model in found[1:3]] == [(0.1, 2), (0.01, 2)]
+    assert [(model.config.learning_rate, model.config.epochs) for model in found[1:3]] == [
+        (0.1, 2),
+        (0.01, 2),
+    ]
     assert found[1].overrides == {"epochs": 2, "learning_rate": 0.1, "global_batch_size": 64}
     assert type(found[1].overrides["global_batch_size"]) is int
 
 
 def test_a_grid_may_vary_a_recipes_options_beside_those_that_all_models_share():
-    found = trials_of(SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]})
+    found = trials_of(
+        SWEPT, {"recipe_options": {"label": "x"}}, {"recipe_options.fault": ["none", "nan"]}
+    )
 
     assert [model.config.recipe_options["fault"] for model in found] == ["none", "nan"]
     assert {model.config.recipe_options["label"] for model in found} == {"x"}
@@ -88,7 +100,11 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
 
 
 def test_a_list_has_a_model_for_each_of_its_objects():
-    grid = [{"learning_rate": 0.1, "momentum": 0.8}, {"global_batch_size": 64}, {"learning_rate": 0.1, "momentum": 0.8}]
+    grid = [
+        {"learning_rate": 0.1, "momentum": 0.8},
+        {"global_batch_size": 64},
+        {"learning_rate": 0.1, "momentum": 0.8},
+    ]
     first, second = trials_of(SWEPT, {"epochs": 2}, grid)
 
     assert first.overrides == {"epochs": 2, "learning_rate": 0.1, "momentum": 0.8}
@@ -97,22 +113,35 @@ def test_a_list_has_a_model_for_each_of_its_objects():
     assert dict(second.values) == {"learning_rate": 0.1, "momentum": 0.9, "global_batch_size": 64}
 
 
-@pytest.mark.parametrize("grid", [{"learning_rate": [0.1, 0.01]}, [{"learning_rate": 0.1, "seed": 3}, {"epochs": 2}]])
+@pytest.mark.parametrize(
+    "grid", [{"learning_rate": [0.1, 0.01]}, [{"learning_rate": 0.1, "seed": 3}, {"epochs": 2}]]
+)
 def test_a_grid_reaches_its_task_as_it_was_given(grid):
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(Grid)
-    assert TypeEngine.to_python_value(context, TypeEngine.to_literal(context, grid, Grid, kind), Grid) == grid
+    assert (
+        TypeEngine.to_python_value(context, TypeEngine.to_literal(context, grid, Grid, kind), Grid)
+        == grid
+    )
 
 
 @pytest.mark.parametrize("grid", ["nope", "5", [1], []])
 def test_a_grid_that_is_neither_an_object_nor_a_list_of_objects_is_refused_in_one_line(grid):
     context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Grid)
-    with pytest.raises(InputError, match=r"^grid.*: expected an? .*object such as .*, got .?(nope|1|5|\[\]).?$"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"^grid.*: expected an? .*object such as .*, got "
+            r".?(nope|1|5|\[\]).?$"
+        ),
+    ):
         TypeEngine.to_literal(context, grid, Grid, kind)
 
 
 def test_no_more_models_are_drawn_than_distinct_ones_exist():
-    found = trials_of("digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50)
+    found = trials_of(
+        "digits", {}, {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}, num_models=50
+    )
     assert len(found) == 4
 
 
@@ -128,10 +157,22 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
             0,
             "grid.learning_rate: expected a list of choices, or with num_models a range .*, got ",
         ),
-        ({"learning_rate": {"low": 0, "high": 1, "log": True}}, 3, "grid.learning_rate: expected a range .*low > 0"),
-        ({"learning_rate": {"low": 2, "high": 1}}, 3, "grid.learning_rate: expected a range .*.*low <= high"),
+        (
+            {"learning_rate": {"low": 0, "high": 1, "log": True}},
+            3,
+            ("grid.learning_rate: expected a range .*low > 0"),
+        ),
+        (
+            {"learning_rate": {"low": 2, "high": 1}},
+            3,
+            ("grid.learning_rate: expected a range .*.*low <= high"),
+        ),
         ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*'hi'"),
-        ({"learning_rate": {"low": 0, "high": "1"}}, 3, "grid.learning_rate.high: expected a finite number, got '1'"),
+        (
+            {"learning_rate": {"low": 0, "high": "1"}},
+            3,
+            ("grid.learning_rate.high: expected a finite number, got '1'"),
+        ),
         (
             {"learning_rate": {"low": 0, "high": math.inf}},
             3,
@@ -140,9 +181,17 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         (
             {"epochs": {"low": 1, "high": 2.5}},
             3,
-            "grid.epochs.high: expected a number|grid.epochs.high: expected a whole number, got 2.5",
+            (
+                "grid.epochs.high: expected a number|grid.epochs.high: expected a whole number, "
+                "got "
+                "2.5"
+            ),
         ),
-        ({"optimizer": {"low": 1, "high": 2}}, 3, "optimizer: expected one of sgd, adam, adamw, got [12]"),
+        (
+            {"optimizer": {"low": 1, "high": 2}},
+            3,
+            ("optimizer: expected one of sgd, adam, adamw, got [12]"),
+        ),
         (
             {"seed": list(range(40)), "epochs": list(range(1, 41))},
             0,
@@ -153,31 +202,59 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         ([{"epochs": 1}, [2]], 0, r"grid: expected a JSON object such as .*, got "),
         ([{"lr": 0.1}], 0, "grid: expected one of epochs, .*, got 'lr'"),
         ([{"world_size": 2}], 0, "grid: expected one of epochs, .*, got 'world_size'"),
-        ([{"learning_rate": [0.1]}], 0, r"learning_rate: expected a finite number above 0, got \[0.1\]"),
+        (
+            [{"learning_rate": [0.1]}],
+            0,
+            (
+                r"learning_rate: expected a finite number above 0, got "
+                r"\[0.1\]"
+            ),
+        ),
         ([{"epochs": 1}], 3, "num_models: expected 0 with a list of models, got 3"),
         ([{"epochs": 1}] * 1001, 0, "grid: expected at most 1,000 models, got 1,001"),
-        ({"epochs": [1]}, -1, "num_models: expected a whole number of at least 0 and of at most 1000, got -1"),
-        ({"learning_rate": [0.1, -1]}, 0, "learning_rate: expected a finite number above 0, got -1"),
-        ({"learning_rate": [0.1, "fast"]}, 0, "learning_rate: expected a finite number above 0, got 'fast'"),
-        ({"recipe_options.size": [1]}, 0, "recipe_options: expected no options for recipe 'digits', got 'size'"),
+        (
+            {"epochs": [1]},
+            -1,
+            ("num_models: expected a whole number of at least 0 and of at most 1000, got -1"),
+        ),
+        (
+            {"learning_rate": [0.1, -1]},
+            0,
+            ("learning_rate: expected a finite number above 0, got -1"),
+        ),
+        (
+            {"learning_rate": [0.1, "fast"]},
+            0,
+            ("learning_rate: expected a finite number above 0, got 'fast'"),
+        ),
+        (
+            {"recipe_options.size": [1]},
+            0,
+            ("recipe_options: expected no options for recipe 'digits', got 'size'"),
+        ),
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
     ],
 )
 def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, expected):
     cluster = ClusterInput(kind="existing", processes_per_node=2)
     with pytest.raises(InputError, match=expected) as caught:
-        check_sweep.task_function("digits", TrainingOverrides(), grid, num_models, 0, "random", "none", cluster)
+        check_sweep.task_function(
+            "digits", TrainingOverrides(), grid, num_models, 0, "random", "none", cluster
+        )
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_rule_for_stopping_early_is_refused():
-    with pytest.raises(ConfigError, match="stop_early: expected one of none, median, halving, got 'soon'"):
+    with pytest.raises(
+        ConfigError, match=("stop_early: expected one of none, median, halving, got 'soon'")
+    ):
         Search("soon")
     with pytest.raises(ConfigError, match="sampler: expected one of random, tpe, got 'grid'"):
         Search(sampler="grid")
 
 
-# --- Stopping early -----------------------------------------------------------------------------------------------
+# --- Stopping early
+# --------------------------------------------------------------------------------------------------
 
 
 def numbered(number, **values):
@@ -185,12 +262,21 @@ def numbered(number, **values):
 
 
 def stopped_after(rule, *losses):
-    """The number of epochs after which each model, trained one after the other, is stopped; 0 for one that is not."""
+    """The number of epochs after which each model, trained one after the other, is stopped; 0 for
+    one that is not.
+    """
     rule = Search(rule)
     ends = []
     for number, own in enumerate(losses):
         rule.start(numbered(number))
-        end = next((epoch for epoch, loss in enumerate(own, start=1) if rule.should_stop(number, epoch, loss)), 0)
+        end = next(
+            (
+                epoch
+                for epoch, loss in enumerate(own, start=1)
+                if rule.should_stop(number, epoch, loss)
+            ),
+            0,
+        )
         rule.finish(number, "PRUNED" if end else "COMPLETE", own[-1])
         ends.append(end)
     return ends
@@ -210,7 +296,13 @@ def test_a_model_that_has_diverged_is_stopped_and_spoils_no_median(diverged):
 
 
 def test_halving_keeps_the_better_half_at_epochs_1_2_4():
-    losses = [[4, 4, 4, 4, 4], [3, 3, 3, 3, 3], [9, 9, 9, 9, 9], [2, 3.5, 9, 9, 9], [1, 1, 1, 3.5, 1]]
+    losses = [
+        [4, 4, 4, 4, 4],
+        [3, 3, 3, 3, 3],
+        [9, 9, 9, 9, 9],
+        [2, 3.5, 9, 9, 9],
+        [1, 1, 1, 3.5, 1],
+    ]
     assert stopped_after("halving", *losses) == [0, 0, 1, 2, 4]
 
 
@@ -225,7 +317,8 @@ def test_without_a_rule_no_trial_is_stopped_and_a_loss_counts_once(recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
-# --- Suggestions --------------------------------------------------------------------------------------------------
+# --- Suggestions
+# --------------------------------------------------------------------------------------------------
 
 
 def suggestions_of(seed, num_models, score=lambda values: abs(values["momentum"] - 0.3)):
@@ -260,7 +353,9 @@ def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monke
     grid = {"momentum": {"low": 0.0, "high": 0.9}}
     trials = trials_of("digits", {}, grid, NUM_RANDOM + 4)
     (data := tmp_path / "data").mkdir()
-    monkeypatch.setattr(runner, "describe_data", lambda path: {"fingerprint": "f", "recipe_version": "v"})
+    monkeypatch.setattr(
+        runner, "describe_data", lambda path: {"fingerprint": "f", "recipe_version": "v"}
+    )
     trained = []
 
     def train(self, run, stop):
@@ -268,8 +363,12 @@ def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monke
         if len(trained) == NUM_RANDOM + 2:
             self._stop_all("SIGTERM")
             raise TrainingStopped("SIGTERM", "SIGTERM")
-        run.state.epochs = [dataclasses.replace(EPOCH, test_loss=abs(run.trial.values["momentum"] - 0.3))]
-        run._history = [events.to_line(event) for event in (*run.epochs, events.RunFinished(10, 1.0))]
+        run.state.epochs = [
+            dataclasses.replace(EPOCH, test_loss=abs(run.trial.values["momentum"] - 0.3))
+        ]
+        run._history = [
+            events.to_line(event) for event in (*run.epochs, events.RunFinished(10, 1.0))
+        ]
         run.store()
 
     monkeypatch.setattr(runner.TrialRunner, "_train", train)
@@ -277,7 +376,9 @@ def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monke
 
     def sweep():
         search = Search("none", "tpe", grid)
-        return runner.TrialRunner("digits", str(tmp_path / "c"), str(data), None, cluster, search=search)
+        return runner.TrialRunner(
+            "digits", str(tmp_path / "c"), str(data), None, cluster, search=search
+        )
 
     with pytest.raises(TrainingStopped, match="11 of 14 trials done"):
         sweep().train(trials)
@@ -291,7 +392,8 @@ def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monke
     assert runs[11].trial.values != trials[11].values
 
 
-# --- The workers --------------------------------------------------------------------------------------------------
+# --- The workers
+# --------------------------------------------------------------------------------------------------
 
 
 def worker(name, host="10.0.0.1", gpus=(), is_busy=False):
@@ -344,11 +446,14 @@ def test_the_copy_of_the_data_is_made_once_for_all_runs_and_removed_at_the_end(t
     assert list(tmp_path.iterdir()) == []
 
 
-# --- Figures and report -------------------------------------------------------------------------------------------
+# --- Figures and report
+# --------------------------------------------------------------------------------------------------
 
 
 def made_up_runs(grid, num_models=0, **statuses):
-    """Runs of eight epochs, each better than the one before; `statuses` by number, as in m2="failed"."""
+    """Runs of eight epochs, each better than the one before; `statuses` by number, as in
+    m2="failed".
+    """
     runs = []
     for model in trials_of("digits", {"epochs": 8}, grid, num_models):
         status = statuses.get(f"m{model.number}", FINISHED)
@@ -361,7 +466,11 @@ def made_up_runs(grid, num_models=0, **statuses):
             )
             for epoch in range(1, num_epochs + 1)
         ]
-        runs.append(TrialRun(model, "key", status, state, "ValueError: <b>bad</b>" if status == FAILED else ""))
+        runs.append(
+            TrialRun(
+                model, "key", status, state, "ValueError: <b>bad</b>" if status == FAILED else ""
+            )
+        )
     return runs
 
 
@@ -371,7 +480,8 @@ def test_the_monitor_ranks_trials_and_chooses_their_epochs():
     for run in runs:
         config = dataclasses.replace(run.trial.config, monitor=Monitor("accuracy", "max"))
         run.trial = dataclasses.replace(run.trial, config=config)
-    runs[0].state.epochs[4].metrics["accuracy"] = 0.99  # the largest loss, and the best of all by its accuracy
+    # the largest loss, and the best of all by its accuracy
+    runs[0].state.epochs[4].metrics["accuracy"] = 0.99
     assert find_best(runs) is runs[0]
     assert (runs[0].kept.epoch, runs[1].kept.epoch) == (5, 8)
 
@@ -423,7 +533,9 @@ def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
 
 
 def test_what_has_no_figure_is_not_drawn():
-    assert metric_panels([]) == metric_panels(made_up_runs({"epochs": [8]}, m1=FAILED)) == ("", "", [])
+    assert (
+        metric_panels([]) == metric_panels(made_up_runs({"epochs": [8]}, m1=FAILED)) == ("", "", [])
+    )
     assert len(metric_panels(made_up_runs({"epochs": [8]}))[2]) == 1
 
 
@@ -447,8 +559,12 @@ PAGES = {
     "nothing": lambda: report_of([], closed=False),
     "running": lambda: report_of(made_up_runs(GRID, m1=RUNNING, m2="waiting"), closed=False),
     "finished": lambda: report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)),
-    "interrupted": lambda: report_of(made_up_runs(GRID, m2=INTERRUPTED), TrainingStopped("SIGTERM: the sweep")),
-    "random": lambda: report_of(made_up_runs({"learning_rate": RANGE, "weight_decay": [0, 0.1]}, 300)),
+    "interrupted": lambda: report_of(
+        made_up_runs(GRID, m2=INTERRUPTED), TrainingStopped("SIGTERM: the sweep")
+    ),
+    "random": lambda: report_of(
+        made_up_runs({"learning_rate": RANGE, "weight_decay": [0, 0.1]}, 300)
+    ),
 }
 
 
@@ -469,10 +585,18 @@ def test_the_report_opens_without_errors_on_any_screen(chromium, tmp_path, page)
 
 def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path):
     file = tmp_path / "report.html"
-    file.write_text(report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)).render(), encoding="utf-8")
+    file.write_text(
+        report_of(made_up_runs(GRID, m2=FAILED, m3=STOPPED_EARLY)).render(), encoding="utf-8"
+    )
     chromium.open(file)
-    shown = "[...document.querySelectorAll('.table tbody tr')].map(row => row.cells[0].textContent).join(' ')"
-    click = "[...document.querySelectorAll('.table button')].find(each => each.textContent === '{}').click()"
+    shown = (
+        "[...document.querySelectorAll('.table tbody tr')].map(row => "
+        "row.cells[0].textContent).join(' ')"
+    )
+    click = (
+        "[...document.querySelectorAll('.table button')].find(each => each.textContent === "
+        "'{}').click()"
+    )
     assert chromium.evaluate(shown) == "1 2 3 4 5 6"
     assert chromium.evaluate("document.querySelector('.table tr.best').cells[0].textContent") == "6"
     chromium.evaluate(click.format("test loss"))
@@ -481,5 +605,8 @@ def test_a_click_on_a_column_head_sorts_and_another_reverses(chromium, tmp_path)
     assert chromium.evaluate(shown) == "3 1 4 5 6 2"
     chromium.evaluate(click.format("status"))
     assert chromium.evaluate(shown).startswith("2 ")
-    assert chromium.evaluate("document.querySelectorAll('.table b').length") == 0  # an error is text, not markup
-    assert "ValueError: <b>bad</b>" in chromium.evaluate("document.querySelector('.table').textContent")
+    # an error is text, not markup
+    assert chromium.evaluate("document.querySelectorAll('.table b').length") == 0
+    assert "ValueError: <b>bad</b>" in chromium.evaluate(
+        "document.querySelector('.table').textContent"
+    )

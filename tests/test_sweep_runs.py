@@ -43,17 +43,23 @@ from tests.test_driver import Scripted
 from tests.test_policy import AWAY
 
 SWEPT = "tests.support.sweep_recipes.Swept"
-LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
+# a busy machine's workers are slow to answer, not lost
+LOCAL = ClusterConfig(kind="local", node_timeout=30)
 
 
 def models(*grids):
-    """The models of several grids of the recipe for sweeps, one after the other, as in a list of models."""
+    """The models of several grids of the recipe for sweeps, one after the other, as in a list of
+    models.
+    """
     return build_trials(
-        SWEPT, {"checkpoint_interval": 2}, expand_grid([each for grid in grids for each in expand_grid(grid)])
+        SWEPT,
+        {"checkpoint_interval": 2},
+        expand_grid([each for grid in grids for each in expand_grid(grid)]),
     )
 
 
-# --- On a cluster -------------------------------------------------------------------------------------------------
+# --- On a cluster
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,9 @@ class Watch:
     def starts(self, number):
         """The steps at which the model's ranks started."""
         return [
-            event.step for each, event in self.seen if each == number and isinstance(event, events.CheckpointLoaded)
+            event.step
+            for each, event in self.seen
+            if each == number and isinstance(event, events.CheckpointLoaded)
         ]
 
 
@@ -109,7 +117,9 @@ FOUR = [
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, data, client):
-    """A finished sweep of two models that learn, one that raises and one with a NaN; where it lies; who saw it."""
+    """A finished sweep of two models that learn, one that raises and one with a NaN; where it lies;
+    who saw it.
+    """
     checkpoints = tmp_path_factory.mktemp("four")
     watch = Watch()
     return sweep(models(*FOUR), checkpoints, data, client, watch), checkpoints, watch
@@ -147,43 +157,71 @@ def test_the_best_has_the_lowest_loss_after_its_last_epoch(four):
     best = find_best(runs)
     assert best is runs[0]
     assert best.score(best.kept) < runs[1].score(runs[1].kept)
-    get_recipe(SWEPT).model().load_state_dict(torch.load(best.state.finished.model_state_url, weights_only=True))
+    get_recipe(SWEPT).model().load_state_dict(
+        torch.load(best.state.finished.model_state_url, weights_only=True)
+    )
 
 
 def test_models_train_side_by_side(four, record):
-    """One on each worker; that none has two at a time is proved by the lock that every rank takes."""
+    """One on each worker; that none has two at a time is proved by the lock that every rank
+    takes.
+    """
     assert len(list(record.iterdir())) == 2
     _, _, watch = four
-    num_threads = {event.num_threads for _, event in watch.seen if isinstance(event, events.RunStarted)}
+    num_threads = {
+        event.num_threads for _, event in watch.seen if isinstance(event, events.RunStarted)
+    }
     assert num_threads == {max(1, CPU_COUNT // 2)}
 
 
 def pid_of_worker_with(record, label):
-    return next((int(file.name) for file in record.iterdir() if label in file.read_text().split()), 0)
+    return next(
+        (int(file.name) for file in record.iterdir() if label in file.read_text().split()), 0
+    )
 
 
 @pytest.mark.long
 def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, client, record, four):
     go = tmp_path / "go"
-    slow = {"recipe_options": [{"label": "slow", "slow_until": str(go)}], "learning_rate": [0.1], "epochs": [40]}
+    slow = {
+        "recipe_options": [{"label": "slow", "slow_until": str(go)}],
+        "learning_rate": [0.1],
+        "epochs": [40],
+    }
     found = models({"recipe_options.label": ["quick"], "learning_rate": [0.1]}, slow)
     done = []
 
     def react(run, event):
         if run.trial.number == 1 and run.status == FINISHED and not done:
             done.append("quick")
-        elif run.trial.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished):
+        elif (
+            run.trial.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished)
+        ):
             done.append("killed")
             os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL)
-        elif run.trial.number == 2 and done == ["quick", "killed"] and isinstance(event, events.RunStarted):
+        elif (
+            run.trial.number == 2
+            and done == ["quick", "killed"]
+            and isinstance(event, events.RunStarted)
+        ):
             done.append("restarted")
         # Not earlier: the restarted trial has to get further than where it went on.
-        elif run.trial.number == 2 and done[2:] == ["restarted"] and isinstance(event, events.EpochFinished):
+        elif (
+            run.trial.number == 2
+            and done[2:] == ["restarted"]
+            and isinstance(event, events.EpochFinished)
+        ):
             done.append("stopped")
             os.kill(os.getpid(), signal.SIGTERM)
 
     watch = Watch(react)
-    with pytest.raises(TrainingStopped, match=r"SIGTERM: the study was stopped with 1 of 2 trials done. To resume"):
+    with pytest.raises(
+        TrainingStopped,
+        match=(
+            r"SIGTERM: the study was stopped with 1 of 2 trials "
+            r"done. To resume"
+        ),
+    ):
         sweep(found, tmp_path / "checkpoints", data, client, watch)
     assert done == ["quick", "killed", "restarted", "stopped"]
     assert watch.starts(1) == [0]  # the others hear nothing of it
@@ -204,10 +242,16 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
 
 
 def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, monkeypatch):
-    """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of the data."""
+    """Beside models that an earlier sweep has trained, and on a worker that has to fetch a copy of
+    the data.
+    """
     _, checkpoints, _ = four
     monkeypatch.setattr(worker, "holds_file", lambda path, contents: not path.endswith("data.json"))
-    bad = {"learning_rate": [1e-9], "epochs": [60], "recipe_options.slow_until": [str(tmp_path / "never")]}
+    bad = {
+        "learning_rate": [1e-9],
+        "epochs": [60],
+        "recipe_options.slow_until": [str(tmp_path / "never")],
+    }
     found = models(*FOUR[:1], bad)
     watch = Watch()
     runs = sweep(found, checkpoints, data, client, watch, search=Search("median"))
@@ -218,11 +262,15 @@ def test_a_bad_model_is_stopped_early_for_good(tmp_path, data, client, four, mon
     assert [entry.name for entry in checkpoints.iterdir()] == ["trials"]
 
     watch = Watch()
-    assert [run.status for run in sweep(found, checkpoints, data, client, watch)] == [run.status for run in runs]
+    assert [run.status for run in sweep(found, checkpoints, data, client, watch)] == [
+        run.status for run in runs
+    ]
     assert watch.starts(3) == []
 
 
-def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(data, client, four, monkeypatch):
+def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(
+    data, client, four, monkeypatch
+):
     """Also where other models have finished: the rest is trained by the next attempt."""
     _, checkpoints, _ = four
     monkeypatch.setattr(driver, "Attempt", Scripted([(AWAY, 5, 0), (AWAY, 5, 0)]))
@@ -239,7 +287,9 @@ def test_a_store_that_stays_away_ends_the_sweep_recoverably_and_fails_no_model(d
 def test_a_sweep_without_any_good_model_fails_with_the_errors_of_all(tmp_path, data, client):
     with pytest.raises(SweepFailed) as caught:
         sweep(models(*FOUR[1:]), tmp_path, data, client)
-    assert str(caught.value).startswith("none of the 2 trials finished\ntrial 1 (recipe_options.fault raise")
+    assert str(caught.value).startswith(
+        "none of the 2 trials finished\ntrial 1 (recipe_options.fault raise"
+    )
     assert "ValueError: broken on purpose" in str(caught.value)
     assert "NonFiniteLoss: the loss is nan" in str(caught.value)
     assert not caught.value.may_succeed
@@ -256,18 +306,28 @@ def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):
         if run.trial.number == 1 and isinstance(event, events.EpochFinished):
             scheduler.kill()
 
-    slow = {"recipe_options.slow_until": [str(tmp_path / "never")], "learning_rate": [0.1, 0.01, 0.001], "epochs": [99]}
-    with open_cluster(config, "test") as client, pytest.raises(ClusterError, match="the cluster was lost: "):
+    slow = {
+        "recipe_options.slow_until": [str(tmp_path / "never")],
+        "learning_rate": [0.1, 0.01, 0.001],
+        "epochs": [99],
+    }
+    with (
+        open_cluster(config, "test") as client,
+        pytest.raises(ClusterError, match=("the cluster was lost: ")),
+    ):
         sweep(models(slow), tmp_path / "checkpoints", data, client, Watch(react))
     scheduler.wait()
 
 
-# --- The workflow -------------------------------------------------------------------------------------------------
+# --- The workflow
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """Return the workflow's outputs, its standard error, and its figures for Prometheus at each new report."""
+    """Return the workflow's outputs, its standard error, and its figures for Prometheus at each new
+    report.
+    """
     from workflows.sweep import sweep_wf
 
     output = tmp_path_factory.mktemp("output") / "lines"
@@ -292,7 +352,9 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     of_csv = pandas.read_csv(returned.csv.path)
     assert list(of_csv) == list(table)
     assert of_csv["error"].isna().all()
-    pandas.testing.assert_frame_equal(of_csv.drop(columns="error"), table.drop(columns="error"), check_dtype=False)
+    pandas.testing.assert_frame_equal(
+        of_csv.drop(columns="error"), table.drop(columns="error"), check_dtype=False
+    )
     best = table[table["model"] == 2]
     assert best["test_loss"].iloc[-1] < table["test_loss"][1]
     assert returned.best_accuracies == list(best["accuracy"])
@@ -306,13 +368,20 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     assert (card["config"]["learning_rate"], len(card["epochs"])) == (0.01, 2)
     assert card["origin"]["code_version"]
     kinds = [type(event).__name__ for event in events.read_history(returned.history.path)]
-    assert [kinds.count(kind) for kind in ("RunStarted", "EpochFinished", "RunFinished")] == [2, 4, 2]
+    assert [kinds.count(kind) for kind in ("RunStarted", "EpochFinished", "RunFinished")] == [
+        2,
+        4,
+        2,
+    ]
 
 
 def test_the_history_has_a_model_that_failed_too(four):
     runs, _, _ = four
     for run in runs:
-        assert any(isinstance(event, events.RunStarted) for event in events.parse_history(run.history(), ""))
+        assert any(
+            isinstance(event, events.RunStarted)
+            for event in events.parse_history(run.history(), "")
+        )
 
 
 def test_the_workflow_prints_one_line_per_model(outputs):
@@ -320,7 +389,11 @@ def test_the_workflow_prints_one_line_per_model(outputs):
     for number, rate in ((1, "0.0001"), (2, "0.01")):
         assert f"trial {number}/2 (learning_rate {rate}) started" in output
         assert re.search(
-            rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy \d+", output
+            (
+                rf"trial {number}/2 \(learning_rate {rate}\) finished: test loss \d\.\d+, accuracy "
+                r"\d+"
+            ),
+            output,
         )
     assert "the best is trial 2 (learning_rate 0.01)" in output
 
@@ -329,7 +402,8 @@ def test_the_workflows_report_has_the_models_and_their_curves(outputs, chromium,
     returned, _, _ = outputs
     page = Path(returned.report.path)
     assert chromium.open(page) == []
-    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2  # over epochs, by hyperparameter
+    # over epochs, by hyperparameter
+    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2
     assert chromium.evaluate("document.querySelectorAll('.table tbody tr').length") == 2
     assert "learning_rate" in chromium.evaluate("document.querySelector('.lead').textContent")
 
@@ -342,17 +416,25 @@ def test_the_report_is_shown_while_the_models_train_and_at_the_end(outputs):
 def test_each_model_has_its_figures_for_prometheus_while_it_trains(outputs):
     _, _, published = outputs
     for trial in (1, 2):
-        assert any(f'flyte_ddp_world_size{{recipe="digits",run="",trial="{trial}"}} 1.0' in text for text in published)
+        assert any(
+            f'flyte_ddp_world_size{{recipe="digits",run="",trial="{trial}"}} 1.0' in text
+            for text in published
+        )
     assert published[-1] == ""
 
 
 def test_the_models_are_one_group_in_wandb(outputs):
     returned, output, _ = outputs
     runs = [
-        run for each in Path(returned.report.path).parent.glob("wandb/offline-run-*") for run in records_of(each, "run")
+        run
+        for each in Path(returned.report.path).parent.glob("wandb/offline-run-*")
+        for run in records_of(each, "run")
     ]
     assert len(runs) == 2
     assert len({run.run_group for run in runs}) == 1
-    assert {run.display_name for run in runs} == {"trial 1 (learning_rate 0.0001)", "trial 2 (learning_rate 0.01)"}
+    assert {run.display_name for run in runs} == {
+        "trial 1 (learning_rate 0.0001)",
+        ("trial 2 (learning_rate 0.01)"),
+    }
     assert output.count("W&B: ") == 1
     assert f"likewise for all trials of group {runs[0].run_group}" in output

@@ -1,4 +1,6 @@
-"""Recipes for other tasks than classification: their metrics are exact, and the best model is the one they decide."""
+"""Recipes for other tasks than classification: their metrics are exact, and the best model is the
+one they decide.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,16 @@ def noise(*shape, seed=0):
 
 
 class _Made:
-    """Data that are made up: the first `NUM_TRAIN` samples train, `num_test` others are held out."""
+    """Data that are made up: the first `NUM_TRAIN` samples train, `num_test` others are held
+    out.
+    """
 
-    defaults = {"epochs": 2, "global_batch_size": 12, "learning_rate": 0.05, "evaluation_batch_size": 5}
+    defaults = {
+        "epochs": 2,
+        "global_batch_size": 12,
+        "learning_rate": 0.05,
+        "evaluation_batch_size": 5,
+    }
     num_test = 23
 
     def prepare(self, source, directory):
@@ -57,7 +66,10 @@ class Numbers(_Made, Regression):
         return nn.Linear(4, 2)
 
     def metrics(self):
-        return {**super().metrics(), "worst": lambda outputs, targets: (outputs - targets).abs().sum(1)}
+        return {
+            **super().metrics(),
+            "worst": lambda outputs, targets: (outputs - targets).abs().sum(1),
+        }
 
 
 class FewNumbers(Numbers):
@@ -72,7 +84,10 @@ class ManyFigures(Numbers):
     num_test = 400
 
     def metrics(self):
-        return {"errors": MetricCollection([MeanAbsoluteError(), R2Score()]), "range": MinMaxMetric(R2Score())}
+        return {
+            "errors": MetricCollection([MeanAbsoluteError(), R2Score()]),
+            "range": MinMaxMetric(R2Score()),
+        }
 
     def figures(self, epoch):
         return {"rmse": epoch.test_loss**0.5}
@@ -134,7 +149,9 @@ def plain(recipe, state):
     if isinstance(recipe, Ranked):
         auroc = BinaryAUROC()
         auroc.update(outputs.sigmoid(), targets)
-        return loss.binary_cross_entropy_with_logits(outputs, targets.float()), {"auroc": auroc.compute()}
+        return loss.binary_cross_entropy_with_logits(outputs, targets.float()), {
+            "auroc": auroc.compute()
+        }
     index = MulticlassJaccardIndex(3, ignore_index=-100)
     index.update(outputs.argmax(1), targets)
     counts = targets != -100
@@ -151,7 +168,9 @@ def test_metrics_are_those_of_one_process_at_any_number_of_ranks(kind, world_siz
     loss, metrics = plain(kind(), run.state())
     last = run.result.epochs[-1]
     assert last.test_loss == pytest.approx(float(loss), rel=1e-5)
-    assert last.metrics == {name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.items()}
+    assert last.metrics == {
+        name: pytest.approx(float(value), rel=1e-5) for name, value in metrics.items()
+    }
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 2), (2, 2, 2)])
@@ -170,9 +189,17 @@ def best_of(epochs, monitor):
     return min(epochs, key=lambda epoch: monitor.score(epoch.figures().values))
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("world_size", "parallel"), [(1, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.long)]
+)
 def test_the_model_state_is_that_of_the_best_epoch_by_the_monitor(world_size, parallel, tmp_path):
-    config = {"epochs": 4, "optimizer": "sgd", "schedule": "constant", "parallel": parallel, "checkpoints_to_keep": 1}
+    config = {
+        "epochs": 4,
+        "optimizer": "sgd",
+        "schedule": "constant",
+        "parallel": parallel,
+        "checkpoints_to_keep": 1,
+    }
     monitor = {"metric": "mae", "mode": "max"}  # the wrong way round: the first epoch is the best
     run = new_run(tmp_path, HERE + "Numbers").train(world_size, monitor=monitor, **config)
     epochs, finished = run.result.epochs, run.result.finished
@@ -189,9 +216,13 @@ def test_the_model_state_is_that_of_the_best_epoch_by_the_monitor(world_size, pa
     assert predictions.epoch == best.epoch
 
     # The same run again, which takes no step: the state of the last epoch.
-    again = new_run(tmp_path, HERE + "Numbers").train(world_size, monitor=monitor, model_state="last", **config)
+    again = new_run(tmp_path, HERE + "Numbers").train(
+        world_size, monitor=monitor, model_state="last", **config
+    )
     assert again.result.finished.model_state_epoch == 4
-    assert float(plain(Numbers(), again.state())[0]) == pytest.approx(epochs[-1].test_loss, rel=1e-5)
+    assert float(plain(Numbers(), again.state())[0]) == pytest.approx(
+        epochs[-1].test_loss, rel=1e-5
+    )
 
 
 def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(tmp_path):
@@ -201,13 +232,20 @@ def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(
     (tmp_path / "checkpoints" / best.url.rpartition("/")[2]).write_text("{}")
     run = new_run(tmp_path, HERE + "Numbers").train(1, **config)
     assert run.result.finished.model_state_epoch == 3
-    assert [line for line in run.lines if "the model state is that of epoch 3, and not of the best: " in line]
+    assert [
+        line
+        for line in run.lines
+        if ("the model state is that of epoch 3, and not of the best: ") in line
+    ]
 
 
 def test_a_metric_without_a_value_of_so_few_samples_is_one_line():
     metrics = HeldOutMetrics(Numbers(), torch.device("cpu"))
     metrics.update(torch.zeros(1, 2), torch.zeros(1, 2))
-    expected = "^Numbers.metrics: r2: expected a value of 1 held-out samples: Needs at least two samples to calculate"
+    expected = (
+        "^Numbers.metrics: r2: expected a value of 1 held-out samples: Needs at least two "
+        "samples to calculate"
+    )
     with pytest.raises(ConfigError, match=expected):
         metrics.compute(ALONE, num_samples=1, num_targets=2)
 
@@ -227,7 +265,10 @@ def test_a_monitor_that_the_recipe_has_not_is_one_line_before_the_first_step(tmp
     run = new_run(tmp_path, HERE + "Numbers")
     with pytest.raises(RankFailure) as caught:
         run.train(1, monitor={"metric": "maee", "mode": "min"})
-    expected = "ConfigError: monitor.metric: expected one of test_loss, worst, mae, r2, got 'maee' (did you mean mae?)"
+    expected = (
+        "ConfigError: monitor.metric: expected one of test_loss, worst, mae, r2, got "
+        "'maee' (did you mean mae?)"
+    )
     assert caught.value.cause == expected
     assert not [event for event in run.events if isinstance(event, Reported)]
 
@@ -254,7 +295,9 @@ def test_the_interval_of_a_comparison_has_the_difference_and_shrinks_with_the_sa
     assert few_high - few_low > 2 * (high - low)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("errors_R2Score", "max"), ("range_raw", "max"), ("rmse", "min")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("errors_R2Score", "max"), ("range_raw", "max"), ("rmse", "min")]
+)
 def test_one_of_several_values_and_a_figure_may_decide(name, mode, tmp_path):
     monitor = {"metric": name, "mode": mode}
     better, worse = (measurement(ManyFigures, scale, monitor) for scale in (0.05, 0.1))
@@ -279,13 +322,17 @@ def test_predicted_numbers_are_drawn_against_the_true_ones():
         Prediction("2", "2", {}, numbers=[2.0, 2.0], error=0),
     ]
     (panel,) = prediction_panels(made)
-    assert panel.summary == "Predicted over true numbers of 2 held-out samples: mean absolute error 0.25"
+    assert panel.summary == (
+        "Predicted over true numbers of 2 held-out samples: mean absolute error 0.25"
+    )
 
 
 def test_a_confusion_matrix_counts_the_predictions_of_few_classes():
     made = [Prediction(truth, guess, {}) for truth, guess in ("aa", "aa", "ab", "bb")]
     (panel,) = prediction_panels(made)
-    assert panel.summary == "Confusion matrix of 4 held-out samples: 1 wrong; most often a for b, 1 times"
+    assert panel.summary == (
+        "Confusion matrix of 4 held-out samples: 1 wrong; most often a for b, 1 times"
+    )
     assert prediction_panels([Prediction("a", "a", {})]) == []
     assert prediction_panels([Prediction(str(index), "0", {}) for index in range(30)]) == []
     assert prediction_panels([]) == []

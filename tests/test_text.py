@@ -36,7 +36,9 @@ REPOSITORY = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
 # Forty documents that have no line in common.
-DOCUMENTS = [f"{number}: " + " ".join(WORDS[: 1 + number % 6]) + f" über {number}\n" for number in range(40)]
+DOCUMENTS = [
+    f"{number}: " + " ".join(WORDS[: 1 + number % 6]) + f" über {number}\n" for number in range(40)
+]
 
 
 def text_of(file, tokenizer):
@@ -88,7 +90,9 @@ def test_documents_come_whole_from_files_rows_separators_and_urls(tmp_path, form
     train, held_out = (documents_of(tmp_path, name) for name in (TRAIN, HELD_OUT))
     assert sorted(train + held_out) == sorted(DOCUMENTS)
     assert len(held_out) in range(1, 12)
-    assert description.startswith(f"text from {source}: 40 documents, {len(held_out)} of them held out; ")
+    assert description.startswith(
+        f"text from {source}: 40 documents, {len(held_out)} of them held out; "
+    )
 
 
 def test_a_bucket_that_throttles_cuts_and_shortens_answers_gives_the_whole_text(tmp_path):
@@ -105,7 +109,10 @@ def test_a_bucket_that_throttles_cuts_and_shortens_answers_gives_the_whole_text(
 
 def test_split_depends_on_the_documents_alone_and_keeps_copies_on_one_side(tmp_path):
     held_out = []
-    for place, texts in (("a", DOCUMENTS), ("b", [DOCUMENTS[0], *DOCUMENTS[:0:-1], *DOCUMENTS[5:9]])):
+    for place, texts in (
+        ("a", DOCUMENTS),
+        ("b", [DOCUMENTS[0], *DOCUMENTS[:0:-1], *DOCUMENTS[5:9]]),
+    ):
         (tmp_path / place).mkdir()
         (tmp_path / place / "one.txt").write_text("\f".join(texts))
         prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=0.3)
@@ -148,14 +155,16 @@ def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "one.txt").write_text("\f".join(texts))
         # With this share no hash of a document holds it out.
-        _, _, description = prepared(tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=1e-6)
+        _, _, description = prepared(
+            tmp_path / place, tmp_path / place / "one.txt", separator="\f", held_out=1e-6
+        )
         held_out = documents_of(tmp_path / place, HELD_OUT)
         if place == "one":
             assert held_out == ["x" * 8]
             assert (
-                "1 document, the end of the last one held out; 492 tokens of 256 kinds to train, 9 held out"
-                in description
-            )
+                "1 document, the end of the last one held out; 492 tokens of 256 kinds to train, "
+                "9 held out"
+            ) in description
         else:
             assert held_out == ["c" * 100]
             assert documents_of(tmp_path / place, TRAIN) == texts[:2]
@@ -171,7 +180,14 @@ def test_a_document_trains_however_much_is_held_out(tmp_path):
 def test_without_a_source_it_is_pythons_own_topics(tmp_path):
     _, _, description = prepared(tmp_path)
     documents, held_out = (
-        int(number) for number in re.search(r"\(pydoc_data.topics\): (\d+) documents, (\d+) of", description).groups()
+        int(number)
+        for number in re.search(
+            (
+                r"\(pydoc_data.topics\): (\d+) documents, (\d+) "
+                r"of"
+            ),
+            description,
+        ).groups()
     )
     assert documents > 60
     assert 2 < held_out < 20
@@ -183,7 +199,9 @@ def test_without_a_source_it_is_pythons_own_topics(tmp_path):
 def test_bpe_gives_any_text_back_and_marks_no_end_within_it():
     tokenizer = train_tokenizer(iter(DOCUMENTS), 320)
     texts = ["beta alpha", "", "日本 \x00 <|endoftext|>\r\n", "über " * 9]
-    for text, tokens in zip(texts, tokenizer.encode([each.encode() for each in texts]), strict=True):
+    for text, tokens in zip(
+        texts, tokenizer.encode([each.encode() for each in texts]), strict=True
+    ):
         assert tokenizer.decode(tokens.tolist()) == text
         assert tokenizer.end not in tokens
     assert len(tokenizer.encode([b" alpha beta"])[0]) < 5  # it has learnt the words
@@ -206,7 +224,12 @@ def test_nats_per_byte_compare_between_tokenizers(tmp_path):
         (tmp_path / tokens).mkdir()
         (tmp_path / tokens / "one.txt").write_text("\f".join(DOCUMENTS))
         recipe, (_, test), _ = prepared(
-            tmp_path / tokens, tmp_path / tokens / "one.txt", separator="\f", tokens=tokens, context=1, **options
+            tmp_path / tokens,
+            tmp_path / tokens / "one.txt",
+            separator="\f",
+            tokens=tokens,
+            context=1,
+            **options,
         )
         num_targets = test.tensors[1].numel()
         num_bytes = sum(len(text.encode()) for text in documents_of(tmp_path / tokens, HELD_OUT))
@@ -250,8 +273,15 @@ def test_order_of_windows_is_a_function_of_seed_and_epoch_for_any_number_of_rank
         for rank in range(size):
             world = World(rank, rank, size, CPU)
             samples, _ = open_samples(datasets, recipe, config, world)
-            shards.append([shard.micro_batches[0] for shard in epoch_shards(samples, config, world, epoch)[:5]])
-        seen[seed, epoch, size] = torch.cat([part for batch in zip(*shards, strict=True) for part in batch]).tolist()
+            shards.append(
+                [
+                    shard.micro_batches[0]
+                    for shard in epoch_shards(samples, config, world, epoch)[:5]
+                ]
+            )
+        seen[seed, epoch, size] = torch.cat(
+            [part for batch in zip(*shards, strict=True) for part in batch]
+        ).tolist()
         (batch,) = samples.batches([torch.tensor([7, 3])], epoch)
         assert torch.equal(batch[0], datasets[0].tensors[0][[7, 3]])
     assert seen[0, 1, 1] == seen[0, 1, 3]
@@ -275,7 +305,7 @@ prepare_data(get_recipe("text"), "", Path(sys.argv[6]))  # imports what is neede
 resource.setrlimit(resource.RLIMIT_DATA, (limit + int(Path("/proc/self/statm").read_text().split()[5]) * 4096,) * 2)
 prepare_data(recipe, source, directory)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -283,8 +313,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
     ("tokens", "separator", "megabytes", "limit"),
     [("bytes", "\n\n", 200, 32), ("bytes", "", 200, 32), ("bpe", "\n\n", 100, 96)],
 )
-def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separator, megabytes, limit):
-    """A limit on the memory of the process's own, not on that of mapped files, which the kernel takes back."""
+def test_text_of_any_size_is_prepared_in_bounded_memory(
+    tmp_path, tokens, separator, megabytes, limit
+):
+    """A limit on the memory of the process's own, not on that of mapped files, which the kernel
+    takes back.
+    """
     random = np.random.default_rng(0)
     vocabulary = np.array([f"word{number:x}" for number in range(20_000)])
     with open(tmp_path / "large.txt", "w") as file:
@@ -293,7 +327,14 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separa
             file.write("\n\n".join(" ".join(part) for part in np.array_split(words, 500)) + "\n\n")
     for name in ("data", "small"):
         (tmp_path / name).mkdir()
-    arguments = (tmp_path / "large.txt", tmp_path / "data", limit << 20, tokens, separator, tmp_path / "small")
+    arguments = (
+        tmp_path / "large.txt",
+        tmp_path / "data",
+        limit << 20,
+        tokens,
+        separator,
+        tmp_path / "small",
+    )
     done = subprocess.run(
         [sys.executable, "-c", PREPARE, *map(str, arguments)],
         cwd=REPOSITORY,
@@ -314,20 +355,48 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(tmp_path, tokens, separa
 @pytest.mark.parametrize(
     ("name", "contents", "options", "expected"),
     [
-        ("missing.txt", None, {}, "data: expected a file, directory or URL with text or Parquet, got .*missing.txt"),
+        (
+            "missing.txt",
+            None,
+            {},
+            ("data: expected a file, directory or URL with text or Parquet, got .*missing.txt"),
+        ),
         ("empty.txt", b"", {}, r"data: expected text, got .*empty.txt, which is empty"),
         (
             "latin.txt",
             "Käse ".encode("latin-1") * 9,
             {"tokens": "bpe"},
-            "data: expected text in UTF-8, or in UTF-16 .*, got .*latin.txt: not in UTF-8; convert it",
+            (
+                "data: expected text in UTF-8, or in UTF-16 .*, got .*latin.txt: not in UTF-8; "
+                "convert it"
+            ),
         ),
-        ("short.txt", b"a few words", {}, r"recipe_options.context: expected at most 5 tokens, .* \(12 tokens\)"),
-        ("half.txt.gz", gzip.compress(b"words " * 999, mtime=0)[:40], {}, "data: .* cannot be read: EOFError"),
-        ("bad.parquet", b"PAR1 or not", {}, "data: .*bad.parquet is no Parquet file that can be read"),
+        (
+            "short.txt",
+            b"a few words",
+            {},
+            (
+                r"recipe_options.context: expected at most 5 tokens, .* "
+                r"\(12 tokens\)"
+            ),
+        ),
+        (
+            "half.txt.gz",
+            gzip.compress(b"words " * 999, mtime=0)[:40],
+            {},
+            ("data: .* cannot be read: EOFError"),
+        ),
+        (
+            "bad.parquet",
+            b"PAR1 or not",
+            {},
+            ("data: .*bad.parquet is no Parquet file that can be read"),
+        ),
     ],
 )
-def test_unusable_data_is_named_in_one_line_before_a_rank_starts(tmp_path, name, contents, options, expected):
+def test_unusable_data_is_named_in_one_line_before_a_rank_starts(
+    tmp_path, name, contents, options, expected
+):
     if contents is not None:
         (tmp_path / name).write_bytes(contents)
     with pytest.raises((DataError, ConfigError), match=f"^{expected}") as caught:
@@ -344,32 +413,64 @@ def test_held_out_text_that_is_not_utf8_is_named_too(tmp_path, monkeypatch):
             break
     monkeypatch.setattr(corpus, "HEAD", 100)
     (tmp_path / "one.txt").write_bytes(b"\f".join([*texts, bad]))
-    with pytest.raises(DataError, match=r"^data: expected UTF-8, .* got the byte 0xe4 in .*one.txt; convert it"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"^data: expected UTF-8, .* got the byte 0xe4 in "
+            r".*one.txt; convert it"
+        ),
+    ):
         prepared(tmp_path, tmp_path / "one.txt", separator="\f", tokens="bpe", vocabulary=300)
 
 
 def test_columns_and_folders_without_text_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"id": [1], "story": ["once"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="expected a column 'text' .* got the columns id, story; .* option column"):
+    with pytest.raises(
+        DataError, match=("expected a column 'text' .* got the columns id, story; .* option column")
+    ):
         list(Corpus(str(tmp_path)).pieces())
     with pytest.raises(DataError, match="expected text in column 'id' of .*, got int64"):
         list(Corpus(str(tmp_path), column="id").pieces())
-    with pytest.raises(DataError, match=r"expected files like \*.py, got 1 other files in .* option files"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"expected files like \*.py, got 1 other files in .* "
+            r"option files"
+        ),
+    ):
         list(Corpus(str(tmp_path), files="*.py").pieces())
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"width": 36, "heads": 4}, r"recipe_options.width: expected a multiple of 8 \(2 x heads\), got 36"),
+        (
+            {"width": 36, "heads": 4},
+            (
+                r"recipe_options.width: expected a multiple of 8 \(2 x "
+                r"heads\), got 36"
+            ),
+        ),
         (
             {"pretrained": "a", "architecture": {"model_type": "llama"}},
-            "recipe_options: expected one of pretrained, architecture and sizes, got .'pretrained', 'architecture'.",
+            (
+                "recipe_options: expected one of pretrained, architecture and sizes, got "
+                ".'pretrained', 'architecture'."
+            ),
         ),
-        ({"pretrained": "a", "layers": 2}, "recipe_options: expected one of .* got .'pretrained', 'layers'."),
-        ({"tokens": "words"}, "recipe_options.tokens: expected one of auto, bytes, bpe, got 'words'"),
+        (
+            {"pretrained": "a", "layers": 2},
+            ("recipe_options: expected one of .* got .'pretrained', 'layers'."),
+        ),
+        (
+            {"tokens": "words"},
+            ("recipe_options.tokens: expected one of auto, bytes, bpe, got 'words'"),
+        ),
         ({"context": 0}, "recipe_options.context: expected a whole number of at least 1, got 0"),
-        ({"held_out": 1}, "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        (
+            {"held_out": 1},
+            ("recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+        ),
         (
             {"vocabulary": 100},
             "recipe_options.vocabulary: expected a whole number of at least 300, got 100",
@@ -386,11 +487,16 @@ def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(
     for name, text in (("first", "\n".join(DOCUMENTS)), ("second", "\n".join(DOCUMENTS)[::-1])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "one.txt").write_text(text)
-        recipe, _, _ = prepared(tmp_path / name, tmp_path / name / "one.txt", tokens="bpe", vocabulary=300)
+        recipe, _, _ = prepared(
+            tmp_path / name, tmp_path / name / "one.txt", tokens="bpe", vocabulary=300
+        )
         models.append(recipe.model())
     file = tmp_path / "state.pt"
     torch.save(models[0].state_dict(), file)
-    with pytest.raises(ConfigError, match="^vocabulary: expected a state with the tokenizer of this data, got one"):
+    with pytest.raises(
+        ConfigError,
+        match=("^vocabulary: expected a state with the tokenizer of this data, got one"),
+    ):
         load_initial_state(models[1], str(file))
 
 
@@ -400,20 +506,31 @@ def test_a_run_resumes_with_another_prompt_and_not_with_another_model():
         progress = {"epoch": 2, "batch": 0}
         checkpoint = {"config": dataclasses.asdict(began), "progress": progress}
         checkpoint |= {"data_fingerprint": "", "initial_state": ""}
-        check_same_run(checkpoint, "run/step-1.json", config, "", "", get_recipe("text").changeable_options)
+        check_same_run(
+            checkpoint, "run/step-1.json", config, "", "", get_recipe("text").changeable_options
+        )
 
     resume(prompt="Once upon a time")
-    with pytest.raises(ConfigError, match=r"recipe_options\.layers: expected 4, with which run/step-1\.json was"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"recipe_options\.layers: expected 4, with which "
+            r"run/step-1\.json was"
+        ),
+    ):
         resume(layers=2)
 
 
 def test_the_vocabulary_of_another_model_is_used_so_that_new_text_fits_it(tmp_path):
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "one.txt").write_text("\n".join(DOCUMENTS))
-    first, _, _ = prepared(tmp_path / "first", tmp_path / "first" / "one.txt", tokens="bpe", vocabulary=300)
+    first, _, _ = prepared(
+        tmp_path / "first", tmp_path / "first" / "one.txt", tokens="bpe", vocabulary=300
+    )
     file = tmp_path / "model_state.pt"
     torch.save(first.model().state_dict(), file)
-    recipe, _, _ = prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))  # on Python's own topics
+    # on Python's own topics
+    recipe, _, _ = prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))
     load_initial_state(recipe.model(), str(file))
 
 
@@ -429,5 +546,8 @@ def test_a_file_without_a_vocabulary_is_named_in_one_line(tmp_path, state, said)
     file = tmp_path / "model_state.pt"
     if state is not None:
         file.write_bytes(state) if isinstance(state, bytes) else torch.save(state, file)
-    with pytest.raises(ConfigError, match=f"^recipe_options.vocabulary_of: expected .* of recipe text, got .*{said}$"):
+    with pytest.raises(
+        ConfigError,
+        match=(f"^recipe_options.vocabulary_of: expected .* of recipe text, got .*{said}$"),
+    ):
         prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))

@@ -28,12 +28,14 @@ def test_fresh_model_is_as_good_as_guessing_and_learns(tmp_path):
     torch.manual_seed(0)
     model = recipe.model()
     inputs, targets = recipe.inputs(train.tensors[0][:16]), train.tensors[1][:16]
-    expected = functional.cross_entropy(model(inputs).detach().transpose(1, 2), targets.long(), reduction="none").mean(
-        dim=1
-    )
+    expected = functional.cross_entropy(
+        model(inputs).detach().transpose(1, 2), targets.long(), reduction="none"
+    ).mean(dim=1)
     torch.testing.assert_close(recipe.losses(model(inputs).detach(), targets), expected)
     assert float(expected.mean()) == pytest.approx(np.log(256), abs=0.1)
-    optimizer = build_optimizer(model, TrainingConfig(learning_rate=1e-2), recipe.optimizer_groups(model))
+    optimizer = build_optimizer(
+        model, TrainingConfig(learning_rate=1e-2), recipe.optimizer_groups(model)
+    )
     for _ in range(30):
         optimizer.zero_grad()
         recipe.losses(model(inputs), targets).mean().backward()
@@ -52,37 +54,56 @@ def test_a_machine_imports_transformers_once_for_its_ranks():
 def test_norms_and_embeddings_do_not_decay(tmp_path):
     recipe, _, _ = prepared(tmp_path)
     model = recipe.model()
-    optimizer = build_optimizer(model, TrainingConfig(weight_decay=0.5), recipe.optimizer_groups(model))
-    decays = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
+    optimizer = build_optimizer(
+        model, TrainingConfig(weight_decay=0.5), recipe.optimizer_groups(model)
+    )
+    decays = {
+        id(each): group["weight_decay"]
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
     kept = {name for name, parameter in model.named_parameters() if decays[id(parameter)] == 0}
     matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
     assert kept >= {"model.model.embed_tokens.weight", "model.model.norm.weight"}
     assert kept & matrices == {"model.model.embed_tokens.weight"}
-    assert {decays[id(each)] for name, each in model.named_parameters() if name not in kept} == {0.5}
+    assert {decays[id(each)] for name, each in model.named_parameters() if name not in kept} == {
+        0.5
+    }
 
 
 def test_a_recipe_that_forgets_a_parameter_in_its_groups_is_refused():
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="^optimizer_groups: expected every trained parameter .* got none with bias"):
+    with pytest.raises(
+        ConfigError,
+        match=("^optimizer_groups: expected every trained parameter .* got none with bias"),
+    ):
         build_optimizer(model, TrainingConfig(), [{"params": [model.weight]}])
     model.bias.requires_grad_(False)
     build_optimizer(model, TrainingConfig(), [{"params": [model.weight, model.bias]}])
 
 
 def test_operations_are_counted_as_the_papers_do(tmp_path):
-    """6 N + 12 L H Q T per token; GPT-2's 124 million parameters at 1,024 tokens take 0.85 GFLOPs a token."""
+    """6 N + 12 L H Q T per token; GPT-2's 124 million parameters at 1,024 tokens take 0.85 GFLOPs a
+    token.
+    """
     recipe, _, _ = prepared(tmp_path)
     model = recipe.model()
     num_parameters = sum(each.numel() for each in model.parameters())
     assert recipe.flops_per_sample(model) == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
 
 
-def test_utilization_is_shown_only_for_a_known_gpu_and_a_recipe_that_counts_its_operations(tmp_path, monkeypatch):
+def test_utilization_is_shown_only_for_a_known_gpu_and_a_recipe_that_counts_its_operations(
+    tmp_path, monkeypatch
+):
     config, world = TrainingConfig(precision="bf16"), World(0, 0, 1, CPU)
     recipe, _, _ = prepared(tmp_path)
     model, epoch = recipe.model(), sample_run.epoch(1)
     assert FlopsUtilization(recipe, model, config, world).of(epoch) == {}
     monkeypatch.setattr(evaluation, "peak_flops", lambda config, world: 312e12)
     share = recipe.flops_per_sample(model) * epoch.samples_per_second / 312e12
-    assert FlopsUtilization(recipe, model, config, world).of(epoch) == {"model_flops_utilization": share}
-    assert FlopsUtilization(get_recipe("digits"), torch.nn.Linear(2, 2), config, world).of(epoch) == {}
+    assert FlopsUtilization(recipe, model, config, world).of(epoch) == {
+        "model_flops_utilization": share
+    }
+    assert (
+        FlopsUtilization(get_recipe("digits"), torch.nn.Linear(2, 2), config, world).of(epoch) == {}
+    )

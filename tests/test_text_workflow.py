@@ -37,12 +37,30 @@ def model(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state, report, history)."""
-    command = ["pyflyte", "run", "workflows/single_node.py", "single_node_training_wf", "--recipe", "text"]
-    flags = ["--num_processes", "2", "--config", json.dumps(SMALL), "--output", str(tmp_path_factory.mktemp("first"))]
+    """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state,
+    report, history).
+    """
+    command = [
+        "pyflyte",
+        "run",
+        "workflows/single_node.py",
+        "single_node_training_wf",
+        "--recipe",
+        "text",
+    ]
+    flags = [
+        "--num_processes",
+        "2",
+        "--config",
+        json.dumps(SMALL),
+        "--output",
+        str(tmp_path_factory.mktemp("first")),
+    ]
     code, output, errors = run_command(*command, *flags, cwd=REPOSITORY, WANDB_MODE="disabled")
     assert code == 0, output + errors
-    outputs = re.search(r"model_state=(\S+), report=(\S+), history=(\S+?), export=", output.replace("\n", " "))
+    outputs = re.search(
+        r"model_state=(\S+), report=(\S+), history=(\S+?), export=", output.replace("\n", " ")
+    )
     return output + errors, *map(Path, outputs.groups())
 
 
@@ -72,7 +90,9 @@ def test_the_state_alone_continues_a_text_as_its_run_did(trained):
     text = generate_text_wf(model_state=FlyteFile(str(state_file)), prompt="The ", max_tokens=200)
     last = [event for event in read_history(history) if isinstance(event, EpochFinished)][-1]
     assert text == last.sample
-    other = generate_text_wf(model_state=FlyteFile(str(state_file)), prompt="The ", max_tokens=200, seed=1)
+    other = generate_text_wf(
+        model_state=FlyteFile(str(state_file)), prompt="The ", max_tokens=200, seed=1
+    )
     assert other != text
     assert other.startswith("The ")
 
@@ -81,7 +101,11 @@ def test_transformers_loads_a_runs_output_as_the_page_says(trained):
     pytest.importorskip("transformers")
     _, state_file, _, _ = trained
     page = (REPOSITORY / "docs/outputs.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_pretrained" in block)
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "from_pretrained" in block
+    )
     names = {}
     exec(code.replace("runs/first", str(state_file.parent)), names)
     model, tokenizer = names["model"].eval(), names["tokenizer"]
@@ -94,7 +118,10 @@ def test_transformers_loads_a_runs_output_as_the_page_says(trained):
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
-        ({"max_tokens": 0}, "max_tokens: expected a whole number of at least 1 and of at most 100000, got 0"),
+        (
+            {"max_tokens": 0},
+            ("max_tokens: expected a whole number of at least 1 and of at most 100000, got 0"),
+        ),
         ({"temperature": -1.0}, "temperature: expected a finite number of at least 0, got -1.0"),
         ({"top_p": 0.0}, "top_p: expected a finite number of at most 1 and above 0, got 0.0"),
         ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
@@ -122,11 +149,19 @@ def test_a_text_goes_on_beyond_the_context_and_ends_where_the_model_ends_it(mode
     text = generate_text(model, "The list is ", 50, temperature=0.0)
     assert text.startswith("The list is ")
     with torch.no_grad():
-        assert text == generate_text(model, "The list is ", 50, top_p=1e-6)  # the likeliest token alone
-        assert len(model.tokenizer.encode([generate_text(model, "", 50).encode("utf-8", "replace")])[0]) > 8
+        # the likeliest token alone
+        assert text == generate_text(model, "The list is ", 50, top_p=1e-6)
+        assert (
+            len(
+                model.tokenizer.encode([generate_text(model, "", 50).encode("utf-8", "replace")])[0]
+            )
+            > 8
+        )
         logits = torch.full((1, 1, 256), -1.0)
         logits[..., model.tokenizer.end] = 1.0
-        model.model.lm_head.register_forward_hook(lambda module, inputs, outputs: logits.expand_as(outputs))
+        model.model.lm_head.register_forward_hook(
+            lambda module, inputs, outputs: logits.expand_as(outputs)
+        )
         assert generate_text(model, "abc", 50, temperature=0.0) == "abc"
 
 

@@ -41,19 +41,27 @@ ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight
 
 
 class _Plain:
-    """A run as a plain loop in one process: `model`, and the (training loss, test loss, accuracy) of each epoch."""
+    """A run as a plain loop in one process: `model`, and the (training loss, test loss, accuracy)
+    of each epoch.
+    """
 
     def __init__(self, run, clip=0.0):
         recipe = get_recipe(run.recipe)
         config = resolve(recipe.defaults, {})
-        (inputs, targets), (test_inputs, test_targets) = (part.tensors for part in recipe.datasets(run.data()))
+        (inputs, targets), (test_inputs, test_targets) = (
+            part.tensors for part in recipe.datasets(run.data())
+        )
         torch.manual_seed(config.seed)
         self.model = recipe.model()
         self.epochs = []
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+        optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=config.learning_rate, momentum=config.momentum
+        )
         for epoch in range(1, config.epochs + 1):
             total = 0.0
-            for batch in epoch_order(len(inputs), config.seed, epoch).split(config.global_batch_size):
+            for batch in epoch_order(len(inputs), config.seed, epoch).split(
+                config.global_batch_size
+            ):
                 optimizer.zero_grad()
                 loss = recipe.plain_losses(self.model(inputs[batch]), targets[batch]).sum()
                 (loss / self._count(recipe, targets[batch])).backward()
@@ -69,7 +77,11 @@ class _Plain:
             self.model.train()
             num_test = self._count(recipe, test_targets)
             self.epochs.append(
-                (total / self._count(recipe, targets), float(test_loss) / num_test, int(num_correct) / num_test)
+                (
+                    total / self._count(recipe, targets),
+                    float(test_loss) / num_test,
+                    int(num_correct) / num_test,
+                )
             )
 
     @staticmethod
@@ -83,7 +95,9 @@ def _assert_same(run, plain):
     assert state.keys() == plain.model.state_dict().keys()
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-    for epoch, (train_loss, test_loss, accuracy) in zip(run.result.epochs, plain.epochs, strict=True):
+    for epoch, (train_loss, test_loss, accuracy) in zip(
+        run.result.epochs, plain.epochs, strict=True
+    ):
         assert epoch.train_loss == pytest.approx(train_loss, rel=1e-4)
         assert epoch.test_loss == pytest.approx(test_loss, rel=1e-4)
         assert epoch.metrics["accuracy"] == pytest.approx(accuracy)
@@ -91,13 +105,16 @@ def _assert_same(run, plain):
 
 # 97 samples in batches of 12 leave one for the last batch: fewer than there are ranks.
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(finished_run, num_processes):
+def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(
+    finished_run, num_processes
+):
     run = finished_run("Tiny", num_processes)
 
     _assert_same(run, _Plain(run))
 
 
-# 103 samples leave 7: shares of 3, 2 and 2, the first of which takes two micro-batches and the others one.
+# 103 samples leave 7: shares of 3, 2 and 2, the first of which takes two micro-batches and the
+# others one.
 def test_accumulation_clipping_and_uneven_targets_give_the_weights_of_a_plain_loop(finished_run):
     run = finished_run("Sequences", 3, gradient_accumulation=2, gradient_clip_norm=CLIP)
     norms = [event.values["gradient_norm"] for event in run.events if isinstance(event, Reported)]
@@ -149,7 +166,11 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert epochs == run.result.epochs
     assert [(event.epoch, event.step) for event in epochs] == [(1, 9), (2, 18), (3, 27)]
     assert run.started.num_steps == run.events[-1].step == 27
-    assert (run.started.world_size, run.started.backend, run.started.num_train_samples) == (2, "gloo", 97)
+    assert (run.started.world_size, run.started.backend, run.started.num_train_samples) == (
+        2,
+        "gloo",
+        97,
+    )
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
     spent = RunState.of(run.events).time_spent()
@@ -157,7 +178,10 @@ def test_a_run_emits_its_events_in_order(finished_run):
     assert min(spent.stepping, spent.evaluating, spent.starting) > 0 == spent.restarting
     assert spent.redone_steps == spent.waiting_for_nodes == 0
     best = min(epochs, key=lambda epoch: epoch.test_loss)
-    assert (run.events[-1].best_epoch, run.events[-1].best) == (best.epoch, {"test_loss": best.test_loss})
+    assert (run.events[-1].best_epoch, run.events[-1].best) == (
+        best.epoch,
+        {"test_loss": best.test_loss},
+    )
     assert run.events[-1].model_state_epoch == 3  # as the recipe wants it
 
 
@@ -165,16 +189,26 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished
     run = finished_run("Tiny", 2)
     # Of 97 samples, rank 0 has six of each full batch and the odd one.
     for epoch in run.result.epochs:
-        assert epoch.train_loss == pytest.approx((49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97)
+        assert epoch.train_loss == pytest.approx(
+            (49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97
+        )
     steps = [event.values["loss"] for event in run.events if isinstance(event, Reported)][:9]
     assert run.result.epochs[0].train_loss == pytest.approx((12 * sum(steps[:8]) + steps[8]) / 97)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(tmp_path, monkeypatch):
+def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("FAULT", "nan 1 14")
     run = new_run(tmp_path)
 
-    with pytest.raises(RankFailure, match=r"the loss is nan at step 14 \(epoch 2\) on rank 1") as caught:
+    with pytest.raises(
+        RankFailure,
+        match=(
+            r"the loss is nan at step 14 \(epoch 2\) on rank "
+            r"1"
+        ),
+    ) as caught:
         run.train()
 
     assert caught.value.rank == 1
@@ -189,16 +223,20 @@ def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
 
 # Rank 1's own check of its losses is switched off, as between two reports on a GPU.
 @pytest.mark.parametrize(
-    ("fault", "expected"), [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")]
+    ("fault", "expected"),
+    [("late-nan 1 14", "the loss .* is nan"), (("infinite-gradient 1 14"), "norm")],
 )
-def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch, fault, expected):
+def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(
+    tmp_path, monkeypatch, fault, expected
+):
     monkeypatch.setenv("FAULT", fault)
     run = new_run(tmp_path)
 
     with pytest.raises(RankFailure, match=rf"NonFiniteLoss: .*{expected}.* step 14 \(epoch 2\)"):
         run.train(checkpoint_interval=1)
 
-    assert run.last_step == 14  # log_interval is 1: the loss of step 14 is reported, the checkpoint is not written
+    # log_interval is 1: the loss of step 14 is reported, the checkpoint is not written
+    assert run.last_step == 14
     assert max(event.step for event in run.events if isinstance(event, CheckpointSaved)) == 13
     state, _, skipped = CheckpointStore(str(run.checkpoints), 2).load_latest()
     assert skipped == []
@@ -207,7 +245,9 @@ def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_p
         assert all(torch.isfinite(value).all() for value in state["model"].values())
 
 
-def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in_the_same_weights(tmp_path):
+def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in_the_same_weights(
+    tmp_path,
+):
     run, num_steps = new_run(tmp_path), 9
     run.data()
     # In the first epoch's evaluation:
@@ -238,10 +278,15 @@ def test_a_run_on_a_sample_resumes_in_the_middle_of_an_epoch_and_on_that_sample_
     stopped = new_trainer(run, stop_after=2, **sampled)
     with pytest.raises(StopRequested):
         stopped.fit()
-    with pytest.raises(ConfigError, match="^sample_size: expected 50, with which .* was written, got 40"):
+    with pytest.raises(
+        ConfigError, match=("^sample_size: expected 50, with which .* was written, got 40")
+    ):
         new_trainer(run, epochs=2, sample_size=40).resume()
 
-    resumed, undisturbed = new_trainer(run, **sampled), new_trainer(new_run(tmp_path / "undisturbed"), **sampled)
+    resumed, undisturbed = (
+        new_trainer(run, **sampled),
+        new_trainer(new_run(tmp_path / "undisturbed"), **sampled),
+    )
     resumed.resume()
     assert (resumed.progress.batch, resumed.num_steps) == (2, 2 * 5)
     resumed.fit()
@@ -255,13 +300,17 @@ def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatc
     trainer = new_trainer(new_run(tmp_path), epochs=1)
     trainer.fit()
 
-    saved = [event for event in trainer.session.process.link.events if isinstance(event, CheckpointSaved)]
+    saved = [
+        event for event in trainer.session.process.link.events if isinstance(event, CheckpointSaved)
+    ]
     assert [(event.step, event.best) for event in saved] == [(9, False), (9, True)]
 
 
 def test_the_best_of_equally_accurate_epochs_has_the_lowest_held_out_loss():
     def epoch(number, accuracy, loss):
-        return EpochFinished(number, number, 1.0, loss, 0.1, 1.0, 1.0, 1.0, metrics={"accuracy": accuracy})
+        return EpochFinished(
+            number, number, 1.0, loss, 0.1, 1.0, 1.0, 1.0, metrics={"accuracy": accuracy}
+        )
 
     epochs = [epoch(1, 0.5, 0.1), epoch(2, 0.9, 0.4), epoch(3, 0.9, 0.2), epoch(4, 0.9, 0.2)]
 
@@ -286,13 +335,27 @@ def test_a_resumed_run_with_more_epochs_takes_its_first_step_at_the_new_schedule
     longer.train_epoch()
 
     config = longer.config
-    assert rates == pytest.approx([0.1 * learning_rate_factor(config, step, 27) for step in range(9, 18)])
+    assert rates == pytest.approx(
+        [0.1 * learning_rate_factor(config, step, 27) for step in range(9, 18)]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cosine", "constant"])
-def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_resume(schedule, tmp_path):
-    config = {"optimizer": "sgd", "global_batch_size": 20, "learning_rate": 0.1, "momentum": 0.9, "schedule": schedule}
-    config |= {"epochs": 3, "gradient_accumulation": 2, "warmup_steps": 0 if schedule == "one_cycle" else 2}
+def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_resume(
+    schedule, tmp_path
+):
+    config = {
+        "optimizer": "sgd",
+        "global_batch_size": 20,
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "schedule": schedule,
+    }
+    config |= {
+        "epochs": 3,
+        "gradient_accumulation": 2,
+        "warmup_steps": 0 if schedule == "one_cycle" else 2,
+    }
     run = new_run(tmp_path, "tests.support.mistakes.TwoRates")
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=2, **config).fit()
@@ -306,7 +369,9 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
     model = recipe.model()
     options = {"lr": config.learning_rate, "momentum": config.momentum, "fused": True}
     optimizer = torch.optim.SGD(recipe.optimizer_groups(model), **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, 6))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(config, step, 6)
+    )
     inputs, targets = recipe.samples()
     for epoch in (1, 2, 3):
         for batch in epoch_order(40, config.seed, epoch).split(20):
@@ -319,7 +384,9 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize(("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, "in epoch 3")])
+@pytest.mark.parametrize(
+    ("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, ("in epoch 3"))]
+)
 def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, stop_after, where):
     run = new_run(tmp_path)
     stopped = new_trainer(run, stop_after=stop_after, epochs=3)
@@ -327,7 +394,11 @@ def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, stop_after, wh
         stopped.fit()
 
     with pytest.raises(
-        ConfigError, match=rf"^epochs: expected at least {where[-1]}, got 1: .*json was written {where}"
+        ConfigError,
+        match=(
+            rf"^epochs: expected at least {where[-1]}, got 1: .*json was written "
+            rf"{where}"
+        ),
     ):
         new_trainer(run, epochs=1).resume()
 
@@ -361,7 +432,9 @@ def test_one_sample_without_running_statistics_is_normalized_to_the_bias(tmp_pat
 
     assert len(trainer.progress.epochs) == 1
     for mode in (True, False):
-        torch.testing.assert_close(norm.train(mode)(torch.randn(1, 16)), norm.bias[None], rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            norm.train(mode)(torch.randn(1, 16)), norm.bias[None], rtol=0, atol=1e-3
+        )
 
 
 def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_path):
@@ -374,11 +447,14 @@ def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_pa
 def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
     placed = place_model(torch.nn.Conv2d(1, 4, 3), TrainingConfig(), World(0, 0, 1, CPU))
 
-    assert placed.weight.stride() == torch.nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last).weight.stride()
+    assert (
+        placed.weight.stride()
+        == torch.nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last).weight.stride()
+    )
     assert placed.weight.is_leaf
 
 
-def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_where_the_user_allows_it(
+def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_where_the_user_allows_it(  # noqa: E501
     tmp_path, monkeypatch, finished_run, caplog
 ):
     undisturbed = finished_run("Tiny", 2)
@@ -395,14 +471,19 @@ def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_w
 
 
 def test_other_errors_and_batches_that_cannot_be_split_further_are_not_restarted():
-    program = recipe_program("digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12))
+    program = recipe_program(
+        "digits", TrainingConfig(grow_accumulation_on_oom=True, global_batch_size=12)
+    )
     oom = RankFailure("rank 0 failed", 0, "exception", "OutOfMemoryError: CUDA out of memory")
 
     assert type(torch.cuda.OutOfMemoryError("")).__name__ == oom.error_name
     assert program.with_smaller_batches(oom, 2).batch.num_parts == 2
     assert program.with_smaller_batches(oom, 4) is None
     assert program.with_smaller_batches(RankFailure("", 0, "signal", "SIGKILL"), 2) is None
-    assert recipe_program("digits", TrainingConfig(global_batch_size=12)).with_smaller_batches(oom, 2) is None
+    assert (
+        recipe_program("digits", TrainingConfig(global_batch_size=12)).with_smaller_batches(oom, 2)
+        is None
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

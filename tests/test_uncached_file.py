@@ -30,7 +30,9 @@ def write(path, contents, piece=1 << 20):
 
 
 def num_cached(path):
-    """The number of a file's pages that are in the kernel's cache. To ask by a read would bring some there."""
+    """The number of a file's pages that are in the kernel's cache. To ask by a read would bring
+    some there.
+    """
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         start = ctypes.c_ubyte.from_buffer(mapped)
@@ -41,7 +43,9 @@ def num_cached(path):
 
 
 def is_memory(path):
-    """Whether the file system keeps its files in memory only, as tmpfs does. New kernels accept direct writes there."""
+    """Whether the file system keeps its files in memory only, as tmpfs does. New kernels accept
+    direct writes there.
+    """
     with open(path, "r+b") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -90,7 +94,9 @@ def test_a_file_system_without_direct_writes_gets_usual_ones(tmp_path, monkeypat
     assert (tmp_path / "file").read_bytes() == contents
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no file system in memory here")
+@pytest.mark.skipif(
+    not os.access("/dev/shm", os.W_OK), reason=("there is no file system in memory here")
+)
 def test_a_file_in_memory_is_written_as_well():
     path = Path(f"/dev/shm/uncached-{os.getpid()}")
     contents = random.Random(1).randbytes(2 * BLOCK + 5)

@@ -21,7 +21,15 @@ import pytest
 from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
 from flyte_ddp.observers import weights_and_biases
 from flyte_ddp.observers.weights_and_biases import Wandb
-from tests.support.short_run import epoch_finished, epoch_of_events, loaded, reported, run_finished, started, whole_run
+from tests.support.short_run import (
+    epoch_finished,
+    epoch_of_events,
+    loaded,
+    reported,
+    run_finished,
+    started,
+    whole_run,
+)
 from tests.support.wandb_log import config_of, records_of, rows_of, summary_of
 
 KEY = "0123456789abcdef" * 3
@@ -30,7 +38,8 @@ KEY = "0123456789abcdef" * 3
 @pytest.fixture(autouse=True)
 def own_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """W&B as on a machine where it was never used, whatever this one has."""
-    # Those of a test of another file, in this process. First: it ends W&B's service, which a variable names.
+    # Those of a test of another file, in this process. First: it ends W&B's service, which a
+    # variable names.
     forget_settings()
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -78,7 +87,12 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     replay(listener, [*whole_run(), run_finished(str(state))])
     assert listener.url == ""
     (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
-    assert lines == [f"W&B: no API key was found, so the run is recorded offline; to upload it: wandb sync {directory}"]
+    assert lines == [
+        (
+            "W&B: no API key was found, so the run is recorded offline; to upload it: "
+            f"wandb sync {directory}"
+        )
+    ]
 
     (run,) = records_of(directory, "run")
     assert (run.run_id, run.project) == ("run-1", "project")
@@ -107,18 +121,28 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
         "train/gradient_norm": 2.5,
         "train/samples_per_second": 1234.5,
     }
-    assert [row["epoch/accuracy"] for row in rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
+    assert [row["epoch/accuracy"] for row in rows if "epoch/accuracy" in row] == [
+        0.9,
+        0.95,
+        1 - 0.1 / 3,
+    ]
     assert [row["epoch/train_loss"] for row in rows if "epoch/train_loss" in row] == [1, 0.5, 1 / 3]
     assert [row["epoch/test_loss"] for row in rows if "epoch/test_loss" in row] == [2, 1, 2 / 3]
     histograms = [row for row in rows if "gradients/fc.weight" in row]
     assert [row["step"] for row in histograms] == [4, 8, 12]
     for kind in ("gradients", "parameters"):
         histogram = histograms[0][f"{kind}/fc.weight"]
-        assert (histogram["_type"], histogram["values"], histogram["bins"]) == ("histogram", [3, 1], [-1, 0, 1])
+        assert (histogram["_type"], histogram["values"], histogram["bins"]) == (
+            "histogram",
+            [3, 1],
+            [-1, 0, 1],
+        )
 
     (shown,) = [row["predictions/test"] for row in rows if "predictions/test" in row]
     (files,) = [
-        artifact.manifest.contents for artifact in records_of(directory, "artifact") if artifact.type == "run_table"
+        artifact.manifest.contents
+        for artifact in records_of(directory, "artifact")
+        if artifact.type == "run_table"
     ]
     kept = {file.path: Path(file.local_path).read_bytes() for file in files}
     table = json.loads(kept["predictions/test.table.json"])
@@ -130,12 +154,16 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     summary = summary_of(directory)
     assert summary["graph_0"]["_type"] == "graph-file"
     graph = json.loads((directory / "files" / summary["graph_0"]["path"]).read_text())
-    assert [(node["name"], node["class_name"], node["num_parameters"]) for node in graph["nodes"]] == [
+    assert [
+        (node["name"], node["class_name"], node["num_parameters"]) for node in graph["nodes"]
+    ] == [
         ("conv", "Conv2d", [520]),
         ("fc", "Linear", [650]),
     ]
     assert (summary["best_epoch"], summary["best_test_loss"]) == (3, 0.6667)
-    (model,) = [artifact for artifact in records_of(directory, "artifact") if artifact.type == "model"]
+    (model,) = [
+        artifact for artifact in records_of(directory, "artifact") if artifact.type == "model"
+    ]
     (entry,) = model.manifest.contents
     assert model.name == "model-digits"
     assert Path(entry.local_path).read_bytes() == b"the weights"
@@ -158,8 +186,13 @@ def test_text_predictions_become_a_table(tmp_path: Path) -> None:
 
 
 def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_path: Path) -> None:
-    epoch = replace(epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample="<b>first line\nsecond")
-    replay(Wandb("project", "run-1", tmp_path, say=lambda line: None), [started(), epoch, epoch_finished(2)])
+    epoch = replace(
+        epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample=("<b>first line\nsecond")
+    )
+    replay(
+        Wandb("project", "run-1", tmp_path, say=lambda line: None),
+        [started(), epoch, epoch_finished(2)],
+    )
     first, second = [row for row in rows_of(tmp_path) if "epoch" in row]
     assert first["epoch/nats_per_byte"] == 1.5
     assert "epoch/nats_per_byte" not in second
@@ -183,7 +216,10 @@ def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
 
 def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_path: Path) -> None:
     def epochs(directory: Path) -> list[int]:
-        replay(Wandb("project", "run-1", directory, say=lambda line: None), [started(), loaded(4), *epoch_of_events(2)])
+        replay(
+            Wandb("project", "run-1", directory, say=lambda line: None),
+            [started(), loaded(4), *epoch_of_events(2)],
+        )
         newest = max((directory / "wandb").glob("offline-run-*-run-1"))
         assert [run.run_id for run in records_of(newest, "run")] == ["run-1"]
         return [row["epoch"] for row in rows_of(newest) if "epoch/accuracy" in row]
@@ -197,22 +233,33 @@ def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_p
 def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     lines: list[str] = []
-    listener = Wandb("project", "run-1", tmp_path / "w", keys={"WANDB_API_KEY": KEY}, say=lines.append)
+    listener = Wandb(
+        "project", "run-1", tmp_path / "w", keys={"WANDB_API_KEY": KEY}, say=lines.append
+    )
     replay(listener, [*whole_run(), run_finished()])
     assert (listener.url, lines, list(tmp_path.iterdir())) == ("", [], [])
 
 
-def test_offline_mode_is_honoured_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_honoured_with_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines: list[str] = []
-    replay(Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append), [started(), reported(1)])
+    replay(
+        Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append),
+        [started(), reported(1)],
+    )
     assert len(lines) == 1
-    assert lines[0].startswith("W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /")
+    assert lines[0].startswith(
+        "W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /"
+    )
     assert_nowhere(KEY, tmp_path)
 
 
 class WandbServer:
-    """A minimal W&B server: it keeps the history and the summary, and returns them to a resumed run."""
+    """A minimal W&B server: it keeps the history and the summary, and returns them to a resumed
+    run.
+    """
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -254,20 +301,34 @@ class WandbServer:
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path.endswith("/file_stream"):
             files = body.get("files") or {}
-            self.rows += [json.loads(line) for line in files.get("wandb-history.jsonl", {}).get("content", [])]
-            self.summary = (files.get("wandb-summary.json", {}).get("content") or [self.summary])[-1]
+            self.rows += [
+                json.loads(line) for line in files.get("wandb-history.jsonl", {}).get("content", [])
+            ]
+            self.summary = (files.get("wandb-summary.json", {}).get("content") or [self.summary])[
+                -1
+            ]
             self.exit_codes += [body["exitcode"]] if body.get("complete") else []
             return {}
         self.requests.append(json.dumps(body))
         project = {"name": "project", "entity": {"name": "someone"}}
-        bucket = {"id": "b", "name": "run-1", "displayName": "run-1", "config": "{}", "project": project}
+        bucket = {
+            "id": "b",
+            "name": "run-1",
+            "displayName": "run-1",
+            "config": "{}",
+            "project": project,
+        }
         if "upsertBucket" in body["query"]:
             self.run_ids.add(body["variables"]["name"])
             bucket["historyLineCount"] = len(self.rows)
             return {"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.rows}}}
         if "RunResumeStatus" in body["query"]:
             tail = json.dumps([json.dumps(row) for row in self.rows[-1:]])
-            bucket |= {"summaryMetrics": self.summary, "historyLineCount": len(self.rows), "historyTail": tail}
+            bucket |= {
+                "summaryMetrics": self.summary,
+                "historyLineCount": len(self.rows),
+                "historyTail": tail,
+            }
             bucket |= {
                 "eventsLineCount": 0,
                 "logLineCount": 0,
@@ -277,7 +338,10 @@ class WandbServer:
             }
             return {"data": {"model": {**project, "bucket": bucket if self.rows else None}}}
         if "createRunFiles" in body["query"]:
-            files = [{"name": name, "uploadUrl": f"{self.url}/{name}"} for name in body["variables"]["files"]]
+            files = [
+                {"name": name, "uploadUrl": f"{self.url}/{name}"}
+                for name in body["variables"]["files"]
+            ]
             return {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
         return {"data": {"serverInfo": {"features": []}, "viewer": {"entity": "someone"}}}
 
@@ -295,8 +359,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: WandbServer) -> None:
     lines: list[str] = []
     first = Wandb("project", "run-1", tmp_path / "1", keys={"WANDB_API_KEY": KEY}, say=lines.append)
-    replay(first, [started(), *epoch_of_events(1), reported(5), reported(6)], RuntimeError("lost its node"))
-    second = Wandb("project", "run-1", tmp_path / "2", keys={"WANDB_API_KEY": KEY}, say=lines.append)
+    replay(
+        first,
+        [started(), *epoch_of_events(1), reported(5), reported(6)],
+        RuntimeError("lost its node"),
+    )
+    second = Wandb(
+        "project", "run-1", tmp_path / "2", keys={"WANDB_API_KEY": KEY}, say=lines.append
+    )
     replay(second, [started(), loaded(4), *epoch_of_events(2)])
 
     assert first.url == second.url
@@ -305,7 +375,9 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert server.run_ids == {"run-1"}
     assert [row["step"] for row in server.rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["epoch"] for row in server.rows if "epoch/accuracy" in row] == [1, 2]
-    assert [row["_step"] for row in server.rows] == list(range(len(server.rows))), "W&B refuses steps that go back"
+    assert [row["_step"] for row in server.rows] == list(range(len(server.rows))), (
+        "W&B refuses steps that go back"
+    )
     assert server.exit_codes == [1, 0]
     assert KEY not in "".join(server.requests) + "".join(map(str, server.files.values()))
     assert_nowhere(KEY, tmp_path)
@@ -325,10 +397,14 @@ def test_an_unreachable_server_is_reported_once(
         wandb.teardown()
         monkeypatch.setenv("WANDB_BASE_URL", url)
         lines: list[str] = []
-        listener = Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append)
+        listener = Wandb(
+            "project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append
+        )
         replay(listener, [*whole_run(), run_finished()])
         assert len(lines) == 1
-        assert lines[0].startswith("W&B failed and records no more of this run; the training continues: CommError: ")
+        assert lines[0].startswith(
+            "W&B failed and records no more of this run; the training continues: CommError: "
+        )
         assert listener.url == ""
     assert_nowhere(KEY, tmp_path)
 
@@ -348,12 +424,15 @@ def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
         offline_url=f"file://{kept}",
         say=lines.append,
     )
-    # Without predictions: their table is an artifact, which the server of these tests does not know.
+    # Without predictions: their table is an artifact, which the server of these tests does not
+    # know.
     replay(listener, [*whole_run()[:-1], run_finished()])
     assert len(lines) == 2
     assert str(tmp_path / "pod") not in "".join(lines), "nobody can reach a pod's own directory"
     (archive,) = kept.iterdir()
-    assert f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}" in lines[1]
+    assert (
+        f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}"
+    ) in lines[1]
     shutil.rmtree(tmp_path / "pod")
     assert_nowhere(KEY, kept)
 
@@ -361,28 +440,50 @@ def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
     environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
     environment.pop("WANDB_SERVICE", None)  # another machine has none of this process's
     command = [sys.executable, "-m", "wandb", "sync", archive.stem]
-    sync = subprocess.run(command, cwd=tmp_path / "laptop", env=environment, capture_output=True, text=True)
+    sync = subprocess.run(
+        command, cwd=tmp_path / "laptop", env=environment, capture_output=True, text=True
+    )
     assert sync.returncode == 0, sync.stdout + sync.stderr
-    assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [0.9, 0.95, 1 - 0.1 / 3]
+    assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [
+        0.9,
+        0.95,
+        1 - 0.1 / 3,
+    ]
 
 
 def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
     lines: list[str] = []
-    odd = {"nan": Histogram([1], [math.nan, math.nan]), "none": Histogram([], []), "good": Histogram([1], [0.0, 1.0])}
+    odd = {
+        "nan": Histogram([1], [math.nan, math.nan]),
+        "none": Histogram([], []),
+        "good": Histogram([1], [0.0, 1.0]),
+    }
     step = replace(reported(5), values={"loss": math.nan, "gradient_norm": math.inf})
     listener = Wandb("project", "run-1", tmp_path, say=lines.append)
     secret = started(data="https://me:hunter2@host/data.zip")
-    replay(listener, [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)])
+    replay(
+        listener,
+        [secret, epoch_finished(1), HistogramsTaken(4, odd, odd), step, replace(step, step=6)],
+    )
     assert len(lines) == 1
     assert_nowhere("hunter2", tmp_path)
     rows = rows_of(tmp_path)
-    assert [key for row in rows for key in row if key.startswith("gradients/")] == ["gradients/good"]
+    assert [key for row in rows for key in row if key.startswith("gradients/")] == [
+        "gradients/good"
+    ]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
-def test_an_unusable_key_is_reported_without_showing_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    replay(Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": "much-too-short"}), [started(), reported(1)])
-    (record,) = [record for record in caplog.records if record.name == "flyte_ddp.observers.recorder"]
+def test_an_unusable_key_is_reported_without_showing_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay(
+        Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": "much-too-short"}),
+        [started(), reported(1)],
+    )
+    (record,) = [
+        record for record in caplog.records if record.name == "flyte_ddp.observers.recorder"
+    ]
     assert record.levelname == "WARNING"
     assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
     assert "much-too-short" not in caplog.text
@@ -393,7 +494,12 @@ def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
 ) -> None:
     lines: list[str] = []
     listener = Wandb(
-        "project", "run-1", tmp_path, model_artifact="model-digits", keys={"WANDB_API_KEY": KEY}, say=lines.append
+        "project",
+        "run-1",
+        tmp_path,
+        model_artifact="model-digits",
+        keys={"WANDB_API_KEY": KEY},
+        say=lines.append,
     )
     monkeypatch.setenv("WANDB_MODE", "offline")
     replay(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
@@ -416,10 +522,12 @@ listener.handle(started())
 sys.stdin.readline()
 replay(listener, epoch_of_events(1))
 print("goes on")
-"""
+"""  # noqa: E501
 
 
-def test_a_silent_server_delays_neither_the_end_nor_the_exit(tmp_path: Path, server: WandbServer) -> None:
+def test_a_silent_server_delays_neither_the_end_nor_the_exit(
+    tmp_path: Path, server: WandbServer
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", MUTE_AFTER_START, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -431,7 +539,8 @@ def test_a_silent_server_delays_neither_the_end_nor_the_exit(tmp_path: Path, ser
         assert process.stdout is not None
         assert process.stdout.readline().startswith("W&B: http")
         server.is_mute.set()
-        output, _ = process.communicate("\n", timeout=30)  # would time out, were the process's exit held up
+        # would time out, were the process's exit held up
+        output, _ = process.communicate("\n", timeout=30)
     failed, goes_on = output.splitlines()
     assert "TimeoutError: Timed out finishing run" in failed
     assert goes_on == "goes on"

@@ -24,27 +24,37 @@ def multi_node_training_wf(
     initial_model_state: str = "",
     output: str = "",
 ) -> TrainingOutputs:
-    """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on it, take it down.
+    """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on
+    it, take it down.
 
-    Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
+    Returns the accuracy after each epoch, the model state, an HTML report and the history of
+    events.
 
     Args:
-        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
-            recipes.wine.Wine
-        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "global_batch_size": 4096}'; flyte_ddp/config/training.py lists all fields with units
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
+            your own, such as recipes.wine.Wine
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
+            file, for example '{"epochs": 3, "global_batch_size": 4096}';
+            flyte_ddp/config/training.py lists all fields with units
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
-            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
-            local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found there resumes; by
-            default a place of the execution's own, which its retries share
+            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on
+            this machine in a local run, and on Kubernetes in a remote one;
+            flyte_ddp/cluster/config.py lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
+            own by default
+        checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found
+            there resumes; by default a place of the execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
+            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
-        recipe=recipe, config=config, source=data, cluster=cluster, initial_model_state=initial_model_state
+        recipe=recipe,
+        config=config,
+        source=data,
+        cluster=cluster,
+        initial_model_state=initial_model_state,
     )
     return train_on_cluster(
         recipe=recipe,

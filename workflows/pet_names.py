@@ -32,12 +32,13 @@ def generate_names_wf(
     Args:
         model_state: the model_state.pt of a run of recipe pet_names or pet_name_windows
         count: names to generate
-        temperature: above 0; below 1 the names are more common than the training list, above 1 more unusual
+        temperature: above 0; below 1 the names are more common than the training list, above 1 more
+            unusual
         seed: of the random draws, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
-        data: the training list of the model, as given to the training; no generated name is from it; by default the
-            recipe's own
+        data: the training list of the model, as given to the training; no generated name is from
+            it; by default the recipe's own
     """
     prepared = prepare(recipe="pet_names", source=data)
     return generate(
@@ -66,26 +67,34 @@ def train_and_generate_names_wf(
     prefix: str = "",
     max_length: int = 30,
 ) -> list[str]:
-    """Train a model of pet names on one node, and generate names with it, none of them from the training list.
+    """Train a model of pet names on one node, and generate names with it, none of them from the
+    training list.
 
     Args:
         recipe: pet_names or pet_name_windows
-        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3}'; flyte_ddp/config/training.py lists all fields with units
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
+            file, for example '{"epochs": 3}'; flyte_ddp/config/training.py lists all fields with
+            units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
-        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
-            execution's own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
+            default a place of the execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
+            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
         count: names to generate
-        temperature: above 0; below 1 the names are more common than the training list, above 1 more unusual
+        temperature: above 0; below 1 the names are more common than the training list, above 1 more
+            unusual
         seed: of the random draws of letters, 0 or more
         prefix: first letters of every name
         max_length: characters, at most 30; longer names are dropped, not cut
     """
     prepared = prepare(
-        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+        recipe=recipe,
+        config=config,
+        source=data,
+        initial_model_state=initial_model_state,
+        trains_here=True,
     )
     trained = train_on_one_node(
         recipe=recipe,

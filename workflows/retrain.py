@@ -17,7 +17,14 @@ from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, Optio
 from tasks.outputs import RetrainingOutputs
 from tasks.prepare import PreparedData, prepare
 from tasks.registration import launch_plan
-from tasks.retrain import BY_HAND, CLUSTER, ONE_NODE, judge_challenger, keep_champion, plan_retraining
+from tasks.retrain import (
+    BY_HAND,
+    CLUSTER,
+    ONE_NODE,
+    judge_challenger,
+    keep_champion,
+    plan_retraining,
+)
 from tasks.train import train_on_cluster, train_on_one_node
 
 
@@ -40,34 +47,46 @@ def retrain_wf(
     initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingOutputs:
-    """Train a challenger on the newest data, and make it the champion if it is better on held-out data.
+    """Train a challenger on the newest data, and make it the champion if it is better on held-out
+    data.
 
-    Returns the outcome and its reason, the version of the champion now, the metrics of both, and an HTML report.
+    Returns the outcome and its reason, the version of the champion now, the metrics of both, and an
+    HTML report.
 
     Args:
         kickoff_time: when the schedule started it; by hand, when it begins
-        champion: directory or URL where the champion and its predecessors are kept; by default a place of the project's
-            own in Flyte's store; required in a local run
-        recipe: what to train: digits, mnist, or the dotted name of your own, such as recipes.wine.Wine
-        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config/training.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; it is read again each time
+        champion: directory or URL where the champion and its predecessors are kept; by default a
+            place of the project's own in Flyte's store; required in a local run
+        recipe: what to train: digits, mnist, or the dotted name of your own, such as
+            recipes.wine.Wine
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
+            file, for example '{"epochs": 3, "learning_rate": 0.01}'; flyte_ddp/config/training.py
+            lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; it is read
+            again each time
         train_on: one_node, or cluster
         num_processes: DDP processes on one node; 0 is one per GPU, or two on a machine without GPUs
-        cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file; flyte_ddp/cluster/config.py
-            lists all fields with units
+        cluster: the machines of a cluster, as JSON or the name of a JSON or YAML file;
+            flyte_ddp/cluster/config.py lists all fields with units
         start_from: the challenger's first weights, champion or scratch
-        margin: share of the champion's loss on the held-out data by which the challenger's must be lower
-        min_samples: minimum of training samples, and of held-out samples; with fewer nothing is trained
+        margin: share of the champion's loss on the held-out data by which the challenger's must be
+            lower
+        min_samples: minimum of training samples, and of held-out samples; with fewer nothing is
+            trained
         min_share: likewise, as a share of what the champion was trained on
-        checkpoints: directory or URL for the challenger's checkpoints; by default a place of the execution's own
+        checkpoints: directory or URL for the challenger's checkpoints; by default a place of the
+            execution's own
         model_artifact: name of the W&B artifact to keep the challenger as; none by default
-        initial_model_state: path or URL of a model state that a challenger starts from which does not start from a
-            champion; by default its weights are fresh
+        initial_model_state: path or URL of a model state that a challenger starts from which does
+            not start from a champion; by default its weights are fresh
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
-        recipe=recipe, config=config, source=data, cluster=cluster, initial_model_state=initial_model_state
+        recipe=recipe,
+        config=config,
+        source=data,
+        cluster=cluster,
+        initial_model_state=initial_model_state,
     )
     planned = plan_retraining(
         kickoff_time=kickoff_time,
@@ -83,8 +102,8 @@ def retrain_wf(
         initial_model_state=prepared.initial_model_state,
         output=output,
     )
-    # A branch starts as soon as its condition can be evaluated, even if other inputs are missing (flyteorg/flyte#3512).
-    # This condition is an output of the last node, so all of them are there.
+    # A branch starts as soon as its condition can be evaluated, even if other inputs are missing
+    # (flyteorg/flyte#3512). This condition is an output of the last node, so all of them are there.
     return (
         conditional("what_to_train_on")
         .if_(planned.train_on == ONE_NODE)
@@ -219,6 +238,6 @@ def challenge_on_cluster(
     )
 
 
-# Inactive until `make register ACTIVATE=1`, and never running twice at once. settings.toml has the schedule, inputs and
-# recipients of failures.
+# Inactive until `make register ACTIVATE=1`, and never running twice at once. settings.toml has the
+# schedule, inputs and recipients of failures.
 RETRAIN = launch_plan("retrain", retrain_wf)

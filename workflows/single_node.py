@@ -26,24 +26,31 @@ def single_node_training_wf(
 ) -> TrainingOutputs:
     """Train a model with DistributedDataParallel on one node: prepare its data, train, report.
 
-    Returns the accuracy after each epoch, the model state, an HTML report and the history of events.
+    Returns the accuracy after each epoch, the model state, an HTML report and the history of
+    events.
 
     Args:
-        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
-            recipes.wine.Wine
-        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}'; flyte_ddp/config/training.py lists all
-            fields with units
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
+            your own, such as recipes.wine.Wine
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
+            file, for example '{"epochs": 3, "global_batch_size": 128, "learning_rate": 0.01}';
+            flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
-            execution's own, which its retries share
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
+            own by default
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
+            default a place of the execution's own, which its retries share
         model_artifact: name of the W&B artifact to keep the model state as; none by default
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
+            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
-        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+        recipe=recipe,
+        config=config,
+        source=data,
+        initial_model_state=initial_model_state,
+        trains_here=True,
     )
     return train_on_one_node(
         recipe=recipe,

@@ -27,32 +27,38 @@ def sweep_wf(
     initial_model_state: str = "",
     output: str = "",
 ) -> SweepOutputs:
-    """Train a model for every combination in a grid, or for random ones, side by side on a Dask cluster, and compare.
+    """Train a model for every combination in a grid, or for random ones, side by side on a Dask
+    cluster, and compare.
 
-    Each worker of the cluster trains one model at a time. Returns a table with every epoch of every model, the
-    configuration, the accuracies and the state of the best, and an HTML report.
+    Each worker of the cluster trains one model at a time. Returns a table with every epoch of every
+    model, the configuration, the accuracies and the state of the best, and an HTML report.
 
     Args:
-        grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an option of the
-            recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01], "global_batch_size": [64, 256]}';
-            with num_models also ranges, for example '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}';
-            or a list of models, for example '[{"learning_rate": 0.1, "momentum": 0.9}, {"learning_rate": 0.01}]'
-        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of your own, such as
-            recipes.wine.Wine
+        grid: what to vary, as JSON: by the name of a hyperparameter, or recipe_options.NAME for an
+            option of the recipe, a list of choices, for example '{"learning_rate": [0.001, 0.01],
+            "global_batch_size": [64, 256]}'; with num_models also ranges, for example
+            '{"learning_rate": {"low": 0.0001, "high": 0.1, "log": true}}'; or a list of models, for
+            example '[{"learning_rate": 0.1, "momentum": 0.9}, {"learning_rate": 0.01}]'
+        recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
+            your own, such as recipes.wine.Wine
         config: hyperparameters that all models share, as JSON or the name of a JSON or YAML file;
             flyte_ddp/config/training.py lists all fields with units
         num_models: models to draw from the grid at random; 0 is every combination of its choices
         seed: of the random draws; the same seed draws the same models
         sampler: random, or tpe: after ten random models, those that the results so far suggest
-        stop_early: none, median (stop models that are worse than the median of those before) or halving (continue with
-            the better half after epochs 1, 2, 4, ...)
+        stop_early: none, median (stop models that are worse than the median of those before) or
+            halving (continue with the better half after epochs 1, 2, 4, ...)
         cluster: the machines, as JSON or the name of a JSON or YAML file, for example
-            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on this machine in a
-            local run, and on Kubernetes in a remote one; flyte_ddp/cluster/config.py lists all fields with units
-        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's own by default
-        checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier sweep has trained
-            there are not trained again; by default a place of the execution's own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+            '{"kind": "kubernetes", "num_nodes": 4, "gpus_per_node": 1}'; by default two workers on
+            this machine in a local run, and on Kubernetes in a remote one;
+            flyte_ddp/cluster/config.py lists all fields with units
+        data: directory, file or URL of the data, for recipes that read data of yours; the recipe's
+            own by default
+        checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier
+            sweep has trained there are not trained again; by default a place of the execution's
+            own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
+            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     checked = check_sweep(
@@ -66,7 +72,11 @@ def sweep_wf(
         cluster=cluster,
     )
     prepared = prepare(
-        recipe=recipe, config=checked.config, source=data, cluster=cluster, initial_model_state=initial_model_state
+        recipe=recipe,
+        config=checked.config,
+        source=data,
+        cluster=cluster,
+        initial_model_state=initial_model_state,
     )
     return train_sweep(
         recipe=recipe,

@@ -1,7 +1,8 @@
 """Generate text with a trained language model. The tasks have the logic.
 
 pyflyte run workflows/text.py train_and_generate_text_wf --prompt "The import statement"
-pyflyte run workflows/text.py generate_text_wf --model_state model_state.pt --prompt "The import statement"
+pyflyte run workflows/text.py generate_text_wf --model_state model_state.pt --prompt "The import
+statement"
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ def generate_text_wf(
         model_state: the model_state.pt of a run of recipe text; it has the tokenizer too
         prompt: beginning of the text; "" lets the model begin
         max_tokens: after which the text ends, if the model does not end it before
-        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training text has them
-        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training
+            text has them
+        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this
+            probability
         seed: of the random draws, 0 or more
     """
     return generate_text(
-        model_state=model_state, prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        model_state=model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
     )
 
 
@@ -58,22 +66,30 @@ def train_and_generate_text_wf(
 
     Args:
         recipe: text, or the dotted name of a recipe derived from it
-        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML file, for example
-            '{"epochs": 3, "recipe_options": {"layers": 6}}'; flyte_ddp/config/training.py lists all fields with units
+        config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
+            file, for example '{"epochs": 3, "recipe_options": {"layers": 6}}';
+            flyte_ddp/config/training.py lists all fields with units
         num_processes: DDP processes; 0 is one per GPU, or two on a machine without GPUs
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
-        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by default a place of the
-            execution's own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of an earlier run
+        checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
+            default a place of the execution's own, which its retries share
+        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
+            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
         prompt: beginning of the text; "" lets the model begin
         max_tokens: after which the text ends, if the model does not end it before
-        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training text has them
-        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this probability
+        temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training
+            text has them
+        top_p: above 0, at most 1; draws only from the likeliest tokens that together have this
+            probability
         seed: of the random draws, 0 or more
     """
     prepared = prepare(
-        recipe=recipe, config=config, source=data, initial_model_state=initial_model_state, trains_here=True
+        recipe=recipe,
+        config=config,
+        source=data,
+        initial_model_state=initial_model_state,
+        trains_here=True,
     )
     trained = train_on_one_node(
         recipe=recipe,

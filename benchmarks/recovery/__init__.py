@@ -1,1 +1,3 @@
-"""The same faults for this package, torchrun elastic and Ray Train: `python -m benchmarks.recovery`."""
+"""The same faults for this package, torchrun elastic and Ray Train: `python -m
+benchmarks.recovery`.
+"""

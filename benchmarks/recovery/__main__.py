@@ -1,8 +1,10 @@
-"""Make the same faults under this package, torchrun elastic and Ray Train: `python -m benchmarks.recovery`.
+"""Make the same faults under this package, torchrun elastic and Ray Train: `python -m
+benchmarks.recovery`.
 
-All train the same model with the same data, batches and checkpoint interval on two nodes of this machine, which are
-groups of processes. For each fault: the seconds to the next step, the steps that were done again, and whether the final
-weights are those of an undisturbed run. The outputs of runs that failed are printed on standard error.
+All train the same model with the same data, batches and checkpoint interval on two nodes of this
+machine, which are groups of processes. For each fault: the seconds to the next step, the steps that
+were done again, and whether the final weights are those of an undisturbed run. The outputs of runs
+that failed are printed on standard error.
 """
 
 from __future__ import annotations
@@ -49,12 +51,17 @@ class Suite:
         self._undisturbed: dict[tuple[bool, int, str], dict[str, Any]] = {}
 
     def try_run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
-        """Return the outcomes as `run` does, or that this could not measure them: the other faults are still made."""
+        """Return the outcomes as `run` does, or that this could not measure them: the other faults
+        are still made.
+        """
         try:
             return self.run(kind, name, fault)
         except Exception as error:
             log(traceback.format_exc())
-            return {title: Outcome(None, 0, None, f"not measured: {type(error).__name__}") for title in fault.titles}
+            return {
+                title: Outcome(None, 0, None, f"not measured: {type(error).__name__}")
+                for title in fault.titles
+            }
 
     def run(self, kind: type[System], name: str, fault: Fault) -> dict[str, Outcome]:
         """Return the outcomes of a fault for a system, by the fault's titles."""
@@ -63,22 +70,41 @@ class Suite:
         if fault.config and kind is not Ours:
             return {title: Outcome(None, 0, None, "- (its own settings)") for title in fault.titles}
         if fault.on_one_node and not kind.has_one_node:
-            return {title: Outcome(None, 0, None, "- (it always starts a cluster)") for title in fault.titles}
+            return {
+                title: Outcome(None, 0, None, "- (it always starts a cluster)")
+                for title in fault.titles
+            }
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
-        url = f"{BUCKET}/{directory.name}" if fault.needs_store else ""  # no run finds another one's checkpoints
-        with running(kind, Task(self.data, directory, fault.epochs, url, fault.config), fault.on_one_node) as system:
+        # no run finds another one's checkpoints
+        url = f"{BUCKET}/{directory.name}" if fault.needs_store else ""
+        with running(
+            kind, Task(self.data, directory, fault.epochs, url, fault.config), fault.on_one_node
+        ) as system:
             for _ in range(fault.num_spare):
                 system.add_node()
             results = measure(system, fault, self.store)
             code = system.exit_code()
             equal = self._weights_are_right(system) if code == 0 else None
         if code != 0:
-            tail = (directory / "output.log").read_text(errors="replace").splitlines()[-OUTPUT_TAIL:]
-            log("\n".join([f"{kind.name}, {name}: " + ("no end" if code is None else f"exit code {code}"), *tail]))
+            tail = (
+                (directory / "output.log").read_text(errors="replace").splitlines()[-OUTPUT_TAIL:]
+            )
+            log(
+                "\n".join(
+                    [
+                        f"{kind.name}, {name}: "
+                        + ("no end" if code is None else (f"exit code {code}")),
+                        *tail,
+                    ]
+                )
+            )
         if not results:
             return {title: Outcome(None, 0, None, "it did not start") for title in fault.titles}
-        return {title: Outcome(*result, equal) for title, result in zip(fault.titles, results, strict=True)}
+        return {
+            title: Outcome(*result, equal)
+            for title, result in zip(fault.titles, results, strict=True)
+        }
 
     def _weights_are_right(self, system: System) -> bool:
         import torch
@@ -90,13 +116,17 @@ class Suite:
         if key not in self._undisturbed:
             self._undisturbed[key] = load_state(self._train_undisturbed(is_ours, task))
         try:
-            torch.testing.assert_close(dict(load_state(system.weights_url())), dict(self._undisturbed[key]))
+            torch.testing.assert_close(
+                dict(load_state(system.weights_url())), dict(self._undisturbed[key])
+            )
         except AssertionError:
             return False
         return True
 
     def _train_undisturbed(self, is_ours: bool, task: Task) -> str:
-        """Train with two ranks, without a fault and without waiting in steps; return the URL of the weights."""
+        """Train with two ranks, without a fault and without waiting in steps; return the URL of the
+        weights.
+        """
         directory = self.directory / f"undisturbed-{len(self._undisturbed)}"
         directory.mkdir()
         if is_ours:
@@ -106,13 +136,21 @@ class Suite:
         else:
             # Now and then a thread of gloo aborts a rank that has ended well: benchmarks/README.md.
             launcher = (
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node=2",
+                ),
                 f"--max-restarts={MAX_RESTARTS}",
             )
             options = Task(self.data, directory, task.epochs).options()
             command = (*launcher, "-m", "benchmarks.recovery.script", *options)
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+            ended = subprocess.run(
+                command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+            )
             if ended.returncode:
                 log(ended.stderr)
                 ended.check_returncode()
@@ -120,7 +158,9 @@ class Suite:
 
 
 def table(outcomes: dict[str, dict[str, Outcome]]) -> str:
-    """Format the outcomes, by system and title of the fault, as a Markdown table: one line for each fault."""
+    """Format the outcomes, by system and title of the fault, as a Markdown table: one line for each
+    fault.
+    """
     lines = [f"| fault | {' | '.join(outcomes)} |", "|---" * (1 + len(outcomes)) + "|"]
     for title in dict.fromkeys(title for found in outcomes.values() for title in found):
         cells = [cell(found[title]) if title in found else "" for found in outcomes.values()]
@@ -145,10 +185,15 @@ def log(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults (all)")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=FAULTS, default=list(FAULTS), help=("faults (all)")
+    )
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)"
+    )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
+    # so that no process is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [SYSTEMS[name] for name in arguments.systems]
     for kind in chosen:
         if kind.needs and not importlib.util.find_spec(kind.needs):
@@ -169,7 +214,9 @@ def main() -> int:
     store.stop()
     print(f"\n{machine(num_cores())}")
     ours = outcomes.get(Ours.name, {})
-    return int(any(outcome.seconds is None or not outcome.weights_equal for outcome in ours.values()))
+    return int(
+        any(outcome.seconds is None or not outcome.weights_equal for outcome in ours.values())
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The processes that hold a run, which no fault touches: `python -m benchmarks.recovery.drivers ours|ray OPTIONS`."""
+"""The processes that hold a run, which no fault touches: `python -m benchmarks.recovery.drivers
+ours|ray OPTIONS`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from typing import Any
 from benchmarks.recovery import script
 from benchmarks.recovery.workload import COLLECTIVE_TIMEOUT, MAX_RESTARTS, RECIPE, LoggedCounting
 
-PATIENCE = 1.0  # seconds that a system waits for a node before it goes on without it, or for one more to join
+# seconds that a system waits for a node before it goes on without it, or for one more to join
+PATIENCE = 1.0
 PLACEMENT_TIMEOUT = 5.0  # seconds for Ray to find places for the workers, before it tries fewer
 
 
-def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str, overrides: Mapping[str, Any]) -> None:
+def run_ours(
+    address: str, data: Path, directory: Path, epochs: int, store: str, overrides: Mapping[str, Any]
+) -> None:
     """Train on the Dask cluster at `address`; on this machine where that is ""."""
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
@@ -38,7 +43,10 @@ def run_ours(address: str, data: Path, directory: Path, epochs: int, store: str,
         grow_delay=PATIENCE,
         grow_interval=0.0,
     )
-    config = resolve(LoggedCounting.defaults, {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT, **overrides})
+    config = resolve(
+        LoggedCounting.defaults,
+        {"epochs": epochs, "stall_timeout": COLLECTIVE_TIMEOUT, **overrides},
+    )
     job = Job(recipe_program(RECIPE, config), store or str(directory), time.time())
     if not address:
         driver.run(job, LocalPlace(2, MAX_RESTARTS), lambda: str(data))
@@ -68,7 +76,9 @@ def run_ray(address: str, data: Path, directory: Path, epochs: int, store: str) 
         script.run_with_ray,
         train_loop_config={"data": str(data), "directory": str(directory), "epochs": epochs},
         torch_config=TorchConfig(backend="gloo", timeout_s=int(COLLECTIVE_TIMEOUT)),
-        scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=PATIENCE),
+        scaling_config=ScalingConfig(
+            num_workers=(1, 2), elastic_resize_monitor_interval_s=PATIENCE
+        ),
         run_config=RunConfig(
             name="run",
             failure_config=FailureConfig(max_failures=MAX_RESTARTS),
@@ -85,8 +95,12 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--store", default="", help="URL of an object store's directory for the checkpoints")
-    parser.add_argument("--config", type=json.loads, default={}, help="of ours, besides the benchmark's, as JSON")
+    parser.add_argument(
+        "--store", default="", help=("URL of an object store's directory for the checkpoints")
+    )
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help=("of ours, besides the benchmark's, as JSON")
+    )
     options = vars(parser.parse_args())
     overrides = options.pop("config")
     if options.pop("system") == "ours":

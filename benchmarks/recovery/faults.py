@@ -1,4 +1,6 @@
-"""The faults, and what each did to a run: seconds to the next step, steps done again, and the final weights."""
+"""The faults, and what each did to a run: seconds to the next step, steps done again, and the final
+weights.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.systems import System
-from benchmarks.recovery.workload import CHECKPOINT_INTERVAL, Step, longest_pause, num_redone, read_steps
+from benchmarks.recovery.workload import (
+    CHECKPOINT_INTERVAL,
+    Step,
+    longest_pause,
+    num_redone,
+    read_steps,
+)
 
 FAULT_STEP = 2 * CHECKPOINT_INTERVAL + 7  # the first step after which a fault may come
 FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
 TIMEOUT = 900.0  # seconds from a fault to the end of the run
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back
-LAST_WORDS = 0.5  # seconds after a loss in which a step may still end; no restart with 1.2 GB is as fast
+# seconds after a loss in which a step may still end; no restart with 1.2 GB is as fast
+LAST_WORDS = 0.5
 BALLAST = 300_000_000  # numbers: 1.2 GB
-SELDOM = {"checkpoint_interval": 1000}  # of the runs in which no checkpoint is there when the fault comes
+# of the runs in which no checkpoint is there when the fault comes
+SELDOM = {"checkpoint_interval": 1000}
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,10 @@ class Moment:
 
     begin: float  # seconds since the epoch
     end: float = float("inf")
-    world_size: int = 0  # the first step of this many ranks counts; 0: the step after the longest pause
-    ended: float = 0.0  # when no rank was left, in seconds since the epoch: the first step after that counts; 0: never
+    # the first step of this many ranks counts; 0: the step after the longest pause
+    world_size: int = 0
+    # when no rank was left, in seconds since the epoch: the first step after that counts; 0: never
+    ended: float = 0.0
     ranks_die: bool = True  # False: the run may go on as if nothing had happened
 
 
@@ -61,7 +73,9 @@ def lose_node(system: System, store: Store) -> list[Moment]:
     """Kill the second rank's node; another one comes when the run has gone on without it."""
     lost_at = time.time()
     system.kill_node(system.node_of(system.rank_process(1)))
-    wait_until(system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory)))
+    wait_until(
+        system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory))
+    )
     time.sleep(ABSENCE)
     back_at = time.time()
     system.add_node()
@@ -72,7 +86,9 @@ def drain_node(system: System, store: Store) -> list[Moment]:
     """Tell the second rank's node to go; another one comes when the run has gone on without it."""
     told_at = time.time()
     system.drain_node(system.node_of(system.rank_process(1)))
-    wait_until(system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory)))
+    wait_until(
+        system, lambda: any(step.world_size == 1 for step in read_steps(system.task.directory))
+    )
     time.sleep(ABSENCE)
     back_at = time.time()
     system.add_node()
@@ -86,12 +102,16 @@ def drain_all(system: System, store: Store) -> list[Moment]:
         told_at = time.time()
         system.drain_node(node)
         system.add_node()
-        wait_until(system, functools.partial(_is_whole, system, told_at + system.notice + ABSENCE), OUTAGE)
+        wait_until(
+            system, functools.partial(_is_whole, system, told_at + system.notice + ABSENCE), OUTAGE
+        )
     return [Moment(begin, ranks_die=False)]
 
 
 def _is_whole(system: System, since: float) -> bool:
-    return any(step.world_size == 2 and step.at > since for step in read_steps(system.task.directory))
+    return any(
+        step.world_size == 2 and step.at > since for step in read_steps(system.task.directory)
+    )
 
 
 def silence_node(system: System, store: Store) -> list[Moment]:
@@ -111,7 +131,9 @@ def lose_store(system: System, store: Store) -> list[Moment]:
 
 
 def lose_nodes_and_store(system: System, store: Store) -> list[Moment]:
-    """Stop the object store, and kill the second rank's node twice: a third one takes its place, then none."""
+    """Stop the object store, and kill the second rank's node twice: a third one takes its place,
+    then none.
+    """
     store.stop()
     begins = []
     for _ in range(2):
@@ -158,7 +180,8 @@ class Fault:
     needs_store: bool = False
     on_one_node: bool = False  # both ranks on one node, without a cluster
     num_spare: int = 0  # nodes besides the two
-    config: Mapping[str, Any] = field(default_factory=dict)  # of our run; with any, only ours is measured
+    # of our run; with any, only ours is measured
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAULTS = {
@@ -172,9 +195,14 @@ FAULTS = {
     "store": Fault((f"store away for {OUTAGE:.0f} s",), lose_store, epochs=36, needs_store=True),
     "damage": Fault(("rank killed, newest checkpoint damaged",), damage_checkpoint),
     "evict": Fault(("all nodes evicted",), evict_all),
-    "kill-seldom": Fault(("rank killed, a checkpoint every 1,000 steps",), kill_rank, config=SELDOM),
+    "kill-seldom": Fault(
+        ("rank killed, a checkpoint every 1,000 steps",), kill_rank, config=SELDOM
+    ),
     "kill-seldom-on-one-node": Fault(
-        ("one node, rank killed, a checkpoint every 1,000 steps",), kill_rank, on_one_node=True, config=SELDOM
+        ("one node, rank killed, a checkpoint every 1,000 steps",),
+        kill_rank,
+        on_one_node=True,
+        config=SELDOM,
     ),
     "node-fsdp": Fault(
         ("node lost, fsdp, a state in memory every 10 steps", "node back, fsdp"),
@@ -183,7 +211,10 @@ FAULTS = {
         config={**SELDOM, "parallel": "fsdp", "memory_interval": 10},
     ),
     "node-and-store": Fault(
-        ("store away, 1.2 GB, node lost, a third one there", "store away, 1.2 GB, node lost, none in its place"),
+        (
+            "store away, 1.2 GB, node lost, a third one there",
+            ("store away, 1.2 GB, node lost, none in its place"),
+        ),
         lose_nodes_and_store,
         epochs=1,
         needs_store=True,
@@ -228,7 +259,9 @@ def damage(file: Path) -> None:
 
 
 def wait_until(system: System, condition: Callable[[], bool], seconds: float = TIMEOUT) -> bool:
-    """Wait until `condition`, the end of the run or the end of the time; return True for the first."""
+    """Wait until `condition`, the end of the run or the end of the time; return True for the
+    first.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         if system.exit_code() is not None or time.monotonic() > deadline:
@@ -238,11 +271,15 @@ def wait_until(system: System, condition: Callable[[], bool], seconds: float = T
 
 
 def seconds_to_next_step(steps: Sequence[Step], moment: Moment) -> float | None:
-    """Return the seconds from a fault to the step that shows the recovery; None if there was none."""
+    """Return the seconds from a fault to the step that shows the recovery; None if there was
+    none.
+    """
     if not moment.world_size and not moment.ended:
         return longest_pause(steps, moment.begin, moment.end, moment.ranks_die)
     since = max(moment.begin, moment.ended)
-    after = [step.at for step in steps if step.at > since and moment.world_size in (0, step.world_size)]
+    after = [
+        step.at for step in steps if step.at > since and moment.world_size in (0, step.world_size)
+    ]
     return min(after) - moment.begin if after else None
 
 
@@ -250,8 +287,8 @@ def measure(system: System, fault: Fault, store: Store) -> list[tuple[float | No
     """Make the fault in a run that has just been started, and wait for its end.
 
     Returns:
-        For each of the titles the seconds to the next step and the steps that were done again; none if the run did not
-        come to the fault.
+        For each of the titles the seconds to the next step and the steps that were done again; none
+        if the run did not come to the fault.
     """
     directory = system.task.directory
 
@@ -264,4 +301,7 @@ def measure(system: System, fault: Fault, store: Store) -> list[tuple[float | No
     moments = fault.make(system, store)
     wait_until(system, lambda: False)
     steps = read_steps(directory)
-    return [(seconds_to_next_step(steps, moment), num_redone(steps, moment.begin, moment.end)) for moment in moments]
+    return [
+        (seconds_to_next_step(steps, moment), num_redone(steps, moment.begin, moment.end))
+        for moment in moments
+    ]

@@ -1,7 +1,9 @@
-"""The rivals' training script, as their own guides have it: DDP, a DistributedSampler, a checkpoint every N steps.
+"""The rivals' training script, as their own guides have it: DDP, a DistributedSampler, a checkpoint
+every N steps.
 
-Careful users' code: a checkpoint is written to a temporary name and renamed, and a run resumes in the middle of an
-epoch. The batch of a rank is its share of a global batch, so that fewer ranks train with the same batches.
+Careful users' code: a checkpoint is written to a temporary name and renamed, and a run resumes in
+the middle of an epoch. The batch of a rank is its share of a global batch, so that fewer ranks
+train with the same batches.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def train(
     Args:
         load: returns the state to resume from; None at the beginning.
         save: keeps a state as the checkpoint of a step; called by every rank.
-        is_told: returns whether a node has just been told to go; called by every rank after each step.
+        is_told: returns whether a node has just been told to go; called by every rank after each
+            step.
     """
     import torch
     import torch.distributed as dist
@@ -66,7 +69,14 @@ def train(
             optimizer.step()
             step += 1
             if is_told() or step % CHECKPOINT_INTERVAL == 0:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
+                save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step,
+                    },
+                    step,
+                )
     return model.state_dict()
 
 
@@ -94,7 +104,9 @@ def run_with_torchrun(data: Path, directory: Path, epochs: int) -> None:
 
 
 def run_with_ray(config: dict[str, Any]) -> None:
-    """Train as a function of Ray Train, with its checkpoints; `config` has the arguments of `run_with_torchrun`."""
+    """Train as a function of Ray Train, with its checkpoints; `config` has the arguments of
+    `run_with_torchrun`.
+    """
     import ray.train
     import torch
 

@@ -1,4 +1,6 @@
-"""The systems that are compared, each as processes of this machine: its nodes, and the driver where it has one."""
+"""The systems that are compared, each as processes of this machine: its nodes, and the driver where
+it has one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,14 @@ class Task:
     config: Mapping[str, Any] = field(default_factory=dict)  # of our run, besides the benchmark's
 
     def options(self) -> tuple[str, ...]:
-        return ("--data", str(self.data), "--directory", str(self.directory), "--epochs", str(self.epochs))
+        return (
+            "--data",
+            str(self.data),
+            "--directory",
+            str(self.directory),
+            "--epochs",
+            str(self.epochs),
+        )
 
 
 class System:
@@ -50,7 +59,9 @@ class System:
     needs = ""  # a module without which it cannot run
     has_store = True
     has_one_node = True  # it can run on one machine without a cluster
-    notice = 0.0  # seconds from the notice that a node has to go until it is killed; 0: until its ranks have ended
+    # seconds from the notice that a node has to go until it is killed; 0: until its ranks have
+    # ended
+    notice = 0.0
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -75,7 +86,9 @@ class System:
         self.start_driver()
 
     def launch_on_one_node(self) -> None:
-        """Start both ranks on one node, which is this machine. For a system that has `has_one_node`."""
+        """Start both ranks on one node, which is this machine. For a system that has
+        `has_one_node`.
+        """
         raise NotImplementedError
 
     def start(self) -> None:
@@ -94,7 +107,9 @@ class System:
     def weights_url(self) -> str:
         return f"{self.task.directory}/{MODEL_STATE}"
 
-    def popen(self, *command: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def popen(
+        self, *command: str, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             command,
             env={**self.environment, **(more or {})},
@@ -162,7 +177,14 @@ class Ours(System):
         self._start_driver(self.dask.address)
 
     def _start_driver(self, address: str) -> None:
-        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ours", "--address", address)
+        command = (
+            sys.executable,
+            "-m",
+            "benchmarks.recovery.drivers",
+            "ours",
+            "--address",
+            address,
+        )
         options = ("--store", self.task.store, "--config", json.dumps(self.task.config))
         self.others.append(self.popen(*command, *self.task.options(), *options))
 
@@ -183,21 +205,34 @@ class Torchrun(System):
 
     def start(self) -> None:
         self.port = free_port()
-        # Otherwise an agent that joins later waits for an address that the others published in an earlier round.
+        # Otherwise an agent that joins later waits for an address that the others published in an
+        # earlier round.
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     def launch_on_one_node(self) -> None:
-        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        launcher = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        )
         command = (*launcher, f"--max-restarts={MAX_RESTARTS}", "-m", "benchmarks.recovery.script")
         self.nodes.append(self.popen(*command, *self.task.options()))
 
     def add_node(self) -> None:
         launcher = (
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
-            *(f"--max-restarts={MAX_RESTARTS}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"),
+            *(
+                f"--max-restarts={MAX_RESTARTS}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            ),
             *("--rdzv-id=recovery", f"--rdzv-conf=last_call_timeout={PATIENCE:g}"),
         )
-        self.nodes.append(self.popen(*launcher, "-m", "benchmarks.recovery.script", *self.task.options()))
+        self.nodes.append(
+            self.popen(*launcher, "-m", "benchmarks.recovery.script", *self.task.options())
+        )
         while len(self.nodes) == 1 and not answers(self.port):
             time.sleep(0.05)  # the first one serves the store
 
@@ -207,7 +242,9 @@ class Torchrun(System):
 
 
 class RayTrain(System):
-    """Ray Train with an elastic group of one or two workers; head, two nodes and the driver are processes."""
+    """Ray Train with an elastic group of one or two workers; head, two nodes and the driver are
+    processes.
+    """
 
     name = "Ray Train"
     needs = "ray"
@@ -217,7 +254,8 @@ class RayTrain(System):
 
     def launch(self) -> None:
         self.start()
-        # First, so that it belongs to the head: the controller would die with any other node of this machine.
+        # First, so that it belongs to the head: the controller would die with any other node of
+        # this machine.
         self.start_driver()
         self._wait_for("Connected to Ray cluster.", 1)
         self.add_node()
@@ -225,7 +263,12 @@ class RayTrain(System):
 
     def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        head = ("--head", f"--port={self.address.split(':')[1]}", "--include-dashboard=false", "--num-cpus=0")
+        head = (
+            "--head",
+            f"--port={self.address.split(':')[1]}",
+            "--include-dashboard=false",
+            "--num-cpus=0",
+        )
         self.others.append(self._node(*head))
 
     def add_node(self) -> None:
@@ -235,27 +278,56 @@ class RayTrain(System):
         """Give Ray's notice of a preemption, and kill the node when its time is over."""
         self.nodes.remove(node)
         self.others.insert(0, node)
-        words = [word for each in psutil.Process(node.pid).children(recursive=True) for word in each.cmdline()]
-        node_id = next(word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id=")))
-        command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", self.address]
-        command += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "drained"]
+        words = [
+            word
+            for each in psutil.Process(node.pid).children(recursive=True)
+            for word in each.cmdline()
+        ]
+        node_id = next(
+            word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id="))
+        )
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "drain-node",
+            "--address",
+            self.address,
+        ]
+        command += [
+            "--node-id",
+            node_id,
+            "--reason",
+            "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message",
+            "drained",
+        ]
         command += ["--deadline-remaining-seconds", f"{self.notice:.0f}"]
         threading.Timer(self.notice, send_to_all, (node, signal.SIGKILL)).start()
         subprocess.run(command, check=True, stdout=self.log, stderr=self.log)
 
     def start_driver(self) -> None:
         store = ("--store", self.task.store) if self.task.store else ()
-        command = (sys.executable, "-m", "benchmarks.recovery.drivers", "ray", "--address", self.address)
+        command = (
+            sys.executable,
+            "-m",
+            "benchmarks.recovery.drivers",
+            "ray",
+            "--address",
+            self.address,
+        )
         self.others.append(self.popen(*command, *self.task.options(), *store))
 
     def _node(self, *options: str) -> subprocess.Popen[bytes]:
         """Start the head or another node, and wait until it is up."""
         common = ("--block", "--disable-usage-stats", "--object-store-memory=80000000")
         ports = ("--min-worker-port=0", "--max-worker-port=0")
-        command = shlex.join((str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports))
-        # A node ends if its agents take more than 15 s to start, as on a machine in use: it is started again.
+        command = shlex.join(
+            (str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports)
+        )
+        # A node ends if its agents take more than 15 s to start, as on a machine in use: it is
+        # started again.
         node = self.popen("sh", "-c", f"until {command}; do sleep 1; done")
-        # Two nodes of one machine that start at the same time would choose the same names for their sockets.
+        # Two nodes of one machine that start at the same time would choose the same names for their
+        # sockets.
         self.num_started += 1
         self._wait_for("Ray runtime started.", self.num_started)
         return node

@@ -1,7 +1,8 @@
 """The model and data that all systems train, and the log of their steps. Knows no launcher.
 
-The model is the soak's, whose weights count the samples that it has seen. So the number of a step can be read from the
-weights themselves: a step that is done again, from an older checkpoint, has the number that it had before.
+The model is the soak's, whose weights count the samples that it has seen. So the number of a step
+can be read from the weights themselves: a step that is done again, from an older checkpoint, has
+the number that it had before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Step:
 
 
 def log_steps() -> None:
-    """Log the end of every step of the first rank, and the process of each rank, where the environment says."""
+    """Log the end of every step of the first rank, and the process of each rank, where the
+    environment says.
+    """
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -74,7 +77,8 @@ def log_steps() -> None:
             for parameter in group["params"]:
                 if parameter.shape == (NUM_SAMPLES,):
                     total = parameter.detach().sum()
-                    total = total.full_tensor() if hasattr(total, "full_tensor") else total  # by all ranks, with fsdp
+                    # by all ranks, with fsdp
+                    total = total.full_tensor() if hasattr(total, "full_tensor") else total
                     number = round(total.item() / LEARNING_RATE)
                     if log:
                         log.write(f"{time.time()} {number} {world_size}\n")
@@ -99,8 +103,10 @@ def longest_pause(
     """Return the seconds of the longest time without a step after a fault.
 
     Args:
-        begin, end: seconds since the epoch. The fault came at `begin`; a pause that begins after `end` does not count.
-        ranks_die: because of the fault, so that the seconds count from `begin` on, although a step may still end then.
+        begin, end: seconds since the epoch. The fault came at `begin`; a pause that begins after
+            `end` does not count.
+        ranks_die: because of the fault, so that the seconds count from `begin` on, although a step
+            may still end then.
 
     Returns:
         None if no step followed.

@@ -3,8 +3,8 @@
     python -m flyte_ddp run --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
     torchrun --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
 
-The lines with `session` make it resumable in the middle of an epoch, at any number of ranks, with no sample lost or
-doubled. Under torchrun they share the samples in the same way, and keep nothing.
+The lines with `session` make it resumable in the middle of an epoch, at any number of ranks, with
+no sample lost or doubled. Under torchrun they share the samples in the same way, and keep nothing.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def main():
         step = state["step"]
 
     for epoch in range(arguments.epochs):
-        for (batch, labels), weight in session.batches(data, 64, epoch):  # after a restart those that are left
+        # after a restart those that are left
+        for (batch, labels), weight in session.batches(data, 64, epoch):
             loss = weight * nn.functional.cross_entropy(model(batch.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
@@ -56,7 +57,14 @@ def main():
             session.report(step=step, epoch=epoch, loss=mean.item())
             stops = session.stop_requested  # the machine is about to go away
             if stops or step % 10 == 0:
-                session.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, step)
+                session.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step,
+                    },
+                    step,
+                )
             if stops:
                 return
             if dist.get_rank() == 0 and step % 10 == 0:

@@ -1,9 +1,11 @@
-"""Train a Transformer whose weights are sharded over the ranks with FSDP2 (`fully_shard`), in a loop of one's own.
+"""Train a Transformer whose weights are sharded over the ranks with FSDP2 (`fully_shard`), in a
+loop of one's own.
 
 python -m flyte_ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
 torchrun --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
 
-Each rank saves its own part of weights and optimizer, and any number of ranks loads them: no rank ever holds the whole.
+Each rank saves its own part of weights and optimizer, and any number of ranks loads them: no rank
+ever holds the whole.
 """
 
 import argparse
@@ -31,7 +33,9 @@ def main():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))  # makes the process group, too
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)]
+    layers = [
+        nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)
+    ]
     model = nn.Sequential(nn.Embedding(VOCABULARY, 64), *layers, nn.Linear(64, VOCABULARY)).to(kind)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -45,14 +49,18 @@ def main():
 
     first_step = 0
     if state := session.load(into=state_at(0)):  # fills this rank's parts
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         first_step = state["step"]
 
     for step in range(first_step + 1, arguments.steps + 1):
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(kind)
         scores = model(tokens)
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1), (tokens + 1).remainder(VOCABULARY).flatten())
+        loss = nn.functional.cross_entropy(
+            scores.flatten(0, 1), (tokens + 1).remainder(VOCABULARY).flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

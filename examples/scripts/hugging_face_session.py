@@ -3,7 +3,8 @@
 python -m flyte_ddp run --nproc-per-node 2 examples/scripts/hugging_face_session.py --steps 20
 torchrun --nproc-per-node 2 examples/scripts/hugging_face_session.py --steps 20
 
-hugging_face_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and stops in time.
+hugging_face_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and
+stops in time.
 """
 
 import argparse
@@ -23,8 +24,13 @@ def main():
 
     set_seed(0)
     digits = torch.arange(4000).remainder(97).pow(2).remainder(10)  # of a sequence that repeats
-    data = [{"input_ids": digits[start : start + 32], "labels": digits[start : start + 32]} for start in range(1000)]
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+    data = [
+        {"input_ids": digits[start : start + 32], "labels": digits[start : start + 32]}
+        for start in range(1000)
+    ]
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=10, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(
             model,

@@ -3,7 +3,8 @@
 python -m flyte_ddp run --nproc-per-node 2 examples/scripts/lightning_session.py --epochs 3
 torchrun --nproc-per-node 2 examples/scripts/lightning_session.py --epochs 3
 
-lightning_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and stops in time.
+lightning_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and
+stops in time.
 """
 
 import argparse

@@ -9,9 +9,11 @@ from flyte_ddp.storage import Storage
 
 MODEL_STATE = "model_state.pt"  # the trained model's file, beside the checkpoints
 EXPORT = "export"  # likewise the directory with the files that other programs load
-EXPORTED_STATE = "model_state.safetensors"  # in that directory, with the tensors of MODEL_STATE under the same names
+# in that directory, with the tensors of MODEL_STATE under the same names
+EXPORTED_STATE = "model_state.safetensors"
 MAX_STEP = 10**10 - 1  # as many digits as the names of its files have
-WRITE_GRACE = 20.0  # seconds in which a checkpoint that is being written may be completed after a rank has failed
+# seconds in which a checkpoint that is being written may be completed after a rank has failed
+WRITE_GRACE = 20.0
 
 
 def stored_steps(url: str) -> list[int]:
@@ -21,4 +23,6 @@ def stored_steps(url: str) -> list[int]:
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
     names = Storage(url, timeout=0).names()
-    return [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{10})\.json", name))]
+    return [
+        int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{10})\.json", name))
+    ]

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: its manifest, and one file of tensors for each rank that wrote a part of it.
+"""The files of a checkpoint: its manifest, and one file of tensors for each rank that wrote a part
+of it.
 
 And the trained weights, which are one file.
 """
@@ -43,7 +44,9 @@ def is_tensors(name: str) -> bool:
 
 
 def is_half_written(name: str) -> bool:
-    """Return whether `name` is that of a part of such a file, which a killed writer has left on a local disk."""
+    """Return whether `name` is that of a part of such a file, which a killed writer has left on a
+    local disk.
+    """
     half = re.fullmatch(r"(.+)\.[0-9a-f]{32}\.tmp", name)
     return half is not None and (is_manifest(half[1]) or is_tensors(half[1]))
 
@@ -57,9 +60,14 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(storage.read(name))
-        if any({"file", "bytes"} <= entry.keys() and CHECKSUM not in entry for entry in manifest["files"]):
+        if any(
+            {"file", "bytes"} <= entry.keys() and CHECKSUM not in entry
+            for entry in manifest["files"]
+        ):
             raise _foreign(storage, name, f"expected {CHECKSUM} of its files, got another checksum")
-        files = [{key: entry[key] for key in ("file", "bytes", CHECKSUM)} for entry in manifest["files"]]
+        files = [
+            {key: entry[key] for key in ("file", "bytes", CHECKSUM)} for entry in manifest["files"]
+        ]
     except ConfigError:
         raise
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -73,8 +81,8 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
     """Return the contents of a file of tensors.
 
     Args:
-        maps: the caller copies the tensors at once. So those of a local file may stay in it, which spares two copies:
-            they are mapped. The file must not go away meanwhile.
+        maps: the caller copies the tensors at once. So those of a local file may stay in it, which
+            spares two copies: they are mapped. The file must not go away meanwhile.
 
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
@@ -101,7 +109,8 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
         found = state["format"]
     except Exception as error:  # of bytes that are those that were written
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch has no class for it
+        # torch has no class for it
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(
                 f"checkpoints: {storage.join(name)} could not be read for want of memory: {what}"
             ) from None
@@ -113,13 +122,16 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
 
 def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"checkpoints: {redact_url(storage.join(name))} cannot be read by torch {torch.__version__} and this version "
-        f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or give another place"
+        f"checkpoints: {redact_url(storage.join(name))} cannot be read by torch "
+        f"{torch.__version__} and this version "
+        f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or "
+        "give another place"
     )
 
 
 def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
-    """Return the state dict at `url`, in torch's format or safetensors, as `weights.from_bytes` does.
+    """Return the state dict at `url`, in torch's format or safetensors, as `weights.from_bytes`
+    does.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
@@ -131,7 +143,8 @@ def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's state dict on the CPU in the default memory format, to load on any machine.
 
-    Tensors that have this form already are not copied: the model must not change until they are written.
+    Tensors that have this form already are not copied: the model must not change until they are
+    written.
     """
 
     def convert(value: torch.Tensor) -> torch.Tensor:
@@ -139,4 +152,7 @@ def portable(state: Mapping[str, Any]) -> dict[str, Any]:
         # A view would be saved with all of the memory that it is a part of.
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
-    return {name: convert(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return {
+        name: convert(value) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }

@@ -1,13 +1,15 @@
 """The lease of a run's place: one run at a time may write there, named by a token in `owner.json`.
 
-Two runs in one place would delete each other's checkpoints. So the process that starts a run takes the lease before
-anything is written there, renews it by heartbeats, and releases it at the end. Rank 0 compares the token before
-everything that it writes or deletes: a process that was replaced, but lives on somewhere, changes nothing any more. A
-run's tokens are numbered, so rank 0 knows one that is only not there yet, because the store is away, and waits.
+Two runs in one place would delete each other's checkpoints. So the process that starts a run takes
+the lease before anything is written there, renews it by heartbeats, and releases it at the end.
+Rank 0 compares the token before everything that it writes or deletes: a process that was replaced,
+but lives on somewhere, changes nothing any more. A run's tokens are numbered, so rank 0 knows one
+that is only not there yet, because the store is away, and waits.
 
-A lease is over if it was released, if its process is gone from this very machine, if it is an earlier attempt's of the
-same run on another one (Flyte retries a node under the same name), or if no heartbeat comes for as long as it lasts.
-The last is measured by the clock of the process that waits: no two machines' clocks are compared.
+A lease is over if it was released, if its process is gone from this very machine, if it is an
+earlier attempt's of the same run on another one (Flyte retries a node under the same name), or if
+no heartbeat comes for as long as it lasts. The last is measured by the clock of the process that
+waits: no two machines' clocks are compared.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ class Owner:
     host: str
     machine: str  # names the kernel and the process namespace that `pid` belongs to
     pid: int
-    process_start: str  # names the process that has had `pid` since then; a process number is used again
+    # names the process that has had `pid` since then; a process number is used again
+    process_start: str
     since: str  # UTC, ISO 8601
     beat_at: float  # last heartbeat, seconds since the epoch by the owner's clock
     lease: float  # seconds without a heartbeat for which the owner may still be alive
     released: bool = False
 
     def is_over(self, run: str) -> bool | None:
-        """Return whether this owner has ended, as seen by an attempt of `run`; None where only its lease can tell."""
+        """Return whether this owner has ended, as seen by an attempt of `run`; None where only its
+        lease can tell.
+        """
         if self.released:
             return True
         if self.machine == _machine():
@@ -62,7 +67,10 @@ class Owner:
         return True if run and self.run == run else None
 
     def __str__(self) -> str:
-        return f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since {self.since}"
+        return (
+            f"{f'run {self.run}' if self.run else f'process {self.pid}'} on {self.host} since "
+            f"{self.since}"
+        )
 
 
 class Ownership:
@@ -70,8 +78,8 @@ class Ownership:
 
     Args:
         run: names the run, the same for all its attempts; "" for a local run, which is its process.
-        store_timeout: seconds that the run itself waits for a store that is away: it may be alive without a sign of
-            life for that long.
+        store_timeout: seconds that the run itself waits for a store that is away: it may be alive
+            without a sign of life for that long.
 
     Raises:
         ConfigError: the place belongs to another run, which is alive.
@@ -99,13 +107,16 @@ class Ownership:
         self._has_ended = False
 
     def renew(self, waits: bool = True) -> str:
-        """Return a new token, which ends the right of ranks with an earlier one to write. For every attempt of a gang.
+        """Return a new token, which ends the right of ranks with an earlier one to write. For every
+        attempt of a gang.
 
         Args:
-            waits: until it is in the store. Else a thread puts it there, and ranks that have it write nothing before.
+            waits: until it is in the store. Else a thread puts it there, and ranks that have it
+                write nothing before.
 
         Raises:
-            ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt has the place now.
+            ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt
+            has the place now.
         """
         run, number = _parse(self.token)
         self.token = f"{run}-{number + 1}"
@@ -129,14 +140,20 @@ class Ownership:
             elif other and not watched:
                 watched, over_at = self._written, time.monotonic() + other.lease
                 place = redact_url(self._storage.url)
-                wait = f"waiting up to {other.lease:.0f} s for a heartbeat of it. If it is over, delete {OWNER} there"
+                wait = (
+                    f"waiting up to {other.lease:.0f} s for a heartbeat of it. If it is over, "
+                    f"delete {OWNER} there"
+                )
                 logger.warning("checkpoints: %s belongs to %s; %s", place, other, wait)
             time.sleep(LOOK_INTERVAL)
         threading.Thread(target=self._beat, name="ownership", daemon=True).start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._has_ended = True
         self._wakes.set()
@@ -147,12 +164,15 @@ class Ownership:
 
     def _release(self) -> None:
         with self._lock, contextlib.suppress(Exception):  # the end of a run must not fail here
-            self._put(self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True))
+            self._put(
+                self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True)
+            )
 
     def _make_refusal(self, other: Owner | None) -> ConfigError:
         place = redact_url(self._storage.url)
         return ConfigError(
-            f"checkpoints: expected a place of this run's own, got {place}, which belongs to {other}, and that is alive"
+            f"checkpoints: expected a place of this run's own, got {place}, which belongs to "
+            f"{other}, and that is alive"
         )
 
     def _put(self, storage: Storage, owner: Owner) -> None:
@@ -161,7 +181,9 @@ class Ownership:
         self._owner, self._written = owner, contents
 
     def _beat(self) -> None:
-        """Send heartbeats to the end. Nothing but that ends them: without them another run may take the place."""
+        """Send heartbeats to the end. Nothing but that ends them: without them another run may take
+        the place.
+        """
         logged: set[type[Exception]] = set()
         while not self._has_ended:
             self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else RETRY_INTERVAL)
@@ -173,7 +195,9 @@ class Ownership:
             except Exception as error:  # rank 0 finds out as well, before it writes
                 if type(error) not in logged:
                     logged.add(type(error))
-                    logger.warning("checkpoints: a heartbeat could not be written: %s", describe(error))
+                    logger.warning(
+                        "checkpoints: a heartbeat could not be written: %s", describe(error)
+                    )
 
     def _send_heartbeat(self, storage: Storage) -> None:
         with self._lock:
@@ -191,31 +215,40 @@ class Ownership:
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
-    """Return the contents of `owner.json`, b"" for no file, and the owner in them; None where they name none."""
+    """Return the contents of `owner.json`, b"" for no file, and the owner in them; None where they
+    name none.
+    """
     try:
         contents = storage.read(OWNER)
     except FileNotFoundError:
         return b"", None
     names = {field.name for field in dataclasses.fields(Owner)}
     try:
-        return contents, Owner(**{name: value for name, value in json.loads(contents).items() if name in names})
+        return contents, Owner(
+            **{name: value for name, value in json.loads(contents).items() if name in names}
+        )
     except (ValueError, TypeError, AttributeError):
         return contents, None
 
 
 def check_owner(storage: Storage, token: str) -> None:
-    """Raise ConfigError if the place of `storage` does not belong to the run with this token any more.
+    """Raise ConfigError if the place of `storage` does not belong to the run with this token any
+    more.
 
     Raises:
-        StorageUnavailable: it still belongs to an earlier attempt of that run; see `Ownership.renew`.
+        StorageUnavailable: it still belongs to an earlier attempt of that run; see
+            `Ownership.renew`.
     """
     _, owner = read_owner(storage)
     if owner and (owner.token != token or owner.released):
         (run, number), (own_run, own_number) = _parse(owner.token), _parse(token)
         if run == own_run and number < own_number and not owner.released:
-            raise StorageUnavailable(f"checkpoints: {redact_url(storage.url)} belongs to the attempt before this one")
+            raise StorageUnavailable(
+                f"checkpoints: {redact_url(storage.url)} belongs to the attempt before this one"
+            )
         raise ConfigError(
-            f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process writes nothing more there"
+            f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process "
+            "writes nothing more there"
         )
 
 
@@ -227,14 +260,16 @@ def _parse(token: str) -> tuple[str, int]:
 
 def _machine() -> str:
     parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Linux: a reboot, and another container, have other processes
+    # Linux: a reboot, and another container, have other processes
+    with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
     return " ".join(parts)
 
 
 def _read_process(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state, and its start in ticks since the boot, which stay where a clock is set.
+    """Return the letter of a process's state, and its start in ticks since the boot, which stay
+    where a clock is set.
 
     Both are "" for a process that cannot be read, and where there is no /proc.
     """

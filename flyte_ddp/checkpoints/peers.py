@@ -1,7 +1,8 @@
 """The ranks that each write a part of every checkpoint, as their writing threads see each other.
 
-By the store where the ranks met, because a collective outside the training's thread would meet those of the training.
-Rank 0 chooses the state that is written next, the others follow, and their entries come back to it for the manifest.
+By the store where the ranks met, because a collective outside the training's thread would meet
+those of the training. Rank 0 chooses the state that is written next, the others follow, and their
+entries come back to it for the manifest.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Peers:
     """All ranks of a gang whose states are in shards.
 
     Args:
-        store: the rendezvous. Only calls that return at once are made: others would keep the collectives from it.
+        store: the rendezvous. Only calls that return at once are made: others would keep the
+            collectives from it.
 
-    Every method but the collectives raises StorageUnavailable if the store is gone, which is with rank 0's process.
+    Every method but the collectives raises StorageUnavailable if the store is gone, which is with
+    rank 0's process.
     """
 
     def __init__(self, world: World, store: Store) -> None:
@@ -62,13 +65,17 @@ class Peers:
         _try(lambda: self._store.set(f"{BEGUN}/{self.rank}", json.dumps([number, entry])))
 
     def published(self, number: int, rank: int) -> Entry:
-        """Return the entry of the part that `rank` has written of the state with this number; {} for none yet."""
+        """Return the entry of the part that `rank` has written of the state with this number; {}
+        for none yet.
+        """
         of, entry = self._get(f"{BEGUN}/{rank}", [0, {}])
         return dict(entry) if of == number else {}
 
     def _get(self, key: str, default: list[Any]) -> list[Any]:
         # `get` alone would wait for the key.
-        values: list[Any] = _try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else default)
+        values: list[Any] = _try(
+            lambda: json.loads(self._store.get(key)) if self._store.check([key]) else default
+        )
         return values
 
 
@@ -76,4 +83,6 @@ def _try(call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:  # the training notices a dead peer too, and says which
-        raise StorageUnavailable(f"checkpoints: rank 0 cannot be reached: {str(error).partition(chr(10))[0]}") from None
+        raise StorageUnavailable(
+            f"checkpoints: rank 0 cannot be reached: {str(error).partition(chr(10))[0]}"
+        ) from None

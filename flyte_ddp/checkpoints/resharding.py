@@ -1,7 +1,8 @@
 """Put the state of a checkpoint together from its files, for any number of ranks.
 
-The ranks read the files in turn, each file once, and pass on what others need of it: all of a whole tensor, and of a
-split one the box that a rank keeps. So no rank holds more than one file besides its own part of the state.
+The ranks read the files in turn, each file once, and pass on what others need of it: all of a whole
+tensor, and of a split one the box that a rank keeps. So no rank holds more than one file besides
+its own part of the state.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from flyte_ddp.checkpoints.staging import map_tensors
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.world import World, call_together
 
-SHARDS = "shards"  # key of a file's parts of split tensors: pairs of where they start, in each dimension, and the part
+# key of a file's parts of split tensors: pairs of where they start, in each dimension, and the part
+SHARDS = "shards"
 
 Place = tuple[Any, ...]  # the keys that lead to a tensor in a state
 Box = Sequence[range]  # a part of a tensor: the indices in each dimension
 BoxOf = Callable[[Place, Tensor], "Box | None"]
-"""Returns the box that a rank keeps of the tensor at a place, of which it gets the shape; None for all of it."""
+"""Returns the box that a rank keeps of the tensor at a place, of which it gets the shape.
+
+None is for all of it.
+"""
 
 
 def keep_all(place: Place, tensor: Tensor) -> None:
@@ -61,7 +66,9 @@ def assemble(
     return assembly.finish()
 
 
-def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]], world: World) -> dict[str, Any]:
+def _read_together(
+    entry: Entry | None, read: Callable[[Entry], dict[str, Any]], world: World
+) -> dict[str, Any]:
     def read_own() -> tuple[dict[str, Any], str]:
         try:
             return (read(entry) if entry else {}), ""
@@ -76,11 +83,13 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], dict[str, Any]],
 
 
 class _Assembly:
-    """A state that is being put together. `contents` is the first file, on the rank that reads it; only shards are not
-    in it.
+    """A state that is being put together. `contents` is the first file, on the rank that reads it;
+    only shards are not in it.
     """
 
-    def __init__(self, contents: Mapping[str, Any], world: World, box_of: BoxOf, reader: int) -> None:
+    def __init__(
+        self, contents: Mapping[str, Any], world: World, box_of: BoxOf, reader: int
+    ) -> None:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
         tensors = [tensor for _, tensor in find_tensors(state)]
@@ -89,7 +98,8 @@ class _Assembly:
         )
         is_split = world.broadcast_object([tensor.is_meta for tensor in tensors], reader)
         self._tensors: list[Tensor | None] = []
-        # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is kept of it)
+        # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is
+        # kept of it)
         self._split: list[tuple[Tensor, Box, int]] = []
         for number, (place, tensor) in enumerate(find_tensors(self._outline)):
             box = box_of(place, tensor)
@@ -99,7 +109,8 @@ class _Assembly:
                 self._split.append((tensor, box, number))
                 kept = None
             elif tensor.is_meta:
-                # Not `empty_like`, which imports torch's compiler and SymPy for a tensor without values.
+                # Not `empty_like`, which imports torch's compiler and SymPy for a tensor without
+                # values.
                 new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                 kept = tensors[number] if world.rank == reader else new
                 world.broadcast(kept, reader)
@@ -114,18 +125,28 @@ class _Assembly:
     def add_shards(self, shards: Sequence[tuple[Sequence[int], Tensor]], source: int) -> None:
         """Add the shards of a file that rank `source` has read."""
         world = self._world
-        placed = world.broadcast_object([(list(starts), list(part.shape)) for starts, part in shards], source)
+        placed = world.broadcast_object(
+            [(list(starts), list(part.shape)) for starts, part in shards], source
+        )
         if len(placed) != len(self._split):
-            raise CheckpointError(f"expected {len(self._split)} split tensors in each file, got {len(placed)}")
+            raise CheckpointError(
+                f"expected {len(self._split)} split tensors in each file, got {len(placed)}"
+            )
         if not placed:
             return
-        theirs = [[range(start, start + size) for start, size in zip(*each, strict=True)] for each in placed]
-        common = [_overlap(box, each) for each, (_, box, _) in zip(theirs, self._split, strict=True)]
+        theirs = [
+            [range(start, start + size) for start, size in zip(*each, strict=True)]
+            for each in placed
+        ]
+        common = [
+            _overlap(box, each) for each, (_, box, _) in zip(theirs, self._split, strict=True)
+        ]
         is_needed = [float(world.rank != source and all(each)) for each in common]
         num_readers = world.all_reduce(*is_needed)
         for number, (tensor, box, index) in enumerate(self._split):
             starts, shape = placed[number]
-            if (box_read := (tuple(starts), tuple(shape))) not in self._read[number]:  # several ranks may have it
+            # several ranks may have it
+            if (box_read := (tuple(starts), tuple(shape))) not in self._read[number]:
                 self._read[number].add(box_read)
                 self._num_values[number] += math.prod(shape)
             if world.rank == source:
@@ -140,13 +161,17 @@ class _Assembly:
                 self._keep(index, box, common[number], part[slices(common[number], theirs[number])])
 
     def _keep(self, index: int, box: Box, within: Box, values: Tensor) -> None:
-        """Keep what is read of a box; as it is, without a copy, where one file has all of the box and nothing more."""
+        """Keep what is read of a box; as it is, without a copy, where one file has all of the box
+        and nothing more.
+        """
         kept = self._tensors[index]
         if kept is None and list(within) == list(box) and _owns_its_memory(values):
             self._tensors[index] = values
             return
         if kept is None:
-            kept = self._tensors[index] = torch.empty([len(each) for each in box], dtype=values.dtype)
+            kept = self._tensors[index] = torch.empty(
+                [len(each) for each in box], dtype=values.dtype
+            )
         kept[slices(within, box)] = values
 
     def finish(self) -> dict[str, Any]:
@@ -166,7 +191,10 @@ class _Assembly:
 def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
     """Return the index of a box in the whole tensor, or in what is in the box `within`."""
     starts = [each.start for each in within] if within else [0] * len(box)
-    return tuple(slice(each.start - start, each.stop - start) for each, start in zip(box, starts, strict=True))
+    return tuple(
+        slice(each.start - start, each.stop - start)
+        for each, start in zip(box, starts, strict=True)
+    )
 
 
 def _overlap(ours: Box, theirs: Box) -> Box:
@@ -176,7 +204,9 @@ def _overlap(ours: Box, theirs: Box) -> Box:
 
 
 def find_tensors(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples with their places, in the order of `map_tensors`."""
+    """Yield the tensors in nested dicts, lists and tuples with their places, in the order of
+    `map_tensors`.
+    """
     if isinstance(state, Mapping):
         for key, each in state.items():
             yield from find_tensors(each, (*place, key))
@@ -188,7 +218,10 @@ def find_tensors(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]
 
 
 def _owns_its_memory(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return (
+        tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
 
 
 def _is_plain(tensor: Tensor) -> bool:

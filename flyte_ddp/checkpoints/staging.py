@@ -1,7 +1,9 @@
-"""Copies of a run's state for the thread that writes it, in memory that is used again, and what a state may hold.
+"""Copies of a run's state for the thread that writes it, in memory that is used again, and what a
+state may hold.
 
-The training waits for the copy, so it must cost no more than the bytes take to move: new memory costs a page fault for
-every 4 KiB, which takes longer than the copy, and pinned memory costs more still.
+The training waits for the copy, so it must cost no more than the bytes take to move: new memory
+costs a page fault for every 4 KiB, which takes longer than the copy, and pinned memory costs more
+still.
 """
 
 from __future__ import annotations
@@ -19,15 +21,31 @@ from torch import UntypedStorage
 from flyte_ddp.errors import ConfigError
 
 # The types that `torch.load` reads with weights_only=True. Subclasses are others.
-SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+SCALARS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-MAX_INT_BITS = 255 * 8 - 1  # pickle has another form for larger ones, which weights_only=True does not read
+# pickle has another form for larger ones, which weights_only=True does not read
+MAX_INT_BITS = 255 * 8 - 1
 
-Buffers = list[UntypedStorage]  # one for each storage of a state, in the order in which it is visited
+# one for each storage of a state, in the order in which it is visited
+Buffers = list[UntypedStorage]
 
 
 class StagingMemory:
-    """Buffers for states of one run, which have the same tensors every time. Grows to what is in use at once."""
+    """Buffers for states of one run, which have the same tensors every time. Grows to what is in
+    use at once.
+    """
 
     def __init__(self) -> None:
         self._free: list[Buffers] = []
@@ -35,15 +53,18 @@ class StagingMemory:
         self._lock = threading.Lock()
 
     def copy(self, state: Any) -> tuple[Any, Buffers]:
-        """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the memory it is in.
+        """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the
+        memory it is in.
 
-        Tensors that share memory, such as tied weights, share it in the copy too: they are written once.
+        Tensors that share memory, such as tied weights, share it in the copy too: they are written
+        once.
         """
         with self._lock:
             reused = self._free.pop() if self._free else []
         buffers: Buffers = []
         copies: dict[int, UntypedStorage] = {}
-        resolved: list[torch.Tensor] = []  # alive until the end: `copies` knows their memory by its address
+        # alive until the end: `copies` knows their memory by its address
+        resolved: list[torch.Tensor] = []
         devices: set[torch.device] = set()
 
         def copy_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -57,14 +78,20 @@ class StagingMemory:
             source = value.untyped_storage()
             if source._cdata not in copies:
                 index = len(buffers)
-                buffer = reused[index] if index < len(reused) and reused[index].nbytes() == source.nbytes() else None
+                buffer = (
+                    reused[index]
+                    if index < len(reused) and reused[index].nbytes() == source.nbytes()
+                    else None
+                )
                 buffers.append(_new_buffer(source) if buffer is None else buffer)
                 on_gpu = source.device.type == "cuda"
                 devices.update([source.device] if on_gpu else [])
                 _view_bytes(buffers[index]).copy_(_view_bytes(source), non_blocking=on_gpu)
                 copies[source._cdata] = buffers[index]
             copy = torch.empty(0, dtype=value.dtype)
-            return copy.set_(copies[source._cdata], value.storage_offset(), value.size(), value.stride())
+            return copy.set_(
+                copies[source._cdata], value.storage_offset(), value.size(), value.stride()
+            )
 
         copied = map_tensors(state, copy_tensor)
         for device in devices:
@@ -106,14 +133,17 @@ def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def readable(value: Any, place: str = "", is_part: bool = False) -> Any:
-    """Return `value` with NumPy's scalars as Python's, its arrays as tensors, and every mapping as a dict.
+    """Return `value` with NumPy's scalars as Python's, its arrays as tensors, and every mapping as
+    a dict.
 
     Args:
         place: where `value` is in the state that is saved, for errors.
-        is_part: it is one rank's part of a split state, in which tensors on the meta device stand for split ones.
+        is_part: it is one rank's part of a split state, in which tensors on the meta device stand
+            for split ones.
 
     Raises:
-        ConfigError: something in it could not be read back, because `torch.load` would have to run code for it.
+        ConfigError: something in it could not be read back, because `torch.load` would have to run
+            code for it.
     """
     if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MAX_INT_BITS):
         return bytearray(value) if type(value) is bytearray else value
@@ -124,19 +154,24 @@ def readable(value: Any, place: str = "", is_part: bool = False) -> Any:
     if isinstance(value, Mapping):
         return _readable_mapping(value, place, is_part)
     if type(value) in (list, tuple):
-        return type(value)(readable(each, f"{place}[{index}]", is_part) for index, each in enumerate(value))
+        return type(value)(
+            readable(each, f"{place}[{index}]", is_part) for index, each in enumerate(value)
+        )
     if type(value) is set:
         return {_readable_item(each, place) for each in value}
     return _readable_of_numpy(value, place)
 
 
 def _readable_item(value: Any, place: str) -> Any:
-    """Return an item of a set, or a key, with its tensors copied: nothing else looks for tensors there."""
+    """Return an item of a set, or a key, with its tensors copied: nothing else looks for tensors
+    there.
+    """
     return map_tensors(readable(value, place), lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def separate_types(state: Any) -> Any:
-    """Return `state` with a copy of each tensor that shares memory with an earlier one of another type.
+    """Return `state` with a copy of each tensor that shares memory with an earlier one of another
+    type.
 
     `torch.save` refuses such a pair.
     """
@@ -154,8 +189,11 @@ def separate_types(state: Any) -> Any:
 def _readable_mapping(values: Mapping[Any, Any], place: str, is_part: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = OrderedDict() if isinstance(values, OrderedDict) else {}
     for key, value in values.items():
-        found[_readable_item(key, place)] = readable(value, f"{place}[{key!r}]" if place else str(key), is_part)
-    if metadata := getattr(values, "_metadata", None):  # a module's state dict: the versions of its modules' formats
+        found[_readable_item(key, place)] = readable(
+            value, f"{place}[{key!r}]" if place else str(key), is_part
+        )
+    # a module's state dict: the versions of its modules' formats
+    if metadata := getattr(values, "_metadata", None):
         vars(found)["_metadata"] = readable(metadata, f"{place}._metadata")
     return found
 
@@ -173,9 +211,13 @@ def _readable_of_numpy(value: Any, place: str) -> Any:
 def _unreadable(value: Any, place: str) -> ConfigError:
     kind, remedy = type(value), ""
     if isinstance(value, torch.Tensor):
-        remedy = ": save whole tensors, of a split model those of get_model_state_dict with full_state_dict=True"
+        remedy = (
+            ": save whole tensors, of a split model those of get_model_state_dict with "
+            "full_state_dict=True"
+        )
     return ConfigError(
-        f"save: {place or 'state'}: expected tensors, numbers, texts or bytes in dicts, lists, tuples and sets, "
+        f"save: {place or 'state'}: expected tensors, numbers, texts or bytes in dicts, lists, "
+        "tuples and sets, "
         f"got a {kind.__qualname__} ({kind.__module__}){remedy}"
     )
 

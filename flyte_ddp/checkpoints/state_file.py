@@ -1,7 +1,9 @@
-"""A file with a state, as torch saves it, and the checksum of its bytes. Knows nothing of where the file goes.
+"""A file with a state, as torch saves it, and the checksum of its bytes. Knows nothing of where the
+file goes.
 
-The writer's thread shares its cores with the training, so nothing here is done twice: torch's own checksum is left out
-where the file has ours, and ours (XXH3) takes a fortieth of SHA-256's time. It finds damage, not forgery.
+The writer's thread shares its cores with the training, so nothing here is done twice: torch's own
+checksum is left out where the file has ours, and ours (XXH3) takes a fortieth of SHA-256's time. It
+finds damage, not forgery.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class _ChecksumStream:
         self._file = file
 
     def write(self, data: Any) -> int:
-        for begin in range(0, len(data), READ_SIZE):  # the core's cache still has a piece for the checksum
+        # the core's cache still has a piece for the checksum
+        for begin in range(0, len(data), READ_SIZE):
             piece = data[begin : begin + READ_SIZE]
             try:
                 self._file.write(piece)

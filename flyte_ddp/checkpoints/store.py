@@ -1,13 +1,16 @@
 """Checkpoints that outlive the process that wrote them: atomic, checksummed, at any fsspec URL.
 
-A checkpoint is two files. `step-0000000123-4f1c88a2.pt` holds the tensors; `step-0000000123.json`, the manifest, names
-that file with its size and checksum. A state in shards has a file of each rank, `step-0000000123-4f1c88a2-1of4.pt`, and
-one manifest. It is written last, so a checkpoint without one does not exist.
+A checkpoint is two files. `step-0000000123-4f1c88a2.pt` holds the tensors; `step-0000000123.json`,
+the manifest, names that file with its size and checksum. A state in shards has a file of each rank,
+`step-0000000123-4f1c88a2-1of4.pt`, and one manifest. It is written last, so a checkpoint without
+one does not exist.
 
-Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is waited for. And nothing
-is deleted that this process did not write or read whole: what is damaged is renamed to `skipped-...`.
+Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is
+waited for. And nothing is deleted that this process did not write or read whole: what is damaged is
+renamed to `skipped-...`.
 
-Knows nothing of models. Rank 0 writes; of a state in shards every rank writes its own, and rank 0 the manifest.
+Knows nothing of models. Rank 0 writes; of a state in shards every rank writes its own, and rank 0
+the manifest.
 """
 
 from __future__ import annotations
@@ -26,11 +29,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
-from flyte_ddp.checkpoints.files import FORMAT, Damaged, Entry, checkpoint_name, is_manifest, read_file, read_manifest
+from flyte_ddp.checkpoints.files import (
+    FORMAT,
+    Damaged,
+    Entry,
+    checkpoint_name,
+    is_manifest,
+    read_file,
+    read_manifest,
+)
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
 from flyte_ddp.checkpoints.retention import Retention
-from flyte_ddp.checkpoints.staging import Buffers, StagingMemory, map_tensors, readable, separate_types
+from flyte_ddp.checkpoints.staging import (
+    Buffers,
+    StagingMemory,
+    map_tensors,
+    readable,
+    separate_types,
+)
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -73,43 +90,52 @@ class Slots(Protocol):
 
     def begin(self) -> None: ...
 
-    def write(self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]) -> None: ...
+    def write(
+        self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]
+    ) -> None: ...
 
 
 @dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of one run below one URL.
 
-    A thread writes, so that training never waits for the store. While it writes one state, another one waits, which a
-    newer one replaces; the best one so far waits too. While the store is away, the thread tries again.
+    A thread writes, so that training never waits for the store. While it writes one state, another
+    one waits, which a newer one replaces; the best one so far waits too. While the store is away,
+    the thread tries again.
     """
 
     url: str  # any fsspec URL or local path; created where missing
     num_kept: int  # number of newest checkpoints that are kept; the best one is kept too
-    timeout: float = STORE_TIMEOUT  # seconds that the store may be away before `check`, `save` and `wait` raise
-    # The token of the run that owns the place (`ownership.Ownership`), checked before anything is written, renamed or
-    # deleted; "" for a place that nothing else uses.
+    # seconds that the store may be away before `check`, `save` and `wait` raise
+    timeout: float = STORE_TIMEOUT
+    # The token of the run that owns the place (`ownership.Ownership`), checked before anything is
+    # written, renamed or deleted; "" for a place that nothing else uses.
     owner: str = ""
-    # Called with True when a state is about to be written, and with False when none is being written.
+    # Called with True when a state is about to be written, and with False when none is being
+    # written.
     on_busy: Callable[[bool], None] = lambda is_busy: None
-    # Called in the writing thread with the step and URL of a checkpoint that the store now has whole, and whether it is
-    # the best. On rank 0 only, where each rank saves a part.
+    # Called in the writing thread with the step and URL of a checkpoint that the store now has
+    # whole, and whether it is the best. On rank 0 only, where each rank saves a part.
     on_written: Callable[[int, str, bool], None] = lambda step, url, best: None
-    peers: Peers | None = None  # that each save a part of every state; None where this process saves whole ones
+    # that each save a part of every state; None where this process saves whole ones
+    peers: Peers | None = None
     slots: Slots | None = None  # take states in memory
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.url, timeout=self.timeout)
         self.returns_to_best = False  # the run ends with the best state
-        self.has_finished = False  # nothing resumes any more: on a full disk the model counts more than checkpoints
+        # nothing resumes any more: on a full disk the model counts more than checkpoints
+        self.has_finished = False
         self.share_with(self.peers)
-        self._sink = Storage(self.url, timeout=0)  # a failed try must not keep a newer state waiting
+        # a failed try must not keep a newer state waiting
+        self._sink = Storage(self.url, timeout=0)
         self.retention = Retention(self._sink, self.num_kept, self.owner)
         self._queue: list[_Write] = []
         self._num_saves = 0
         self._current: _Write | None = None  # what is being written
         self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
-        # Progress of an upload: the most bytes that any try has stored since the last complete checkpoint, and when.
+        # Progress of an upload: the most bytes that any try has stored since the last complete
+        # checkpoint, and when.
         self._most_stored, self._stored_at = 0, 0.0
         self._outage: Exception | None = None  # why the last try failed
         self._failure: Exception | None = None  # final
@@ -119,22 +145,34 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
 
     def share_with(self, peers: Peers | None) -> None:
-        """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be written."""
+        """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be
+        written.
+        """
         self.peers = peers
         self._num_saves = 0  # the ranks number them alike
-        self._follows = peers is not None and peers.rank > 0  # rank 0, which chooses the states that are written
-        self._choose: Callable[[list[_Write]], list[_Write]] = list if self._follows else _choose_wanted
+        # rank 0, which chooses the states that are written
+        self._follows = peers is not None and peers.rank > 0
+        self._choose: Callable[[list[_Write]], list[_Write]] = (
+            list if self._follows else _choose_wanted
+        )
 
     def save(
-        self, state: Mapping[str, Any], step: int, best: bool, to_store: bool = True, to_memory: bool = False
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        best: bool,
+        to_store: bool = True,
+        to_memory: bool = False,
     ) -> str | None:
-        """Keep `state` as the checkpoint of optimizer step `step`, the best so far if `best`; return its URL.
+        """Keep `state` as the checkpoint of optimizer step `step`, the best so far if `best`;
+        return its URL.
 
-        `state` is copied before this returns; nested dicts and lists of tensors and plain values are fine.
+        `state` is copied before this returns; nested dicts and lists of tensors and plain values
+        are fine.
 
         Args:
-            to_store, to_memory: where. In memory it is left out while the state before it is incomplete there, or the
-                best one is not in the store yet.
+            to_store, to_memory: where. In memory it is left out while the state before it is
+                incomplete there, or the best one is not in the store yet.
 
         Returns:
             "" for a state in memory alone; None if that was left out.
@@ -146,7 +184,9 @@ class CheckpointStore:
         self.check()
         if to_memory:
             # A state after the best epoch is of no use before the store has that epoch's.
-            waits = self.returns_to_best and any(each.best for each in (self._current, *self._queue) if each)
+            waits = self.returns_to_best and any(
+                each.best for each in (self._current, *self._queue) if each
+            )
             is_ready = self.slots is not None and self.slots.is_ready and (to_store or not waits)
             to_memory = self.peers.all(is_ready) if self.peers else is_ready
         if not (to_store or to_memory):
@@ -154,8 +194,11 @@ class CheckpointStore:
         try:
             state = separate_types(readable(state, is_part=SHARDS in state))
         except RecursionError:
-            raise ConfigError("save: state: expected containers in containers, got one that contains itself") from None
-        # A new name even for a step that was saved before: its tensors must stay until this checkpoint is complete.
+            raise ConfigError(
+                "save: state: expected containers in containers, got one that contains itself"
+            ) from None
+        # A new name even for a step that was saved before: its tensors must stay until this
+        # checkpoint is complete.
         self._num_saves += to_store
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
         write = _Write(None, name, step, best, number=self._num_saves)
@@ -172,7 +215,8 @@ class CheckpointStore:
         return self.storage.join(checkpoint_name(step) + ".json")
 
     def _save_in_memory(self, write: _Write, state: Any, on_gpu: bool, is_shared: bool) -> None:
-        """Write a state to the memory of the node: from a copy that GPUs have made, in a thread, or on a CPU at once.
+        """Write a state to the memory of the node: from a copy that GPUs have made, in a thread, or
+        on a CPU at once.
 
         A thread would need a copy there, too, which takes as long on the same cores.
         """
@@ -187,8 +231,12 @@ class CheckpointStore:
         def save() -> None:
             try:
                 slots.write(write.step, self.peers.size if self.peers else 1, save_to)
-            except Exception as error:  # nothing is ready any more, and the store still has its checkpoints
-                logger.warning("no more states are kept in memory: %s: %s", type(error).__name__, error)
+            except (
+                Exception
+            ) as error:  # nothing is ready any more, and the store still has its checkpoints
+                logger.warning(
+                    "no more states are kept in memory: %s: %s", type(error).__name__, error
+                )
             self._drop([write])
             with self._changed:
                 self._num_in_memory -= 1
@@ -209,7 +257,9 @@ class CheckpointStore:
         threading.Thread(target=save_copy, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
-        """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for this one."""
+        """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for
+        this one.
+        """
         with self._changed:
             if not self._follows:
                 self._keep([each.number for each in _choose_wanted([*self._queue, write])])
@@ -224,7 +274,8 @@ class CheckpointStore:
         self._queue = [each for each in self._queue if each.number in numbers]
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None]) -> str:
-        """Write `state` to `name` beside the checkpoints, wait until it is there, and return its URL.
+        """Write `state` to `name` beside the checkpoints, wait until it is there, and return its
+        URL.
 
         Raises:
             StorageUnavailable, CheckpointError, ConfigError: as `check`.
@@ -247,14 +298,16 @@ class CheckpointStore:
         if self._failure is not None:
             cause = self._failure.__cause__ or self._failure
             raise CheckpointError(
-                f"{redact_url(self.storage.url)}: a checkpoint could not be written: {type(cause).__name__}: {cause}"
+                f"{redact_url(self.storage.url)}: a checkpoint could not be written: "
+                f"{type(cause).__name__}: {cause}"
             ) from self._failure
         since = self._stuck_since
         if (stored := self._sink.stored_bytes) > self._most_stored:
             self._most_stored, self._stored_at = stored, time.monotonic()
         if since and time.monotonic() - max(since, self._stored_at) > self.timeout:
             raise StorageUnavailable(
-                f"checkpoints: {redact_url(self.storage.url)} could not be written to for {self.timeout:g} s "
+                f"checkpoints: {redact_url(self.storage.url)} could not be written to for "
+                f"{self.timeout:g} s "
                 f"(store_timeout): {self._outage or 'the store does not answer'}"
             )
 
@@ -262,8 +315,8 @@ class CheckpointStore:
         """Return when everything saved so far is in place, or after `seconds`.
 
         Args:
-            on_wait: called several times a second meanwhile, such as to send a heartbeat. The wait is bounded, because
-                it ends when nothing was uploaded for `timeout` seconds.
+            on_wait: called several times a second meanwhile, such as to send a heartbeat. The wait
+                is bounded, because it ends when nothing was uploaded for `timeout` seconds.
 
         Raises:
             StorageUnavailable, CheckpointError, ConfigError: as `check`.
@@ -271,7 +324,9 @@ class CheckpointStore:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with self._changed:
-                if self._failure is None and not (self._queue or self._current or self._num_in_memory):
+                if self._failure is None and not (
+                    self._queue or self._current or self._num_in_memory
+                ):
                     return
                 self._changed.wait(0 if self._failure else POLL)
             self.check()
@@ -281,9 +336,11 @@ class CheckpointStore:
     def load_latest(
         self, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
     ) -> tuple[dict[str, Any] | None, str, list[str]]:
-        """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that was skipped.
+        """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that
+        was skipped.
 
-        A damaged checkpoint is renamed to `skipped-...`, for people to look at; nothing here touches it again.
+        A damaged checkpoint is renamed to `skipped-...`, for people to look at; nothing here
+        touches it again.
 
         Args:
             world: the ranks that read it together; each of them calls this.
@@ -291,7 +348,8 @@ class CheckpointStore:
             maps: the caller copies the tensors at once, so they may be in files that are mapped.
 
         Returns:
-            (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The lines on rank 0.
+            (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The
+            lines on rank 0.
 
         Raises:
             StorageUnavailable, StorageDenied: what is there could not be found out.
@@ -312,7 +370,12 @@ class CheckpointStore:
             if not name:
                 return None, "", skipped
             try:
-                state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of)
+                state = assemble(
+                    manifest["files"],
+                    lambda entry: read_file(self.storage, entry, maps),
+                    world,
+                    box_of,
+                )
             except Damaged as error:
                 damage = error
             else:
@@ -321,7 +384,9 @@ class CheckpointStore:
                 return state, self.storage.join(name), skipped
 
     def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
-        """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where there is none."""
+        """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where
+        there is none.
+        """
         for name in sorted(filter(is_manifest, self.storage.names()), reverse=True):
             try:
                 return name, read_manifest(self.storage, name)
@@ -329,8 +394,11 @@ class CheckpointStore:
                 skipped.append(self.retention.set_aside(self.storage, name, damage))
         return "", {}
 
-    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False) -> dict[str, Any]:
-        """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of `load_latest`.
+    def load(
+        self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
+    ) -> dict[str, Any]:
+        """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of
+        `load_latest`.
 
         Raises:
             CheckpointError: on every rank, if it is missing or damaged.
@@ -348,13 +416,16 @@ class CheckpointStore:
             manifest = world.broadcast_object(call_together(find, world))
             if "damage" in manifest:
                 raise Damaged(manifest["damage"])
-            state = assemble(manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of)
+            state = assemble(
+                manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of
+            )
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
         self.retention.note_whole(name, manifest)
         return state
 
-    # --- Writing: everything below runs in the writing thread -----------------------------------------------------
+    # --- Writing: everything below runs in the writing thread
+    # -----------------------------------------------------
 
     def _enqueue(self, write: _Write) -> None:
         self.on_busy(True)
@@ -362,7 +433,9 @@ class CheckpointStore:
             self._queue = self._choose([*self._queue, write])
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write_queue, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=self._write_queue, name="checkpoint", daemon=True
+            )
             self._thread.start()
 
     def _drop(self, writes: Iterable[_Write]) -> None:
@@ -405,7 +478,9 @@ class CheckpointStore:
                     self._changed.notify_all()
 
     def _next(self) -> _Write:
-        """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0 has begun."""
+        """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0
+        has begun.
+        """
         pause = PEER_POLL
         while True:
             with self._changed:
@@ -429,13 +504,16 @@ class CheckpointStore:
         if peers and not self._follows:
             self.retention.files.update(peers.file(write.name, rank) for rank in range(peers.size))
             peers.begin(write.number, write.name)
-        # Not for a local disk, which gets the tensors without a copy of them all: this thread's core is the training's.
+        # Not for a local disk, which gets the tensors without a copy of them all: this thread's
+        # core is the training's.
         if write.state is not None and not self._sink.is_local:
             write.save_to(buffer := io.BytesIO())
             write.contents, write.state = buffer.getvalue(), None
             self._drop([write])
         self.retention.check_owner(self._sink)
-        file = peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
+        file = (
+            peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
+        )
         self.retention.files |= {file} if write.has_manifest else set()
         self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
@@ -446,7 +524,12 @@ class CheckpointStore:
             return
         if peers:
             entries += self._wait_for_peers(peers, write.number)
-        manifest = {"files": entries, "step": write.step, "best": write.best, "written_at": time.time()}
+        manifest = {
+            "files": entries,
+            "step": write.step,
+            "best": write.best,
+            "written_at": time.time(),
+        }
         self.retention.check_owner(self._sink)  # an upload may take long
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
@@ -454,21 +537,29 @@ class CheckpointStore:
         self.on_written(write.step, self.storage.join(name), write.best)
         try:
             self.retention.prune(name)
-        except Exception as error:  # the checkpoint is in place: what could not be deleted now goes the next time
-            logger.warning("checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # the checkpoint is in place: what could not be deleted now goes the next time
+            logger.warning(
+                "checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error
+            )
 
     def _make_space(self) -> bool:
-        """Make space on a full disk: while a training goes on, for the next checkpoint, and at its end for the model.
+        """Make space on a full disk: while a training goes on, for the next checkpoint, and at its
+        end for the model.
 
-        For a checkpoint by deleting all but the newest and the best. For the model, of which the best may be a copy,
-        then by giving up those that are not written yet; and where it is to be written itself, by deleting the best.
+        For a checkpoint by deleting all but the newest and the best. For the model, of which the
+        best may be a copy, then by giving up those that are not written yet; and where it is to be
+        written itself, by deleting the best.
 
         Returns:
             True if another try may succeed.
         """
         if not self.has_finished:
             if self.retention.num_kept > 1:
-                logger.warning("the disk is full: from now on only the newest checkpoint and the best one stay")
+                logger.warning(
+                    "the disk is full: from now on only the newest checkpoint and the best one stay"
+                )
             with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
                 return self.retention.keep_newest()
             return False
@@ -482,11 +573,16 @@ class CheckpointStore:
             self._stuck_since = 0.0 if checkpoints else self._stuck_since
             self._changed.notify_all()
         if checkpoints:
-            logger.warning("the last checkpoint is not written: the disk is full, and the training has finished")
+            logger.warning(
+                "the last checkpoint is not written: the disk is full, and the "
+                "training has finished"
+            )
         return bool(checkpoints)
 
     def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
-        """Return the other ranks' entries once their files are in place. `check` ends the run if none comes."""
+        """Return the other ranks' entries once their files are in place. `check` ends the run if
+        none comes.
+        """
         entries: list[Entry] = []
         for rank in range(1, peers.size):
             while not (entry := peers.published(number, rank)):
@@ -498,7 +594,9 @@ class CheckpointStore:
 
 
 def _choose_wanted(queue: list[_Write]) -> list[_Write]:
-    """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that was the best."""
+    """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that
+    was the best.
+    """
     best = [write for write in queue if write.best][-1:]
     return [write for write in queue if write is queue[-1] or write in best]
 

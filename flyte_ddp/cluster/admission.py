@@ -1,8 +1,10 @@
-"""Admission policy: the limits of what the inputs of a launch may name, part of the registered version. Opens nothing.
+"""Admission policy: the limits of what the inputs of a launch may name, part of the registered
+version. Opens nothing.
 
-These inputs name machines, images, service accounts, secrets, parts of pods and URLs. Whoever creates a DaskCluster
-creates any pod; ranks in a driver's pod find what only the driver may have; a Dask scheduler's answers are unpickled.
-So the inputs are compared with a list before anything is opened.
+These inputs name machines, images, service accounts, secrets, parts of pods and URLs. Whoever
+creates a DaskCluster creates any pod; ranks in a driver's pod find what only the driver may have; a
+Dask scheduler's answers are unpickled. So the inputs are compared with a list before anything is
+opened.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
 
 URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
-OF_PODS = ("images", "service_accounts", "secrets", "namespaces", "pod_template", "env", "labels", "annotations")
+OF_PODS = (
+    "images",
+    "service_accounts",
+    "secrets",
+    "namespaces",
+    "pod_template",
+    "env",
+    "labels",
+    "annotations",
+)
 SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 LOOKS_LIKE_PLACE = re.compile(r"([a-zA-Z][\w+.-]*(://|::)|~|\.{0,2}/)\S*")
@@ -31,7 +42,8 @@ IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 @dataclass(frozen=True)
 class Allowed:
-    """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults are always allowed.
+    """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults
+    are always allowed.
 
     Raises:
         ConfigError: a value is not a list of strings.
@@ -41,14 +53,18 @@ class Allowed:
     service_accounts: tuple[str, ...] = field((), help="besides the namespace's default")
     secrets: tuple[str, ...] = field((), help="of env_from_secrets")
     namespaces: tuple[str, ...] = field((), help="besides the task's own")
-    pod_template: tuple[str, ...] = field((), help="paths in both templates, each with all below it")
+    pod_template: tuple[str, ...] = field(
+        (), help=("paths in both templates, each with all below it")
+    )
     # A variable can make a worker load code, and an annotation can have a secret injected.
     env: tuple[str, ...] = field((), help="names of variables of workers")
     labels: tuple[str, ...] = field((), help="names of labels of pods")
     annotations: tuple[str, ...] = field((), help="names of annotations of pods")
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
-    urls: tuple[str, ...] = field(URLS, help="of inputs, in a task of Flyte, each with all below it")
+    urls: tuple[str, ...] = field(
+        URLS, help=("of inputs, in a task of Flyte, each with all below it")
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -57,22 +73,26 @@ class Allowed:
 def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:
     """Return `given` over the table of the project's settings.toml.
 
-    Where there is none, this is a library in somebody's own project: the pods that a task names are its author's code,
-    and only what its launch could choose is limited, the kind and address of a cluster and the files among the inputs.
+    Where there is none, this is a library in somebody's own project: the pods that a task names are
+    its author's code, and only what its launch could choose is limited, the kind and address of a
+    cluster and the files among the inputs.
 
     Raises:
         ConfigError: an unknown field, or a value that is not a list of strings.
     """
     settings = read_settings()
     table = (
-        settings.get("allowed", {}) if settings else {**dict.fromkeys(OF_PODS, ("*",)), "urls": (*URLS, "https://*")}
+        settings.get("allowed", {})
+        if settings
+        else {**dict.fromkeys(OF_PODS, ("*",)), "urls": (*URLS, "https://*")}
     )
     allowed: Allowed = check("allowed", {**table, **(given or {})}, Allowed)
     return allowed
 
 
 def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = "") -> None:
-    """Compare the cluster of a run with `allowed`: in a pod its kind and address; its pods wherever this process runs.
+    """Compare the cluster of a run with `allowed`: in a pod its kind and address; its pods wherever
+    this process runs.
 
     Args:
         own_namespace: of this process's pod; "" outside Kubernetes.
@@ -87,7 +107,8 @@ def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = 
 
 
 def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
-    """Compare URLs, by the names of their inputs, with `allowed`. For a pod: its files are not the launcher's.
+    """Compare URLs, by the names of their inputs, with `allowed`. For a pod: its files are not the
+    launcher's.
 
     Raises:
         ConfigError: one of them is not allowed; names all of them, and where they are allowed.
@@ -102,20 +123,25 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
 
 
 def list_places(options: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the URLs and absolute paths in `options`, at any depth, by their names for `check_urls`."""
+    """Return the URLs and absolute paths in `options`, at any depth, by their names for
+    `check_urls`.
+    """
     found: dict[str, str] = {}
     for key, value in options.items():
         if isinstance(value, str) and LOOKS_LIKE_PLACE.fullmatch(value):
             found[f"{name}.{key}"] = value
         elif isinstance(value, (list, tuple)):
-            found |= list_places({str(index): each for index, each in enumerate(value)}, f"{name}.{key}")
+            found |= list_places(
+                {str(index): each for index, each in enumerate(value)}, f"{name}.{key}"
+            )
         elif isinstance(value, Mapping):
             found |= list_places(value, f"{name}.{key}")
     return found
 
 
 def _is_ambiguous(url: str) -> bool:
-    """Return whether a URL may open another place than it seems to: stores and servers normalize it in their own ways.
+    """Return whether a URL may open another place than it seems to: stores and servers normalize it
+    in their own ways.
 
     A chain such as filecache::dask://host opens more than the URL that it begins with.
     """
@@ -123,11 +149,15 @@ def _is_ambiguous(url: str) -> bool:
     while (decoded := urllib.parse.unquote(plain)) != plain:
         plain = decoded
     steps = re.split(r"[/?#;]", plain.partition("://")[2] or plain)
-    return "::" in plain or "\\" in plain or not plain.isprintable() or "." in steps or ".." in steps
+    return (
+        "::" in plain or "\\" in plain or not plain.isprintable() or "." in steps or ".." in steps
+    )
 
 
 def _split_url(url: str) -> tuple[str, ...]:
-    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path has no host."""
+    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path
+    has no host.
+    """
     scheme, separator, rest = url.partition("://")
     if not separator and url != "*":
         return "file", *url.split("/")
@@ -140,27 +170,58 @@ def _split_url(url: str) -> tuple[str, ...]:
 
 def _refuse(findings: Iterable[str]) -> None:
     if text := "; ".join(findings):
-        raise ConfigError(f"{text} (table `allowed` of settings.toml, which is part of the registered version)")
+        raise ConfigError(
+            f"{text} (table `allowed` of settings.toml, which is part of the registered version)"
+        )
 
 
 def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
     kind, address = config.resolved_kind, config.resolved_address
     if not _matches(kind, allowed.kinds):
-        yield f"cluster.kind: expected {_list(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
+        yield (
+            f"cluster.kind: expected {_list(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
+        )
     elif kind == "existing" and not _matches(address, allowed.addresses):
-        yield f"cluster.scheduler_address: expected {_list(allowed.addresses, 'allowed.addresses')}, got {address!r}"
+        yield (
+            "cluster.scheduler_address: expected "
+            f"{_list(allowed.addresses, 'allowed.addresses')}, got {address!r}"
+        )
 
 
 def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
     pods = config.kubernetes
     named = [
-        ("image", pods.image, allowed.images, {"", os.environ.get(IMAGE_VARIABLE, "")}, "allowed.images"),
-        ("namespace", pods.namespace, allowed.namespaces, {"", own_namespace}, "allowed.namespaces"),
-        ("service_account", pods.service_account, allowed.service_accounts, {""}, "allowed.service_accounts"),
-        *(("env_from_secrets", name, allowed.secrets, set(), "allowed.secrets") for name in pods.env_from_secrets),
+        (
+            "image",
+            pods.image,
+            allowed.images,
+            {"", os.environ.get(IMAGE_VARIABLE, "")},
+            "allowed.images",
+        ),
+        (
+            "namespace",
+            pods.namespace,
+            allowed.namespaces,
+            {"", own_namespace},
+            "allowed.namespaces",
+        ),
+        (
+            "service_account",
+            pods.service_account,
+            allowed.service_accounts,
+            {""},
+            "allowed.service_accounts",
+        ),
+        *(
+            ("env_from_secrets", name, allowed.secrets, set(), "allowed.secrets")
+            for name in pods.env_from_secrets
+        ),
         *(("env", name, allowed.env, set(), "allowed.env") for name in pods.env),
         *(("labels", name, allowed.labels, set(), "allowed.labels") for name in pods.labels),
-        *(("annotations", name, allowed.annotations, set(), "allowed.annotations") for name in pods.annotations),
+        *(
+            ("annotations", name, allowed.annotations, set(), "allowed.annotations")
+            for name in pods.annotations
+        ),
     ]
     for name, value, patterns, defaults, table in named:
         if value not in defaults and not _matches(value, patterns):
@@ -178,20 +239,32 @@ def _matches(value: str, patterns: Iterable[str]) -> bool:
 
 
 def _list(patterns: tuple[str, ...], table: str) -> str:
-    return f"one of {table} ({', '.join(patterns)})" if patterns else f"none, because {table} is empty"
+    return (
+        f"one of {table} ({', '.join(patterns)})"
+        if patterns
+        else (f"none, because {table} is empty")
+    )
 
 
 def _covers(rule: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Compare part by part: a container may have a dot in its name."""
-    return len(rule) <= len(path) and all(fnmatchcase(name, part) for name, part in zip(path, rule, strict=False))
+    return len(rule) <= len(path) and all(
+        fnmatchcase(name, part) for name, part in zip(path, rule, strict=False)
+    )
 
 
 def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every value that a pod template sets, with the names of named things in a list."""
+    """Yield the path of every value that a pod template sets, with the names of named things in a
+    list.
+    """
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
             yield from _paths(each, (*path, key))
-    elif isinstance(value, list) and value and all(isinstance(each, Mapping) and "name" in each for each in value):
+    elif (
+        isinstance(value, list)
+        and value
+        and all(isinstance(each, Mapping) and "name" in each for each in value)
+    ):
         for each in value:
             rest = {key: inner for key, inner in each.items() if key != "name"}
             yield from _paths(rest, (*path, str(each["name"])))

@@ -1,4 +1,6 @@
-"""Configuration of the Dask cluster that a run uses. Knows neither Dask nor Kubernetes, and opens nothing."""
+"""Configuration of the Dask cluster that a run uses. Knows neither Dask nor Kubernetes, and opens
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,24 @@ from typing import Any
 from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
-GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"  # of a worker's or a task's pod: seconds from SIGTERM until it is killed
+# of a worker's or a task's pod: seconds from SIGTERM until it is killed
+GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"
 DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
-ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"  # set by Dask's own tools, and in a task by Flyte's Dask plugin
+# set by Dask's own tools, and in a task by Flyte's Dask plugin
+ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 
-# Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the environment.
+# Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the
+# environment.
 DASK_CONFIG: dict[str, Any] = {
     # A task of a dead worker fails at once: the gang restarts as a whole, never one task of it.
     "distributed.scheduler.allowed-failures": 0,
     # A task pinned to a worker that has gone would otherwise wait for it forever.
     "distributed.scheduler.no-workers-timeout": "10s",
-    # A daemonic process, as Dask's nanny makes them, may not have children, and a worker's are its ranks.
+    # A daemonic process, as Dask's nanny makes them, may not have children, and a worker's are its
+    # ranks.
     "distributed.worker.daemon": False,
-    # The ranks need the cores. By default Dask's processes profile their own threads a hundred times a second, and look
-    # at the event loop 50 times and at the machine twice.
+    # The ranks need the cores. By default Dask's processes profile their own threads a hundred
+    # times a second, and look at the event loop 50 times and at the machine twice.
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
@@ -37,23 +43,38 @@ _MEMORY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class KubernetesConfig:
-    """The pods of a Dask cluster on Kubernetes. Raises ConfigError for a value of the wrong type or out of bounds."""
+    """The pods of a Dask cluster on Kubernetes. Raises ConfigError for a value of the wrong type or
+    out of bounds.
+    """
 
-    image: str = field("", help="of scheduler and workers; by default that of the pod that this process runs in")
+    image: str = field(
+        "", help=("of scheduler and workers; by default that of the pod that this process runs in")
+    )
     namespace: str = field("", help="by default this pod's, or the kubeconfig's")
-    worker_cpus: float = field(2.0, above=0, unit="cores", help="of each worker pod, requested and limit")
+    worker_cpus: float = field(
+        2.0, above=0, unit="cores", help=("of each worker pod, requested and limit")
+    )
     worker_memory: str = field("8Gi", **_MEMORY, help="of each worker pod, requested and limit")
-    shared_memory: str = field("2Gi", **_MEMORY, help="size of a worker's /dev/shm, which is part of worker_memory")
+    shared_memory: str = field(
+        "2Gi", **_MEMORY, help=("size of a worker's /dev/shm, which is part of worker_memory")
+    )
     gpu_resource: str = field(
         "nvidia.com/gpu",
         pattern=".+",
         example="a resource name such as nvidia.com/gpu",
         help="the resource that gpus_per_node counts, such as a MIG profile's name",
     )
-    scheduler_cpus: float = field(0.5, above=0, unit="cores", help="of the scheduler pod, requested and limit")
-    scheduler_memory: str = field("1Gi", **_MEMORY, help="of the scheduler pod, requested and limit")
+    scheduler_cpus: float = field(
+        0.5, above=0, unit="cores", help=("of the scheduler pod, requested and limit")
+    )
+    scheduler_memory: str = field(
+        "1Gi", **_MEMORY, help=("of the scheduler pod, requested and limit")
+    )
     service_account: str = field(
-        "", help="of scheduler and workers, for access to storage; by default the namespace's default"
+        "",
+        help=(
+            "of scheduler and workers, for access to storage; by default the namespace's default"
+        ),
     )
     image_pull_policy: str = field("IfNotPresent", choices=("IfNotPresent", "Always", "Never"))
     labels: dict[str, str] = field(factory=dict, help="on everything that is made")
@@ -61,21 +82,36 @@ class KubernetesConfig:
     env: dict[str, str] = field(
         factory=dict, help="variables of workers; readable by all who may read pods, so no secrets"
     )
-    env_from_secrets: list[str] = field(factory=list, help="secrets whose keys become environment variables of workers")
+    env_from_secrets: list[str] = field(
+        factory=list, help=("secrets whose keys become environment variables of workers")
+    )
     pod_template: dict[str, Any] = field(
         factory=dict,
-        help="merged into the workers' pod spec: mappings key by key, lists of named things by name, null removes",
+        help=(
+            "merged into the workers' pod spec: mappings key by key, lists of named things by "
+            "name, null removes"
+        ),
     )
-    scheduler_pod_template: dict[str, Any] = field(factory=dict, help="merged in the same way into the scheduler's")
+    scheduler_pod_template: dict[str, Any] = field(
+        factory=dict, help=("merged in the same way into the scheduler's")
+    )
     queue: str = field(
         "",
         pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
         example="the name of a LocalQueue",
-        help="Kueue's LocalQueue that admits all pods of the cluster together; start_timeout counts the wait in it",
+        help=(
+            "Kueue's LocalQueue that admits all pods of the cluster together; start_timeout "
+            "counts the wait in it"
+        ),
     )
-    operator_namespace: str = field("dask-operator", help="whose pods a run's NetworkPolicy lets in")
+    operator_namespace: str = field(
+        "dask-operator", help=("whose pods a run's NetworkPolicy lets in")
+    )
     tls: bool = field(
-        True, help="driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do not"
+        True,
+        help=(
+            "driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do not"
+        ),
     )
     idle_timeout: float = field(
         300.0,
@@ -87,7 +123,10 @@ class KubernetesConfig:
         60.0,
         minimum=10,
         unit="seconds",
-        help="from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and its upload",
+        help=(
+            "from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and "
+            "its upload"
+        ),
     )
     autoscaled_nodes: bool = field(
         False, help="nodes are made on demand, so the preflight does not ask for one that fits"
@@ -95,43 +134,67 @@ class KubernetesConfig:
 
     @property
     def worker_grace(self) -> float:
-        """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what `pod_template` has."""
-        return float(self.pod_template.get("terminationGracePeriodSeconds") or self.termination_grace)
+        """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what
+        `pod_template` has.
+        """
+        return float(
+            self.pod_template.get("terminationGracePeriodSeconds") or self.termination_grace
+        )
 
     def __post_init__(self) -> None:
         validate(self)
-        # Flyte's console turns every number of a struct into a float, and no number in a pod's specification is one.
+        # Flyte's console turns every number of a struct into a float, and no number in a pod's
+        # specification is one.
         for name in ("pod_template", "scheduler_pod_template"):
             object.__setattr__(self, name, _with_whole_numbers(getattr(self, name)))
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines of one run. Raises ConfigError for a value of the wrong type or out of bounds."""
+    """The machines of one run. Raises ConfigError for a value of the wrong type or out of
+    bounds.
+    """
 
     kind: str = field(
         "auto",
         choices=("auto", "local", "kubernetes", "existing"),
-        help="existing: a running Dask cluster; kubernetes: one made for this run; local: processes of this machine; "
+        help="existing: a running Dask cluster; kubernetes: one made for this run; local: "
+        "processes of this machine; "
         "auto: existing where an address is known, kubernetes inside a pod, local otherwise",
     )
-    num_nodes: int = field(2, minimum=1, help="Dask workers, each with a machine's or a pod's share of the ranks")
+    num_nodes: int = field(
+        2, minimum=1, help=("Dask workers, each with a machine's or a pod's share of the ranks")
+    )
     gpus_per_node: int = field(0, minimum=0, help="0: the ranks use CPUs")
     processes_per_node: int = field(
         0, minimum=0, help="ranks on each node; 0: one per GPU, or one where there are none"
     )
-    threads_per_rank: int = field(0, minimum=0, help="CPU threads of each rank; 0: its share of its node's cores")
+    threads_per_rank: int = field(
+        0, minimum=0, help=("CPU threads of each rank; 0: its share of its node's cores")
+    )
     min_nodes: int = field(
         0,
         minimum=0,
-        help="a run continues with this many when other nodes do not come (back) in time; 0: it needs all of num_nodes",
+        help=(
+            "a run continues with this many when other nodes do not come (back) in time; 0: it "
+            "needs all of num_nodes"
+        ),
     )
     max_restarts: int = field(
-        3, minimum=0, help="of the whole gang, after a node or a rank was lost, without a newer state in between"
+        3,
+        minimum=0,
+        help=(
+            "of the whole gang, after a node or a rank was lost, without a newer state in between"
+        ),
     )
-    node_timeout: float = field(20.0, above=0, unit="seconds", help="of silence after which a node counts as lost")
+    node_timeout: float = field(
+        20.0, above=0, unit="seconds", help=("of silence after which a node counts as lost")
+    )
     start_timeout: float = field(
-        900.0, above=0, unit="seconds", help="of the whole start: pods scheduled, images pulled, workers connected"
+        900.0,
+        above=0,
+        unit="seconds",
+        help=("of the whole start: pods scheduled, images pulled, workers connected"),
     )
     return_timeout: float = field(
         60.0, above=0, unit="seconds", help="until a run with min_nodes continues without a node"
@@ -140,18 +203,28 @@ class ClusterConfig:
         30.0,
         minimum=0,
         unit="seconds",
-        help="for which idle workers have been there when a run with fewer than num_nodes continues with them",
+        help=(
+            "for which idle workers have been there when a run with fewer than num_nodes "
+            "continues with them"
+        ),
     )
-    grow_interval: float = field(300.0, minimum=0, unit="seconds", help="between two growths, at least")
+    grow_interval: float = field(
+        300.0, minimum=0, unit="seconds", help=("between two growths, at least")
+    )
     scheduler_address: str = field(
-        "", help=f"of kind existing, such as tcp://10.0.0.7:8786; by default that in {ADDRESS_VARIABLE}"
+        "",
+        help=(
+            f"of kind existing, such as tcp://10.0.0.7:8786; by default that in {ADDRESS_VARIABLE}"
+        ),
     )
     kubernetes: KubernetesConfig = field(factory=KubernetesConfig, help="of kind kubernetes alone")
 
     def __post_init__(self) -> None:
         validate(self)
         if self.min_nodes > self.num_nodes:
-            raise ConfigError(f"min_nodes: expected at most num_nodes ({self.num_nodes}), got {self.min_nodes}")
+            raise ConfigError(
+                f"min_nodes: expected at most num_nodes ({self.num_nodes}), got {self.min_nodes}"
+            )
         if self.gpus_per_node and self.processes_per_node > self.gpus_per_node:
             raise ConfigError(
                 f"processes_per_node: expected at most gpus_per_node ({self.gpus_per_node}), "
@@ -178,12 +251,16 @@ class ClusterConfig:
 
     @property
     def resolved_address(self) -> str:
-        """Return the address of an existing scheduler, here or in the environment; "" if there is none."""
+        """Return the address of an existing scheduler, here or in the environment; "" if there is
+        none.
+        """
         return self.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
 
 
 def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:
-    """Return the config with `values` for its defaults. Raises ConfigError for an unknown field or a bad value."""
+    """Return the config with `values` for its defaults. Raises ConfigError for an unknown field or
+    a bad value.
+    """
     check_names(ClusterConfig, values, "cluster")
     return ClusterConfig(**values)
 

@@ -1,7 +1,7 @@
 """The life of a run's Dask cluster as a `with` block. Knows neither recipes nor ranks.
 
-A worker is one node's supervisor: one thread, and child processes of its own. The three kinds of cluster differ in who
-starts the workers; the holder of the client cannot distinguish them.
+A worker is one node's supervisor: one thread, and child processes of its own. The three kinds of
+cluster differ in who starts the workers; the holder of the client cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from flyte_ddp.errors import ClusterError, ConfigError
 if typing.TYPE_CHECKING:
     from distributed import Client, LocalCluster, Security
 
-CLIENT_CLOSE_TIMEOUT = 3.0  # seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
-# Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be the driver alone: it
-# asks the ranks for a last checkpoint.
+# seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
+CLIENT_CLOSE_TIMEOUT = 3.0
+# Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be
+# the driver alone: it asks the ranks for a last checkpoint.
 LEAVE_PROCESS_GROUP = "import os\nos.setpgrp()\n"
-FOREIGN_SERVER_TIMEOUT = 30.0  # seconds in which a server other than Dask may still answer at a scheduler's address
+# seconds in which a server other than Dask may still answer at a scheduler's address
+FOREIGN_SERVER_TIMEOUT = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +39,19 @@ logger = logging.getLogger(__name__)
 def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
     """Yield a client of a cluster whose workers have connected, each with one thread.
 
-    These are `num_nodes` workers, or at least `min_nodes` where the time ran out. A cluster that was made for the run
-    is deleted after the block, however that is left; SIGTERM leaves it with SystemExit. An existing one stays.
+    These are `num_nodes` workers, or at least `min_nodes` where the time ran out. A cluster that
+    was made for the run is deleted after the block, however that is left; SIGTERM leaves it with
+    SystemExit. An existing one stays.
 
     Args:
-        run_name: unique in a namespace, as of `manifest.cluster_name`; used by the kind "kubernetes" alone.
+        run_name: unique in a namespace, as of `manifest.cluster_name`; used by the kind
+            "kubernetes" alone.
 
     Raises:
-        ConfigError: the user's mistake: kind "existing" without an address; as PreflightError, each thing that a
-            Kubernetes cluster lacks.
-        ClusterError: another attempt may succeed: not enough workers within `start_timeout` seconds, with the reason,
-            or a scheduler or an API server that does not answer.
+        ConfigError: the user's mistake: kind "existing" without an address; as PreflightError, each
+            thing that a Kubernetes cluster lacks.
+        ClusterError: another attempt may succeed: not enough workers within `start_timeout`
+            seconds, with the reason, or a scheduler or an API server that does not answer.
     """
     import dask
     import distributed  # noqa: F401 - before its settings are changed: it adds its defaults to them, which must stay
@@ -58,12 +62,16 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         stack.enter_context(dask.config.set(dask_config(config)))
         dask_logger = logging.getLogger("distributed")
         stack.callback(dask_logger.setLevel, dask_logger.level)
-        dask_logger.setLevel(logging.WARNING)  # informative lines would hide the epochs that `pyflyte run` shows
+        # informative lines would hide the epochs that `pyflyte run` shows
+        dask_logger.setLevel(logging.WARNING)
         security = None  # as Dask's own configuration has it
         if kind == "kubernetes":
-            address, security = stack.enter_context(lifecycle.kube_cluster(config, run_name, deadline))
+            address, security = stack.enter_context(
+                lifecycle.kube_cluster(config, run_name, deadline)
+            )
         elif kind == "local":
-            # After it Dask gives a lost worker up for good, also one that came back and is lost again just then.
+            # After it Dask gives a lost worker up for good, also one that came back and is lost
+            # again just then.
             patience = {"distributed.deploy.lost-worker-timeout": f"{config.start_timeout:g}s"}
             stack.enter_context(dask.config.set(patience))
             address = stack.enter_context(_local_cluster(config)).scheduler_address
@@ -85,7 +93,8 @@ def explain_missing_workers(config: ClusterConfig, run_name: str) -> str:
 
 
 def worker_end(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> WorkerEnd:
-    """Return how the container of a lost worker ended (`is_out_of_memory`, `reason`), and its last lines (`log`).
+    """Return how the container of a lost worker ended (`is_out_of_memory`, `reason`), and its last
+    lines (`log`).
 
     Takes up to three seconds, for the kubelet reports a container's end later than Dask notices it.
     """
@@ -103,7 +112,8 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
             n_workers=config.num_nodes,
             threads_per_worker=1,
             processes=True,
-            memory_limit=0,  # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
+            # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
+            memory_limit=0,
             dashboard_address=None,
             silence_logs=logging.WARNING,
             preload=[*dask.config.get("distributed.worker.preload", []), LEAVE_PROCESS_GROUP],
@@ -112,7 +122,9 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
 
 @contextlib.contextmanager
 def closing(client: Client) -> Iterator[Client]:
-    """Close the client after the block. A dead scheduler must neither delay nor hide the error that ended the block."""
+    """Close the client after the block. A dead scheduler must neither delay nor hide the error that
+    ended the block.
+    """
     try:
         yield client
     finally:
@@ -135,8 +147,9 @@ def _connect(address: str, deadline: float, security: Security | None) -> Client
 def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
     """Wait until a Dask server answers at `address`.
 
-    A Client that any other server answers, such as the dashboard's, fails in a way that keeps this process from ending.
-    And another server may answer at the address of a new Service, until every node knows that Service.
+    A Client that any other server answers, such as the dashboard's, fails in a way that keeps this
+    process from ending. And another server may answer at the address of a new Service, until every
+    node knows that Service.
 
     Raises:
         ClusterError: nothing answers until `deadline`, or what answers is not Dask.
@@ -158,13 +171,19 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
             # Its first bytes, read as a length or a protocol's version, or no TLS of ours.
             except (MemoryError, ValueError, FatalCommClosedError) as error:
                 if time.monotonic() > foreign_until:
-                    raise ClusterError(f"the server at {address} is not a Dask scheduler: {error!r}") from error
+                    raise ClusterError(
+                        f"the server at {address} is not a Dask scheduler: {error!r}"
+                    ) from error
             except OSError as error:  # Dask's TimeoutError is one as well
-                raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
+                raise ClusterError(
+                    f"the Dask scheduler at {address} cannot be reached: {error}"
+                ) from error
             time.sleep(POLL_INTERVAL)
 
 
-def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, deadline: float) -> None:
+def _wait_for_workers(
+    client: Client, config: ClusterConfig, run_name: str, deadline: float
+) -> None:
     report_at = time.monotonic() + REPORT_INTERVAL
     while (num_workers := len(client.scheduler_info(n_workers=-1)["workers"])) < config.num_nodes:
         now = time.monotonic()
@@ -183,8 +202,9 @@ def _wait_for_workers(client: Client, config: ClusterConfig, run_name: str, dead
         return
     reason = explain_missing_workers(config, run_name)
     message = (
-        f"{num_workers} of {config.num_nodes} workers connected within {config.start_timeout:g} s. {reason}".rstrip()
-    )
+        f"{num_workers} of {config.num_nodes} workers connected within {config.start_timeout:g} "
+        f"s. {reason}"
+    ).rstrip()
     if num_workers < config.enough_nodes:
         raise ClusterError(message)
     logger.warning("%s The run starts with these, because min_nodes allows it.", message)

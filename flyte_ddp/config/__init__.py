@@ -1,4 +1,6 @@
-"""The configuration of a run and of a checkout: hyperparameters, checked fields, and what code travels."""
+"""The configuration of a run and of a checkout: hyperparameters, checked fields, and what code
+travels.
+"""
 
 from flyte_ddp.config.training import Monitor, TrainingConfig, resolve
 

@@ -1,4 +1,6 @@
-"""Packages that only a part of this library needs, and the extras that bring them. Imports none of them."""
+"""Packages that only a part of this library needs, and the extras that bring them. Imports none of
+them.
+"""
 
 from __future__ import annotations
 

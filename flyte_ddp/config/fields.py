@@ -1,6 +1,8 @@
-"""Validation of frozen config classes: type, bounds and unit of a field stand beside it, and one function checks them.
+"""Validation of frozen config classes: type, bounds and unit of a field stand beside it, and one
+function checks them.
 
-By hand rather than by pydantic: importing it and defining one class takes 0.15 to 0.3 s, in every supervisor and rank.
+By hand rather than by pydantic: importing it and defining one class takes 0.15 to 0.3 s, in every
+supervisor and rank.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Limits:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:.12g}" for name, bound in self._bounds)
-        return self.example or " ".join(filter(None, [_KINDS[kind], bounds, self.unit and f"({self.unit})"]))
+        return self.example or " ".join(
+            filter(None, [_KINDS[kind], bounds, self.unit and f"({self.unit})"])
+        )
 
     @property
     def _bounds(self) -> list[tuple[str, float]]:
@@ -67,9 +71,14 @@ ANY = Limits()
 
 
 def field(
-    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, help: str = "", **limits: Any
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    help: str = "",
+    **limits: Any,
 ) -> Any:
-    """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of `Limits`.
+    """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of
+    `Limits`.
 
     The limits of a list are those of its items.
     """
@@ -80,12 +89,18 @@ def field(
 
 
 def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:
-    """Yield a line for each field, those of a nested class after it: its name, default, unit and meaning."""
+    """Yield a line for each field, those of a nested class after it: its name, default, unit and
+    meaning.
+    """
     kinds = typing.get_type_hints(config_class)
     for each in dataclasses.fields(config_class):
         kind, limits = kinds[each.name], each.metadata.get(LIMITS, ANY)
         default = each.default_factory() if callable(each.default_factory) else each.default
-        value = "" if dataclasses.is_dataclass(kind) else f" = {json.dumps(default)}" + f" {limits.unit}".rstrip()
+        value = (
+            ""
+            if dataclasses.is_dataclass(kind)
+            else f" = {json.dumps(default)}" + (f" {limits.unit}").rstrip()
+        )
         choices = f"one of {', '.join(limits.choices)}" if limits.choices else ""
         meaning = "; ".join(filter(None, [choices, each.metadata.get(HELP, "")]))
         yield f"{prefix + each.name + value:<50} {meaning}".rstrip()
@@ -94,7 +109,8 @@ def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:
 
 
 def validate(config: Any, prefix: str = "") -> None:
-    """Check every field of a frozen dataclass, and give each value its declared type. For `__post_init__`.
+    """Check every field of a frozen dataclass, and give each value its declared type. For
+    `__post_init__`.
 
     Args:
         prefix: of the fields' names in errors, such as "kubernetes.".
@@ -110,18 +126,21 @@ def validate(config: Any, prefix: str = "") -> None:
 
 
 def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
-    """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple or mapping of such.
+    """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple
+    or mapping of such.
 
-    A whole number is a fine float and 1e3 a fine int, also as a scalar of NumPy or torch, but "3", true and null are
-    neither.
+    A whole number is a fine float and 1e3 a fine int, also as a scalar of NumPy or torch, but "3",
+    true and null are neither.
 
     Raises:
         ConfigError: it has another type, or the limits refuse it.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
-            return json.loads(json.dumps(value, allow_nan=False))  # a copy, so that no other code changes it
+        # it holds something that JSON does not know
+        with contextlib.suppress(TypeError, ValueError):
+            # a copy, so that no other code changes it
+            return json.loads(json.dumps(value, allow_nan=False))
         raise ConfigError(f"{name}: expected a JSON value, got {value!r}")
     if dataclasses.is_dataclass(kind):
         if isinstance(value, typing.cast(type, kind)):
@@ -136,7 +155,10 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name}: expected a list, got {value!r}")
-        return origin(check(f"{name}[{index}]", each, arguments[0], limits) for index, each in enumerate(value))
+        return origin(
+            check(f"{name}[{index}]", each, arguments[0], limits)
+            for index, each in enumerate(value)
+        )
     if origin is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}: expected an object with strings as keys, got {value!r}")
@@ -145,14 +167,18 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     is_right = isinstance(scalar, kind)
     if kind in _LARGEST:
         is_number = isinstance(scalar, (int, float)) and not isinstance(scalar, bool)
-        is_right = is_number and abs(scalar) <= _LARGEST[kind] and (kind is float or scalar == int(scalar))
+        is_right = (
+            is_number and abs(scalar) <= _LARGEST[kind] and (kind is float or scalar == int(scalar))
+        )
     if not is_right or not limits.accept(scalar):
         raise ConfigError(f"{name}: expected {limits.describe(kind)}, got {value!r}")
     return kind(scalar)
 
 
 def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
-    """Return a whole number that a program gives, as `check`; 5.0 of a program is none, as for Python's own."""
+    """Return a whole number that a program gives, as `check`; 5.0 of a program is none, as for
+    Python's own.
+    """
     limits = Limits(minimum, maximum)
     try:
         operator.index(value)
@@ -162,7 +188,9 @@ def whole_number(name: str, value: Any, minimum: int = 0, maximum: int | None = 
 
 
 def finite_number(name: str, value: Any, **limits: Any) -> float:
-    """Return a number that a program gives, as `check`, within `limits`, which are fields of `Limits`."""
+    """Return a number that a program gives, as `check`, within `limits`, which are fields of
+    `Limits`.
+    """
     return float(check(name, value, float, Limits(**limits)))
 
 
@@ -170,7 +198,14 @@ def finite_number(name: str, value: Any, **limits: Any) -> float:
 SYNONYMS = {
     **dict.fromkeys(("lr", "maxlr", "baselr", "peaklr", "learnrate", "steplr"), "learning_rate"),
     **dict.fromkeys(
-        ("batchsize", "bs", "trainbatchsize", "totalbatchsize", "globalbatch", "perdevicetrainbatchsize"),
+        (
+            "batchsize",
+            "bs",
+            "trainbatchsize",
+            "totalbatchsize",
+            "globalbatch",
+            "perdevicetrainbatchsize",
+        ),
         "global_batch_size",
     ),
     **dict.fromkeys(("evalbatchsize", "valbatchsize", "testbatchsize"), "evaluation_batch_size"),
@@ -181,9 +216,12 @@ SYNONYMS = {
     **dict.fromkeys(("lrscheduler", "lrschedulertype", "scheduler", "lrschedule"), "schedule"),
     **dict.fromkeys(("optim", "opt"), "optimizer"),
     **dict.fromkeys(
-        ("gradclip", "clipgradnorm", "maxgradnorm", "gradientclipval", "gradclipnorm"), "gradient_clip_norm"
+        ("gradclip", "clipgradnorm", "maxgradnorm", "gradientclipval", "gradclipnorm"),
+        "gradient_clip_norm",
     ),
-    **dict.fromkeys(("accumulategradbatches", "gradaccum", "gradientaccumulationsteps"), "gradient_accumulation"),
+    **dict.fromkeys(
+        ("accumulategradbatches", "gradaccum", "gradientaccumulationsteps"), "gradient_accumulation"
+    ),
     **dict.fromkeys(("numworkers", "nworkers", "dataloadernumworkers", "workers"), "data_workers"),
     **dict.fromkeys(("amp", "fp16", "bf16", "mixedprecision", "dtype"), "precision"),
     **dict.fromkeys(("randomseed", "manualseed"), "seed"),
@@ -200,7 +238,9 @@ SYNONYMS = {
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest of the names that are known, if one is near."""
+    """Return the end of an error about an unknown name: the nearest of the names that are known, if
+    one is near.
+    """
     known, letters = list(known), re.sub("[^a-z0-9]", "", str(name).lower())
     if letters in ("ema", "useema", "emadecay") and "learning_rate" in known:
         return " (there is no moving average of the weights yet)"
@@ -220,7 +260,8 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
     for key in values:
         if key not in known:
             raise ConfigError(
-                f"{name}: expected one of the fields {', '.join(known)}, got {key!r}{suggest(key, known)}"
+                f"{name}: expected one of the fields {', '.join(known)}, got "
+                f"{key!r}{suggest(key, known)}"
             )
     for key, each in known.items():
         if key not in values and each.default is each.default_factory is dataclasses.MISSING:
@@ -228,7 +269,9 @@ def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Return the seconds of a number with s, m, h or d. Raises ConfigError, which names `name`, for another text."""
+    """Return the seconds of a number with s, m, h or d. Raises ConfigError, which names `name`, for
+    another text.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise ConfigError(f"{name}: expected a number with s, m, h or d, such as 90m, got {text!r}")
@@ -245,13 +288,19 @@ def read_object(flag: str, text: str) -> dict[str, Any]:
 
     try:
         values = (
-            json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(Path(text).read_text("utf-8-sig"))
+            json.loads(text)
+            if text.lstrip().startswith("{")
+            else yaml.safe_load(Path(text).read_text("utf-8-sig"))
         )
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # with line and column
         raise ConfigError(
-            f"{flag}: expected a JSON object or the name of a JSON or YAML file, got {text!r}: {reason}"
+            f"{flag}: expected a JSON object or the name of a JSON or YAML file, got {text!r}: "
+            f"{reason}"
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{flag}: expected a JSON object or the name of a JSON or YAML file with one, got {text!r}")
+        raise ConfigError(
+            f"{flag}: expected a JSON object or the name of a JSON or YAML file "
+            f"with one, got {text!r}"
+        )
     return values

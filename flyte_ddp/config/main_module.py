@@ -1,4 +1,5 @@
-"""The main module of a process that starts others, which multiprocessing imports again in each child.
+"""The main module of a process that starts others, which multiprocessing imports again in each
+child.
 
 Imports no torch.
 """
@@ -13,9 +14,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-NAMES = ("__main__", "__mp_main__")  # multiprocessing enters it under the second name too, with or without children
+# multiprocessing enters it under the second name too, with or without children
+NAMES = ("__main__", "__mp_main__")
 
-SAFE_PATH, WHILE_STARTING = "PYTHONSAFEPATH", "while starting"  # a variable that Python reads, and its value then
+# a variable that Python reads, and its value then
+SAFE_PATH, WHILE_STARTING = "PYTHONSAFEPATH", "while starting"
 
 _hiding = threading.Lock()
 
@@ -24,12 +27,15 @@ _hiding = threading.Lock()
 def hide_main_module() -> Iterator[None]:
     """Hide the main module's file while children start, so that they do not import it.
 
-    A child imports its parent's main module, in case its target is defined there. Ours never is, and that module may be
-    the whole of flytekit, or import torch, or start a run when it is imported.
+    A child imports its parent's main module, in case its target is defined there. Ours never is,
+    and that module may be the whole of flytekit, or import torch, or start a run when it is
+    imported.
 
-    The working directory is hidden as well: a user's `random.py` there would take the place of the standard library's.
+    The working directory is hidden as well: a user's `random.py` there would take the place of the
+    standard library's.
     """
-    with _hiding:  # two runs in threads of one process would take each other's stand-in for the real one
+    # two runs in threads of one process would take each other's stand-in for the real one
+    with _hiding:
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = _StandIn(main_module)
         os.environ[SAFE_PATH] = os.environ.get(SAFE_PATH) or WHILE_STARTING
@@ -41,13 +47,17 @@ def hide_main_module() -> Iterator[None]:
 
 
 def show_working_directory() -> None:
-    """Give what this process starts the user's own setting again. Called in a child of that block, too."""
+    """Give what this process starts the user's own setting again. Called in a child of that block,
+    too.
+    """
     if os.environ.get(SAFE_PATH) == WHILE_STARTING:
         del os.environ[SAFE_PATH]
 
 
 class _StandIn(types.ModuleType):
-    """The main module without a file and a spec. Its names are there, because other threads may pickle them."""
+    """The main module without a file and a spec. Its names are there, because other threads may
+    pickle them.
+    """
 
     def __init__(self, main_module: types.ModuleType) -> None:
         super().__init__("__main__")

@@ -1,8 +1,10 @@
-"""Make a project that trains on Flyte, and bring it up to a newer version: `flyte-ddp new` and `flyte-ddp update`.
+"""Make a project that trains on Flyte, and bring it up to a newer version: `flyte-ddp new` and
+`flyte-ddp update`.
 
-A project has its own copy of what registers and builds: tasks/, workflows/, deploy/, Dockerfile and pins. The wheel
-carries them as its data, as they stand in the checkout that it is built from. A file beside them, `NOTES`, has a hash
-of each as it was copied. So an update knows which of them its user has changed, and leaves these alone.
+A project has its own copy of what registers and builds: tasks/, workflows/, deploy/, Dockerfile and
+pins. The wheel carries them as its data, as they stand in the checkout that it is built from. A
+file beside them, `NOTES`, has a hash of each as it was copied. So an update knows which of them its
+user has changed, and leaves these alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def make_project(directory: str, wheel: str = "") -> Iterator[str]:
     """
     project = Path(directory)
     if project.exists() and not (project.is_dir() and not any(project.iterdir())):
-        raise ConfigError(f"new: expected a directory that is empty or not there, got {directory!r}")
+        raise ConfigError(
+            f"new: expected a directory that is empty or not there, got {directory!r}"
+        )
     files, own_wheel = _files_of_installation(), _find_wheel(wheel)
     for name, content in files.items():
         _write(project / name, content)
@@ -47,11 +51,12 @@ def make_project(directory: str, wheel: str = "") -> Iterator[str]:
 
 
 def update_project(directory: str, wheel: str = "") -> Iterator[str]:
-    """Bring the project in `directory` up to this version, and yield a line for each file that changes or would.
+    """Bring the project in `directory` up to this version, and yield a line for each file that
+    changes or would.
 
-    A file that its user has changed stays; if this version has another one than the one that it was made from, the new
-    one is put beside it as NAME.new, and the difference is yielded. One that its user has deleted stays away.
-    `YOURS` is added where it is missing, and never changed.
+    A file that its user has changed stays; if this version has another one than the one that it was
+    made from, the new one is put beside it as NAME.new, and the difference is yielded. One that its
+    user has deleted stays away. `YOURS` is added where it is missing, and never changed.
 
     Raises:
         ConfigError: no such project; this is a checkout; the wheel is not there.
@@ -61,14 +66,20 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
         noted = json.loads((project / NOTES).read_text(encoding="utf-8"))
         version, copied = str(noted["version"]), dict(noted["files"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"update: expected a project of flyte-ddp new, got {directory!r} without {NOTES}") from None
+        raise ConfigError(
+            f"update: expected a project of flyte-ddp new, got {directory!r} without {NOTES}"
+        ) from None
     files, own_wheel = _files_of_installation(), _find_wheel(wheel)
     yield f"{project}: from flyte-ddp {version} to {metadata.version(DISTRIBUTION)}"
     for name in sorted(copied.keys() | files.keys()):
         file, new = project / name, files.get(name)
         present = file.read_bytes() if file.is_file() else None
         is_changed = (None if present is None else _hash(present)) != copied.get(name)
-        if present == new or (new is not None and _hash(new) == copied.get(name)) or (name == YOURS and present):
+        if (
+            present == new
+            or (new is not None and _hash(new) == copied.get(name))
+            or (name == YOURS and present)
+        ):
             continue  # as this version has it, or the user's change of what this version still has
         if not is_changed:
             if new is None:
@@ -91,7 +102,9 @@ def update_project(directory: str, wheel: str = "") -> Iterator[str]:
 
 
 def _files_of_installation() -> dict[str, bytes]:
-    """Return the files of a new project by their names. Raises ConfigError if this is not installed from a wheel."""
+    """Return the files of a new project by their names. Raises ConfigError if this is not installed
+    from a wheel.
+    """
     try:
         files = metadata.distribution(DISTRIBUTION).files or []
     except metadata.PackageNotFoundError:
@@ -100,16 +113,21 @@ def _files_of_installation() -> dict[str, bytes]:
     for entry in files:
         _, has_data, name = str(entry).partition(DATA)
         if has_data:
-            # With --target, pip moves the data beside the packages and leaves their names as they were.
+            # With --target, pip moves the data beside the packages and leaves their names as they
+            # were.
             beside = Path(__file__).parents[2] / DATA / name
             found[name] = (beside if beside.is_file() else Path(str(entry.locate()))).read_bytes()
     if not found:
-        raise ConfigError("flyte-ddp: expected an installation from a wheel (make wheel), got a checkout")
+        raise ConfigError(
+            "flyte-ddp: expected an installation from a wheel (make wheel), got a checkout"
+        )
     return dict(sorted(found.items()))
 
 
 def _find_wheel(given: str) -> Path:
-    """Return the wheel that this is installed from. Raises ConfigError if it is not there, or another version."""
+    """Return the wheel that this is installed from. Raises ConfigError if it is not there, or
+    another version.
+    """
     version = metadata.version(DISTRIBUTION)
     name = given
     if not name and (noted := metadata.distribution(DISTRIBUTION).read_text("direct_url.json")):
@@ -117,7 +135,8 @@ def _find_wheel(given: str) -> Path:
     wheel = Path(name)
     if not (name.endswith(".whl") and wheel.is_file() and f"-{version}-" in wheel.name):
         raise ConfigError(
-            f"--wheel: expected the file of flyte-ddp {version}, which the project's image installs, got {name!r}; "
+            f"--wheel: expected the file of flyte-ddp {version}, which the project's image "
+            f"installs, got {name!r}; "
             f"pip download --no-deps {DISTRIBUTION}=={version} fetches it"
         )
     return wheel
@@ -134,7 +153,10 @@ def _put_wheel(project: Path, wheel: Path) -> None:
 
 
 def _note(project: Path, files: dict[str, bytes]) -> None:
-    noted = {"version": metadata.version(DISTRIBUTION), "files": {name: _hash(files[name]) for name in files}}
+    noted = {
+        "version": metadata.version(DISTRIBUTION),
+        "files": {name: _hash(files[name]) for name in files},
+    }
     (project / NOTES).write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
 
 
@@ -150,5 +172,7 @@ def _hash(content: bytes) -> str:
 
 
 def _difference(name: str, present: bytes, new: bytes) -> Iterator[str]:
-    old_lines, new_lines = (content.decode(errors="replace").splitlines() for content in (present, new))
+    old_lines, new_lines = (
+        content.decode(errors="replace").splitlines() for content in (present, new)
+    )
     yield from difflib.unified_diff(old_lines, new_lines, name, f"{name}.new", lineterm="", n=1)

@@ -1,7 +1,8 @@
-"""The source code of a run: its files and a hash of them. What is shipped and what is hashed are the same files.
+"""The source code of a run: its files and a hash of them. What is shipped and what is hashed are
+the same files.
 
-A recipe may import from its own package and from the packages of recipes that settings.toml names, so these belong
-together. Imports no torch.
+A recipe may import from its own package and from the packages of recipes that settings.toml names,
+so these belong together. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 STARTED = time.time()  # about when this process did
 _imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
 _importing = threading.RLock()
-_parsing = threading.Lock()  # Python counts the depth of its parsers' recursion in one variable for all threads
+# Python counts the depth of its parsers' recursion in one variable for all threads
+_parsing = threading.Lock()
 
 
 def find_project() -> Path | None:
-    """Return the directory with the tasks and settings.toml; None where this is a library in a project of another kind.
+    """Return the directory with the tasks and settings.toml; None where this is a library in a
+    project of another kind.
 
-    It is a checkout of this package, the code of an image, or, where this package is installed, on the path.
+    It is a checkout of this package, the code of an image, or, where this package is installed, on
+    the path.
     """
     for entry in (Path(__file__).parents[2], *map(Path, sys.path)):
         if (entry / SETTINGS_FILE).is_file() and (entry / "tasks/settings.py").is_file():
@@ -59,7 +63,9 @@ def read_settings(file: Path | None = None) -> dict[str, Any]:
 
 
 def recipe_packages() -> list[str]:
-    """Return the packages of recipes that settings.toml names; none where the library is used without it."""
+    """Return the packages of recipes that settings.toml names; none where the library is used
+    without it.
+    """
     return list(read_settings().get("recipes", []))
 
 
@@ -72,8 +78,8 @@ def list_packages(module: str) -> list[str]:
 def importing_edits(module: str) -> Iterator[None]:
     """Let the block import edited code again, of `module` and what it may be made of.
 
-    The ranks are new processes, and import the files as they are now. All modules of the packages are imported again,
-    so that none keeps a class of another's former code.
+    The ranks are new processes, and import the files as they are now. All modules of the packages
+    are imported again, so that none keeps a class of another's former code.
 
     Raises:
         ConfigError: the library was edited.
@@ -84,17 +90,20 @@ def importing_edits(module: str) -> Iterator[None]:
         edited = {name for name, digest in digests.items() if _is_edited(name, digest)}
         if library := sorted(name for name in edited if name.partition(".")[0] == "flyte_ddp"):
             raise ConfigError(
-                f"recipe: expected {library[0]} as this process has imported it, got a file that was edited since: "
+                f"recipe: expected {library[0]} as this process has imported it, got a file that "
+                "was edited since: "
                 "restart the process"
             )
         for name in list(sys.modules) if edited else ():
             if name.partition(".")[0] in packages - {"flyte_ddp"}:
                 file = getattr(sys.modules.pop(name), "__file__", None)
-                with contextlib.suppress(OSError):  # it may seem new: it knows its source by seconds and size
+                # it may seem new: it knows its source by seconds and size
+                with contextlib.suppress(OSError):
                     os.unlink(importlib.util.cache_from_source(file or ""))
                 _imported.pop(name, None)
         importlib.invalidate_caches()
-        writes, sys.dont_write_bytecode = not sys.dont_write_bytecode, True  # which an edit may outdate
+        # which an edit may outdate
+        writes, sys.dont_write_bytecode = not sys.dont_write_bytecode, True
         try:
             yield
         finally:
@@ -106,11 +115,14 @@ def importing_edits(module: str) -> Iterator[None]:
 def _is_edited(name: str, digest: str) -> bool:
     if name in _imported or name.partition(".")[0] == "flyte_ddp":
         return _imported.get(name, digest) != digest
-    return not digest or os.path.getmtime(str(sys.modules[name].__file__)) > STARTED  # nobody knows what was imported
+    # nobody knows what was imported
+    return not digest or os.path.getmtime(str(sys.modules[name].__file__)) > STARTED
 
 
 def _digest_loaded(packages: Collection[str]) -> dict[str, str]:
-    """Return a digest of the file of each module of `packages` that is loaded; "" for one that is no longer there."""
+    """Return a digest of the file of each module of `packages` that is loaded; "" for one that is
+    no longer there.
+    """
     found = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "")
@@ -122,15 +134,16 @@ def _digest_loaded(packages: Collection[str]) -> dict[str, str]:
 def packages_beside(module: str) -> tuple[str, ...]:
     """Return the top-level packages and modules whose code a function defined in `module` may need.
 
-    These are its own one, and those already imported that lie in the same directory, unless that is a directory of
-    installed packages. A notebook counts as a module of the working directory.
+    These are its own one, and those already imported that lie in the same directory, unless that is
+    a directory of installed packages. A notebook counts as a module of the working directory.
     """
     own = sys.modules.get(module.partition(".")[0])
     root = find_root(own) or (Path.cwd() if module in main_module.NAMES else None)
     if root is None:
         return ()
     installed = {
-        Path(path).resolve() for path in (sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+        Path(path).resolve()
+        for path in (sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
     }
     beside = {module.partition(".")[0]}
     if root not in installed:
@@ -150,7 +163,9 @@ def find_root(module: Any) -> Path | None:
 
 
 def source_files(packages: Iterable[str]) -> dict[str, Path]:
-    """Return the files of top-level packages and modules by their names relative to an entry of sys.path, sorted."""
+    """Return the files of top-level packages and modules by their names relative to an entry of
+    sys.path, sorted.
+    """
     found: dict[str, Path] = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -161,15 +176,18 @@ def source_files(packages: Iterable[str]) -> dict[str, Path]:
                 found[Path(spec.origin).name] = Path(spec.origin)
             continue
         for location in spec.submodule_search_locations:
-            found |= {f"{package}/{name}": file for name, file in files_below(Path(location)).items()}
+            found |= {
+                f"{package}/{name}": file for name, file in files_below(Path(location)).items()
+            }
     return dict(sorted(found.items()))
 
 
 def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
     """Return those of `source_files(packages)` that decide what `module` does, sorted by name.
 
-    These are its own file, those that it imports anywhere in it, directly or not, and every file that is no Python: it
-    may read one. A module that is imported by a name computed at run time is not found.
+    These are its own file, those that it imports anywhere in it, directly or not, and every file
+    that is no Python: it may read one. A module that is imported by a name computed at run time is
+    not found.
     """
     files = source_files(packages)
     reached: set[str] = set()
@@ -187,24 +205,36 @@ def imported_files(module: str, packages: Iterable[str]) -> dict[str, Path]:
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
-    """Yield the dotted names of all that a file of `package` imports; some may be names in a module."""
+    """Yield the dotted names of all that a file of `package` imports; some may be names in a
+    module.
+    """
     for node in _parse(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             origin = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def names_read(module: str) -> set[str] | None:
-    """Return the attributes that a module's code reads, also by `getattr`; None where its code cannot be read."""
+    """Return the attributes that a module's code reads, also by `getattr`; None where its code
+    cannot be read.
+    """
     try:
         nodes = list(_parse(Path(getattr(sys.modules[module], "__file__", ""))))
     except (OSError, SyntaxError, ValueError):
         return None
-    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"]
-    by_string = {str(each.value) for node in calls for each in node.args if isinstance(each, ast.Constant)}
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
+    ]
+    by_string = {
+        str(each.value) for node in calls for each in node.args if isinstance(each, ast.Constant)
+    }
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | by_string
 
 
@@ -215,10 +245,14 @@ def _parse(file: Path) -> Iterator[ast.AST]:
 
 
 def files_below(directory: Path) -> dict[str, Path]:
-    """Return the files in `directory` and below by their names relative to it, without hidden and compiled ones."""
+    """Return the files in `directory` and below by their names relative to it, without hidden and
+    compiled ones.
+    """
     found: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(directory):
-        subfolders[:] = [name for name in subfolders if name != "__pycache__" and not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if name != "__pycache__" and not name.startswith(".")
+        ]
         for name in names:
             file = Path(folder, name)
             if not name.startswith(".") and file.is_file():
@@ -228,11 +262,15 @@ def files_below(directory: Path) -> dict[str, Path]:
 
 def compute_digest(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
     """Return a SHA-256 of the files of `packages` and their names, as `compute_digest_of_files`."""
-    return compute_digest_of_files({**source_files(packages), **{file.name: file for file in extra_files}})
+    return compute_digest_of_files(
+        {**source_files(packages), **{file.name: file for file in extra_files}}
+    )
 
 
 def compute_digest_of_files(files: Mapping[str, Path]) -> str:
-    """Return a SHA-256 of files and their names. What is too large to be code alone counts by its Python files."""
+    """Return a SHA-256 of files and their names. What is too large to be code alone counts by its
+    Python files.
+    """
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
         files = {name: file for name, file in files.items() if file.suffix == ".py"}
     digest = hashlib.sha256()

@@ -1,7 +1,8 @@
-"""The hyperparameters of one run, each with its unit. Knows neither recipes nor devices; imports no torch.
+"""The hyperparameters of one run, each with its unit. Knows neither recipes nor devices; imports no
+torch.
 
-A `TrainingConfig` is complete and validated: no later code checks it again. Users give only the fields that
-differ from the recipe's defaults; `resolve` puts the two together.
+A `TrainingConfig` is complete and validated: no later code checks it again. Users give only the
+fields that differ from the recipe's defaults; `resolve` puts the two together.
 """
 
 from __future__ import annotations
@@ -42,16 +43,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The figure of an epoch that decides which model is the best, of a run, a study and a promotion."""
+    """The figure of an epoch that decides which model is the best, of a run, a study and a
+    promotion.
+    """
 
-    metric: str = field("test_loss", help="test_loss, or one of the recipe's metrics or figures by its name")
-    mode: str = field("min", choices=("min", "max"), help="whether a lower or a higher one is better")
+    metric: str = field(
+        "test_loss", help=("test_loss, or one of the recipe's metrics or figures by its name")
+    )
+    mode: str = field(
+        "min", choices=("min", "max"), help=("whether a lower or a higher one is better")
+    )
 
     def __post_init__(self) -> None:
         validate(self)
 
     def score(self, values: Mapping[str, float]) -> float:
-        """Return the figure so that less is better; infinite where it is not finite, or not among `values`."""
+        """Return the figure so that less is better; infinite where it is not finite, or not among
+        `values`.
+        """
         value = values.get(self.metric, math.nan)
         if not math.isfinite(value):
             return math.inf
@@ -68,71 +77,113 @@ class TrainingConfig:
 
     epochs: int = field(10, minimum=1, help="passes over the training data")
     global_batch_size: int = field(
-        64, minimum=1, help="samples per optimizer step, summed over all ranks and accumulated micro-batches"
+        64,
+        minimum=1,
+        help=("samples per optimizer step, summed over all ranks and accumulated micro-batches"),
     )
     sample_size: int = field(
         0,
         minimum=0,
-        help="training samples, drawn by `seed`, a smaller number a part of a larger one; 0: all. Held-out data stay",
+        help=(
+            "training samples, drawn by `seed`, a smaller number a part of a larger one; 0: all. "
+            "Held-out data stay"
+        ),
     )
     evaluation_batch_size: int = field(1000, minimum=1, help="samples per rank and forward pass")
     optimizer: str = field("adamw", choices=("sgd", "adam", "adamw"), help="sgd has momentum")
     learning_rate: float = field(1e-3, above=0, help="the schedule's peak")
     momentum: float = field(0.9, minimum=0, below=1, help="of sgd")
-    weight_decay: float = field(0.0, minimum=0, help="per step; decoupled for adamw, an L2 gradient term otherwise")
+    weight_decay: float = field(
+        0.0, minimum=0, help=("per step; decoupled for adamw, an L2 gradient term otherwise")
+    )
     schedule: str = field(
         "cosine",
         choices=("constant", "cosine", "one_cycle"),
         help="cosine: warm-up, then to zero; one_cycle: up for 30 %, then to zero",
     )
-    warmup_steps: int = field(0, minimum=0, help="optimizer steps of linear warm-up of constant and cosine")
+    warmup_steps: int = field(
+        0, minimum=0, help=("optimizer steps of linear warm-up of constant and cosine")
+    )
     gradient_accumulation: int = field(1, minimum=1, help="micro-batches per optimizer step")
     grow_accumulation_on_oom: bool = field(
         False,
-        help="when a GPU runs out of memory, restart from the last checkpoint with twice as many micro-batches of half "
-        "the size; the global batch stays, and BatchNorm without sync_batch_norm sees smaller batches",
+        help="when a GPU runs out of memory, restart from the last checkpoint with twice as many "
+        "micro-batches of half "
+        "the size; the global batch stays, and BatchNorm without sync_batch_norm sees smaller "
+        "batches",
     )
-    gradient_clip_norm: float = field(0.0, minimum=0, help="largest L2 norm of the whole gradient; 0 does not clip")
-    precision: str = field("fp32", choices=("fp32", "bf16"), help="bf16: autocast; weights and optimizer stay fp32")
+    gradient_clip_norm: float = field(
+        0.0, minimum=0, help=("largest L2 norm of the whole gradient; 0 does not clip")
+    )
+    precision: str = field(
+        "fp32", choices=("fp32", "bf16"), help=("bf16: autocast; weights and optimizer stay fp32")
+    )
     channels_last: bool = field(True, help="memory format of image-shaped (4-D) tensors")
-    compile: bool = field(False, help="torch.compile the model, with fsdp each of its blocks; needs a C++ compiler")
+    compile: bool = field(
+        False, help=("torch.compile the model, with fsdp each of its blocks; needs a C++ compiler")
+    )
     parallel: str = field(
         "ddp",
         choices=("ddp", "fsdp"),
-        help="ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are split over all ranks",
+        help=(
+            "ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are "
+            "split over all ranks"
+        ),
     )
     activation_checkpointing: bool = field(
-        False, help="compute each block's activations again in the backward pass: less memory, a third more work"
+        False,
+        help=(
+            "compute each block's activations again in the backward pass: less memory, a "
+            "third more work"
+        ),
     )
     sync_batch_norm: bool = field(
         False, help="BatchNorm over the samples of all ranks rather than of each; on GPUs only"
     )
     seed: int = field(0, minimum=0, help="of initial weights, shuffling, dropout and augmentation")
-    deterministic: bool = field(False, help="only deterministic algorithms: same bits on same hardware, slower on GPUs")
-    monitor: Monitor = field(factory=Monitor, help="the figure of an epoch that decides which model is the best")
+    deterministic: bool = field(
+        False, help=("only deterministic algorithms: same bits on same hardware, slower on GPUs")
+    )
+    monitor: Monitor = field(
+        factory=Monitor, help=("the figure of an epoch that decides which model is the best")
+    )
     patience: int = field(
-        0, minimum=0, help="epochs without a better one, by `monitor`, until the training ends; 0: it never ends early"
+        0,
+        minimum=0,
+        help=(
+            "epochs without a better one, by `monitor`, until the training ends; "
+            "0: it never ends early"
+        ),
     )
     model_state: str = field(
-        "best", choices=("best", "last"), help="the epoch, by `monitor`, whose weights the run returns"
+        "best",
+        choices=("best", "last"),
+        help=("the epoch, by `monitor`, whose weights the run returns"),
     )
     backend: str = field(
-        "auto", choices=("auto", "nccl", "gloo"), help="auto: nccl where the ranks have GPUs, else gloo"
+        "auto",
+        choices=("auto", "nccl", "gloo"),
+        help=("auto: nccl where the ranks have GPUs, else gloo"),
     )
     data_workers: int = field(
         0, minimum=0, help="loader processes per rank, for data sets that are read sample by sample"
     )
     log_interval: int = field(20, minimum=1, help="optimizer steps between two step events")
     checkpoint_interval: int = field(
-        0, minimum=0, help="optimizer steps between checkpoints within an epoch; 0: only at each epoch's end"
+        0,
+        minimum=0,
+        help=("optimizer steps between checkpoints within an epoch; 0: only at each epoch's end"),
     )
     memory_interval: int = field(
         -1,
         minimum=-1,
-        help="optimizer steps between states that are kept in the memory of the nodes, with a copy on another node; "
+        help="optimizer steps between states that are kept in the memory of the nodes, with a "
+        "copy on another node; "
         "0: none; -1: as many as keep their cost below 1 % of the time",
     )
-    checkpoints_to_keep: int = field(2, minimum=1, help="newest checkpoints kept, besides the best epoch's")
+    checkpoints_to_keep: int = field(
+        2, minimum=1, help=("newest checkpoints kept, besides the best epoch's")
+    )
     collective_timeout: float = field(
         600.0, above=0, unit="seconds", help="for which a collective waits for the other ranks"
     )
@@ -140,21 +191,31 @@ class TrainingConfig:
         300.0, above=0, unit="seconds", help="without progress of any rank until the run is ended"
     )
     store_timeout: float = field(
-        600.0, above=0, unit="seconds", help="without the checkpoints' store until the attempt ends recoverably"
+        600.0,
+        above=0,
+        unit="seconds",
+        help=("without the checkpoints' store until the attempt ends recoverably"),
     )
     fresh_layers: list[str] = field(
         factory=list,
-        help="layers by the beginnings of their names, such as a head for other classes: with an initial model state "
+        help="layers by the beginnings of their names, such as a head for other classes: with an "
+        "initial model state "
         "they alone start with fresh weights, and may differ from it",
     )
     frozen_layers: list[str] = field(
-        factory=list, help="layers by the beginnings of their names, such as encoder.stem, that are not trained"
+        factory=list,
+        help=(
+            "layers by the beginnings of their names, such as encoder.stem, that are not trained"
+        ),
     )
     max_hours: float = field(
         0.0,
         minimum=0,
         unit="hours",
-        help="of a Flyte task, all attempts together, until it ends for good with a last checkpoint; 0 is no limit",
+        help=(
+            "of a Flyte task, all attempts together, until it ends for good with a last "
+            "checkpoint; 0 is no limit"
+        ),
     )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
 
@@ -163,11 +224,14 @@ class TrainingConfig:
 
     @property
     def batch(self) -> Batch:
-        return Batch(self.global_batch_size, self.gradient_accumulation, self.grow_accumulation_on_oom)
+        return Batch(
+            self.global_batch_size, self.gradient_accumulation, self.grow_accumulation_on_oom
+        )
 
 
 def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> TrainingConfig:
-    """Return the config of a run: the user's `overrides` over the recipe's `defaults` over the class's own.
+    """Return the config of a run: the user's `overrides` over the recipe's `defaults` over the
+    class's own.
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong type or range.

@@ -1,6 +1,7 @@
 """The form of events as plain values, and as the JSON lines of a history.
 
-JSON has no NaN and no infinities: they are written as null, and null is read back as NaN where a number belongs.
+JSON has no NaN and no infinities: they are written as null, and null is read back as NaN where a
+number belongs.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ def from_dict(values: dict[str, Any]) -> Event:
 
 
 def _restore(value: Any, hint: Any) -> Any:
-    """Return a plain value as what its type hint says: an object of a dataclass, or NaN for a number that is null."""
+    """Return a plain value as what its type hint says: an object of a dataclass, or NaN for a
+    number that is null.
+    """
     if dataclasses.is_dataclass(hint):
         kind: Any = hint
-        return kind(**{name: _restore(each, _find_hints(kind)[name]) for name, each in value.items()})
+        return kind(
+            **{name: _restore(each, _find_hints(kind)[name]) for name, each in value.items()}
+        )
     if typing.get_origin(hint) not in (list, dict):
         return math.nan if value is None and hint is float else value
     part = typing.get_args(hint)[-1]
@@ -53,32 +58,44 @@ _find_hints = functools.cache(typing.get_type_hints)
 
 
 def plain(value: Any) -> Any:
-    """Return `value` without what strict JSON and UTF-8 do not have: NaN, infinities, and halves of surrogate pairs.
+    """Return `value` without what strict JSON and UTF-8 do not have: NaN, infinities, and halves of
+    surrogate pairs.
 
-    The latter stand for bytes of file names that are no UTF-8. A field "url" keeps them, because the place is read.
+    The latter stand for bytes of file names that are no UTF-8. A field "url" keeps them, because
+    the place is read.
     """
     if isinstance(value, str):
         return to_utf8(value)
     if isinstance(value, Mapping):
-        return {to_utf8(str(key)): each if str(key).endswith("url") else plain(each) for key, each in value.items()}
+        return {
+            to_utf8(str(key)): each if str(key).endswith("url") else plain(each)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_line(record: Event | TimeSpent) -> str:
-    """Return `record` as one line of a history: a JSON object in `to_dict`'s form with the current "time".
+    """Return `record` as one line of a history: a JSON object in `to_dict`'s form with the current
+    "time".
 
     Fields of bytes are left out: what a function returned may be large.
     """
-    values = {name: value for name, value in dataclasses.asdict(record).items() if not isinstance(value, bytes)}
-    # A user's configuration may hold values that JSON does not know. Their repr is enough for a record.
+    values = {
+        name: value
+        for name, value in dataclasses.asdict(record).items()
+        if not isinstance(value, bytes)
+    }
+    # A user's configuration may hold values that JSON does not know. Their repr is enough for a
+    # record.
     line = plain({"time": time.time(), "event": type(record).__name__, **values})
     return json.dumps(line, default=repr, allow_nan=False) + "\n"
 
 
 def parse_history(contents: bytes, name: str) -> list[Event]:
-    """Return the events in the lines of a history. An incomplete last line, left by a killed writer, is ignored.
+    """Return the events in the lines of a history. An incomplete last line, left by a killed
+    writer, is ignored.
 
     Raises:
         ValueError: any other line is not an event; names the line and `name`.
@@ -91,12 +108,16 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
             if values["event"] != TimeSpent.__name__:  # which follows from the others
                 events.append(from_dict(values))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{name}, line {number}: expected an event of a run: {error!r}") from error
+            raise ValueError(
+                f"{name}, line {number}: expected an event of a run: {error!r}"
+            ) from error
     return events
 
 
 def read_history(path: str | Path) -> list[Event]:
-    """Return the events in a history file, as `parse_history`. Raises FileNotFoundError if there is none."""
+    """Return the events in a history file, as `parse_history`. Raises FileNotFoundError if there is
+    none.
+    """
     return parse_history(Path(path).read_bytes(), str(path))
 
 

@@ -1,8 +1,9 @@
 """The kinds of events: what a run of any program tells about itself. Imports no torch.
 
-They hold plain numbers, strings, bytes, lists and dicts only, so that they can cross a pipe or a network and be kept in
-a file (history.py). A new kind is a class in this file, and its name in `Event`. Give it `figures` if it has numbers to
-show: the progress bar, W&B, Prometheus and the report take them from there, so no observer has to know the kind.
+They hold plain numbers, strings, bytes, lists and dicts only, so that they can cross a pipe or a
+network and be kept in a file (history.py). A new kind is a class in this file, and its name in
+`Event`. Give it `figures` if it has numbers to show: the progress bar, W&B, Prometheus and the
+report take them from there, so no observer has to know the kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, Protocol
 
 
 def to_utf8(text: str) -> str:
-    """Return `text` with an escape in place of what UTF-8 cannot encode, as Python shows it on standard error."""
+    """Return `text` with an escape in place of what UTF-8 cannot encode, as Python shows it on
+    standard error.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -21,16 +24,19 @@ class Figures:
     """The numbers that observers show of an event, by name."""
 
     values: dict[str, float] = field(default_factory=dict)
-    axis: str = ""  # "step" or "epoch", the x axis of their curves; "" for the newest ones, which have no curve
+    # "step" or "epoch", the x axis of their curves; "" for the newest ones, which have no curve
+    axis: str = ""
     step: int | None = None  # optimizer steps done then; None if that is not known
-    epoch: float | None = None  # of the data, as many are done, such as 1.5; None if that is not known
+    # of the data, as many are done, such as 1.5; None if that is not known
+    epoch: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     """The base of every event."""
 
-    at: float = field(default=0.0, compare=False)  # seconds since the epoch, by the launcher's clock; 0: not known
+    # seconds since the epoch, by the launcher's clock; 0: not known
+    at: float = field(default=0.0, compare=False)
 
     def figures(self) -> Figures:
         """Return what observers show of the event, computed once for all of them."""
@@ -39,22 +45,30 @@ class Timed:
 
 @dataclass(frozen=True)
 class AttemptStarted(Timed):
-    """The nodes are there, and their ranks are being started. The launcher emits it, before the ranks' own events."""
+    """The nodes are there, and their ranks are being started. The launcher emits it, before the
+    ranks' own events.
+    """
 
     num_nodes: int
     launched_at: float  # of the run, seconds since the epoch
-    waited_seconds: float  # for nodes, since the attempt before it has ended or the run was launched
-    grace_seconds: float = 0.0  # for a last checkpoint, from the notice that a node has to go; 0: not known
+    # for nodes, since the attempt before it has ended or the run was launched
+    waited_seconds: float
+    # for a last checkpoint, from the notice that a node has to go; 0: not known
+    grace_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class AttemptEnded(Timed):
     """The ranks of an attempt are gone before the run is finished. The launcher emits it."""
 
-    step: int  # optimizer steps since the start of the run, as far as is known; those after a checkpoint are lost
+    # optimizer steps since the start of the run, as far as is known; those after a checkpoint are
+    # lost
+    step: int
     reason: str
-    idle_seconds: float  # since the last sign of progress: until the failure was noticed and all ranks had ended
-    num_leaving: int = 0  # nodes that had announced that they go away: then it is an announced loss, not a failure
+    # since the last sign of progress: until the failure was noticed and all ranks had ended
+    idle_seconds: float
+    # nodes that had announced that they go away: then it is an announced loss, not a failure
+    num_leaving: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +104,17 @@ class RunStarted(Timed):
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
     class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs
-    initial_state: str = ""  # URL and SHA-256 of the weights that the run started from; "" for fresh ones
+    # URL and SHA-256 of the weights that the run started from; "" for fresh ones
+    initial_state: str = ""
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:
         known = {"num_steps": self.num_steps, "num_parameters": self.num_parameters}
         return Figures(
-            values={"world_size": self.world_size, **{name: value for name, value in known.items() if value}}
+            values={
+                "world_size": self.world_size,
+                **{name: value for name, value in known.items() if value},
+            }
         )
 
 
@@ -109,18 +127,27 @@ class EpochFinished(Timed):
     train_loss: float  # mean over every target of the epoch, as seen while training
     test_loss: float  # mean over every target of the held-out data
     learning_rate: float  # at the epoch's last step
-    seconds: float  # wall-clock of the epoch's training in all attempts that contributed to it, without the evaluation
+    # wall-clock of the epoch's training in all attempts that contributed to it, without the
+    # evaluation
+    seconds: float
     samples_per_second: float  # training samples, over all ranks
     evaluation_seconds: float
-    rank_losses: list[float] = field(default_factory=list)  # mean training loss over each rank's own samples
-    rank_step_seconds: list[float] = field(default_factory=list)  # mean time per step that each rank computed
-    num_replaced: int = 0  # training and held-out samples that could not be read and were replaced by others
-    # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a single rank:
-    rank_wait_seconds: list[float] = field(default_factory=list)  # mean wait for gradients after the backward pass
-    rank_overlap_seconds: list[float] = field(default_factory=list)  # mean all-reduce time during the backward pass
+    # mean training loss over each rank's own samples
+    rank_losses: list[float] = field(default_factory=list)
+    # mean time per step that each rank computed
+    rank_step_seconds: list[float] = field(default_factory=list)
+    # training and held-out samples that could not be read and were replaced by others
+    num_replaced: int = 0
+    # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a
+    # single rank:
+    # mean wait for gradients after the backward pass
+    rank_wait_seconds: list[float] = field(default_factory=list)
+    # mean all-reduce time during the backward pass
+    rank_overlap_seconds: list[float] = field(default_factory=list)
     # By name: the recipe's metrics of the held-out data, and its further figures.
     metrics: dict[str, float] = field(default_factory=dict)
-    sample: str = ""  # text that the model generated after this epoch, if the recipe's models generate any
+    # text that the model generated after this epoch, if the recipe's models generate any
+    sample: str = ""
 
     def figures(self) -> Figures:
         values = {
@@ -136,25 +163,32 @@ class EpochFinished(Timed):
 
 @dataclass(frozen=True)
 class CheckpointLoaded(Timed):
-    """The program has looked for a checkpoint: it resumes from the newest usable one, or starts at step 0."""
+    """The program has looked for a checkpoint: it resumes from the newest usable one, or starts at
+    step 0.
+    """
 
     step: int  # optimizer steps done by earlier attempts
     url: str  # "" if there is none
     epochs: list[EpochFinished] = field(default_factory=list)  # finished by earlier attempts
-    skipped: list[str] = field(default_factory=list)  # one line for each checkpoint that is unusable
+    # one line for each checkpoint that is unusable
+    skipped: list[str] = field(default_factory=list)
 
     def figures(self) -> Figures:
         # What an earlier attempt copied and did not write is lost.
-        return Figures(values={"checkpoint_step": self.step, "checkpoint_copied_step": self.step}, step=self.step)
+        return Figures(
+            values={"checkpoint_step": self.step, "checkpoint_copied_step": self.step},
+            step=self.step,
+        )
 
 
 @dataclass(frozen=True)
 class Reported(Timed):
-    """The progress of the run on rank 0: by `session.report`, or of a recipe every `log_interval` steps.
+    """The progress of the run on rank 0: by `session.report`, or of a recipe every `log_interval`
+    steps.
 
-    A recipe reports its "loss" (the mean over the targets of all ranks since the previous report), its "learning_rate",
-    its "gradient_norm" (L2 of this step's whole gradient, before clipping) and its "samples_per_second" (over all
-    ranks, since the previous report).
+    A recipe reports its "loss" (the mean over the targets of all ranks since the previous report),
+    its "learning_rate", its "gradient_norm" (L2 of this step's whole gradient, before clipping) and
+    its "samples_per_second" (over all ranks, since the previous report).
     """
 
     step: int  # optimizer steps since the start of the run
@@ -175,7 +209,9 @@ class Histogram:
 
 @dataclass(frozen=True)
 class HistogramsTaken(Timed):
-    """Histograms of the parameters and of their last gradients, by parameter name, once per epoch."""
+    """Histograms of the parameters and of their last gradients, by parameter name, once per
+    epoch.
+    """
 
     step: int
     parameters: dict[str, Histogram]
@@ -192,19 +228,26 @@ class Prediction:
     image: bytes = b""  # a PNG if the sample is an image
     text: str = ""  # the sample if it is text
     numbers: list[float] = field(default_factory=list)  # truth and guess, if they are numbers
-    error: float | None = None  # of the guess, larger for a worse one, where it is not just right or wrong
+    # of the guess, larger for a worse one, where it is not just right or wrong
+    error: float | None = None
 
     def __post_init__(self) -> None:
-        """Turn names into texts of UTF-8: a recipe may call its classes by numbers, or by the bytes of file names."""
+        """Turn names into texts of UTF-8: a recipe may call its classes by numbers, or by the bytes
+        of file names.
+        """
         for name in ("truth", "guess", "text"):
             object.__setattr__(self, name, to_utf8(str(getattr(self, name))))
         if not all(isinstance(name, str) and name.isascii() for name in self.scores):
-            object.__setattr__(self, "scores", {to_utf8(str(name)): score for name, score in self.scores.items()})
+            object.__setattr__(
+                self, "scores", {to_utf8(str(name)): score for name, score in self.scores.items()}
+            )
 
 
 @dataclass(frozen=True)
 class PredictionsMade(Timed):
-    """Predictions for some of the held-out samples, in the data's own order, by the model that the run returns."""
+    """Predictions for some of the held-out samples, in the data's own order, by the model that the
+    run returns.
+    """
 
     epoch: int  # whose weights that model has
     predictions: list[Prediction]
@@ -225,7 +268,9 @@ class CheckpointSaved(Timed):
 
 @dataclass(frozen=True)
 class CheckpointWritten(Timed):
-    """The store has the whole checkpoint. One that a newer state replaced before it was written has no such event."""
+    """The store has the whole checkpoint. One that a newer state replaced before it was written has
+    no such event.
+    """
 
     step: int
     url: str
@@ -245,14 +290,19 @@ class RunFinished(Timed):
     # Known of a recipe:
     model_state_url: str = ""
     best_epoch: int = 0  # by the config's `monitor`
-    best: dict[str, float] = field(default_factory=dict)  # its monitored figure by name, and its held-out loss
+    # its monitored figure by name, and its held-out loss
+    best: dict[str, float] = field(default_factory=dict)
     model_state_epoch: int = 0  # whose weights the model state has
     peak_memory_bytes: int = 0  # of rank 0: its GPU's memory, or its process's without a GPU
-    first_step_seconds: float = 0.0  # from the launch of the ranks to the end of the first optimizer step
+    # from the launch of the ranks to the end of the first optimizer step
+    first_step_seconds: float = 0.0
     rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
-    rank_num_parameters: list[int] = field(default_factory=list)  # that each rank holds: of a split model its part
-    memory_interval: int = 0  # steps between two states in the memory of the nodes; 0: none were kept there
-    export_url: str = ""  # directory with the same weights as safetensors, and what the recipe exports besides
+    # that each rank holds: of a split model its part
+    rank_num_parameters: list[int] = field(default_factory=list)
+    # steps between two states in the memory of the nodes; 0: none were kept there
+    memory_interval: int = 0
+    # directory with the same weights as safetensors, and what the recipe exports besides
+    export_url: str = ""
     exported: list[str] = field(default_factory=list)  # names of the files there
     not_exported: str = ""  # why there are fewer than there should be
 
@@ -265,7 +315,9 @@ class RunFinished(Timed):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slower than the others, by its own seconds per step and the median of the other ranks."""
+    """A rank that is slower than the others, by its own seconds per step and the median of the
+    other ranks.
+    """
 
     rank: int
     node: str  # for people; "" for this machine
@@ -283,9 +335,13 @@ class Straggler:
 
     def __str__(self) -> str:
         where = ", ".join(each for each in (self.node, self.device) if each)
-        of_phase = f"{1e3 * self.seconds:.3g} ms per step, median of the others {1e3 * self.median_seconds:.3g} ms"
+        of_phase = (
+            f"{1e3 * self.seconds:.3g} ms per step, median of the others "
+            f"{1e3 * self.median_seconds:.3g} ms"
+        )
         return (
-            f"rank {self.rank}{f' ({where})' if where else ''} is slow in {self.phase}: {of_phase}; "
+            f"rank {self.rank}{f' ({where})' if where else ''} is slow in {self.phase}: "
+            f"{of_phase}; "
             f"in all phases {self.factor:.1f} x the median"
         )
 

@@ -1,7 +1,7 @@
 """The state of a run, folded from its events.
 
-`RunState` is the only place that knows what a restart from a checkpoint undoes. Whoever needs a run's epochs, reports
-or result folds its events with it.
+`RunState` is the only place that knows what a restart from a checkpoint undoes. Whoever needs a
+run's epochs, reports or result folds its events with it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,47 @@ from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
 
 def find_best(epochs: Iterable[EpochFinished], monitor: Monitor) -> EpochFinished | None:
-    """Return the best of `epochs`: of equal ones that with the lowest held-out loss, of these the first."""
-    return min(epochs, key=lambda epoch: (monitor.score(epoch.figures().values), epoch.test_loss), default=None)
+    """Return the best of `epochs`: of equal ones that with the lowest held-out loss, of these the
+    first.
+    """
+    return min(
+        epochs,
+        key=lambda epoch: (monitor.score(epoch.figures().values), epoch.test_loss),
+        default=None,
+    )
 
 
 @dataclass
 class RunState(Listener):
     """The state of a run, folded from its events. A listener: give it each event in order.
 
-    When the program resumes from a checkpoint, the reports and epochs after that checkpoint are removed.
+    When the program resumes from a checkpoint, the reports and epochs after that checkpoint are
+    removed.
     """
 
-    keep_reports: bool = True  # every `Reported`; off where there are many runs and only the epochs matter
+    # every `Reported`; off where there are many runs and only the epochs matter
+    keep_reports: bool = True
     started: kinds.RunStarted | None = None  # the latest
     loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
     reports: list[kinds.Reported] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
-    checkpoints: list[kinds.CheckpointWritten] = field(default_factory=list)  # there now: the newest, the best
+    # there now: the newest, the best
+    checkpoints: list[kinds.CheckpointWritten] = field(default_factory=list)
     predictions: kinds.PredictionsMade | None = None
     finished: kinds.RunFinished | None = None
-    stragglers: list[kinds.StragglersFound] = field(default_factory=list)  # each change of the slow ranks
+    # each change of the slow ranks
+    stragglers: list[kinds.StragglersFound] = field(default_factory=list)
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
     num_checkpoints: int = 0  # written by this attempt, removed ones included
     grace_seconds: float = 0.0  # as `AttemptStarted` has it
-    writing_seconds: float = 0.0  # from the copy of the newest whole checkpoint until the store had it; 0: not known
-    _copied_at: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # by step
+    # from the copy of the newest whole checkpoint until the store had it; 0: not known
+    writing_seconds: float = 0.0
+    # by step
+    _copied_at: dict[int, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
     @classmethod
@@ -65,7 +79,8 @@ class RunState(Listener):
                 self.num_announced_losses += 1
                 self.departure = event.reason
             if self.stragglers and self.stragglers[-1].stragglers:
-                self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))  # compared anew
+                # compared anew
+                self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))
         elif isinstance(event, kinds.RunStarted):
             self.num_starts += 1
             self.started, self.loaded = event, None
@@ -101,7 +116,9 @@ class RunState(Listener):
     def last_step(self) -> int:
         """The last optimizer step that is known to be done."""
         reports, epochs = self.reports[-1:], self.epochs[-1:]
-        return max([self.resumed_step, *(each.step for each in reports), *(each.step for each in epochs)])
+        return max(
+            [self.resumed_step, *(each.step for each in reports), *(each.step for each in epochs)]
+        )
 
     @property
     def resumed_step(self) -> int:
@@ -109,7 +126,8 @@ class RunState(Listener):
         return self.loaded.step if self.loaded else 0
 
     def time_spent(self, until: float = 0.0) -> TimeSpent:
-        """Return what the wall time went to, up to the last event, or `until` (seconds since the epoch) if it is later.
+        """Return what the wall time went to, up to the last event, or `until` (seconds since the
+        epoch) if it is later.
 
         All zeros where the events have no times.
         """
@@ -122,7 +140,8 @@ class RunState(Listener):
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
 
     def _add_epoch(self, event: EpochFinished) -> None:
-        # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has brought already.
+        # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has brought
+        # already.
         known = [epoch.epoch for epoch in self.epochs]
         if event.epoch in known:
             self.epochs[known.index(event.epoch)] = event
@@ -135,6 +154,11 @@ class RunState(Listener):
         self.writing_seconds = event.at - copied_at if copied_at else 0.0
         self._copied_at = {step: at for step, at in self._copied_at.items() if step > event.step}
         known = [*self.checkpoints, event]
-        newest = known[-(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :]
+        newest = known[
+            -(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :
+        ]
         best = [checkpoint for checkpoint in known if checkpoint.best][-1:]
-        self.checkpoints = [*(checkpoint for checkpoint in best if checkpoint not in newest), *newest]
+        self.checkpoints = [
+            *(checkpoint for checkpoint in best if checkpoint not in newest),
+            *newest,
+        ]

@@ -8,23 +8,34 @@ from dataclasses import dataclass
 from flyte_ddp.events import kinds
 from flyte_ddp.events.kinds import Event
 
-# A history has neither histograms nor predictions, and is to give the same account. A checkpoint is written beside the
-# training, and divides none of its time; nor does the launcher's comparison of the ranks.
-NOT_BOOKED = (kinds.HistogramsTaken, kinds.PredictionsMade, kinds.CheckpointWritten, kinds.StragglersFound)
+# A history has neither histograms nor predictions, and is to give the same account. A checkpoint is
+# written beside the training, and divides none of its time; nor does the launcher's comparison of
+# the ranks.
+NOT_BOOKED = (
+    kinds.HistogramsTaken,
+    kinds.PredictionsMade,
+    kinds.CheckpointWritten,
+    kinds.StragglersFound,
+)
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Wall time of a run by purpose, in seconds. Folded from its events; the last line of a history."""
+    """Wall time of a run by purpose, in seconds. Folded from its events; the last line of a
+    history.
+    """
 
     stepping: float = 0.0  # optimizer steps that count
     evaluating: float = 0.0
-    checkpoint_stalls: float = 0.0  # the training waited for a copy of its state; at the end for the last uploads
+    # the training waited for a copy of its state; at the end for the last uploads
+    checkpoint_stalls: float = 0.0
     waiting_for_nodes: float = 0.0
     starting: float = 0.0  # from the launch to the first step
     restarting: float = 0.0  # from the last sign of progress before a failure to the next step
-    announced_losses: float = 0.0  # from the last sign of progress before nodes left, as announced, to the next step
-    redone_steps: float = 0.0  # all work that was lost with an attempt, because no checkpoint had it
+    # from the last sign of progress before nodes left, as announced, to the next step
+    announced_losses: float = 0.0
+    # all work that was lost with an attempt, because no checkpoint had it
+    redone_steps: float = 0.0
 
     @property
     def wall(self) -> float:
@@ -33,7 +44,9 @@ class TimeSpent:
 
     @property
     def goodput(self) -> float:
-        """The share of the wall time in which the run got on: stepping and evaluating, in [0, 1]."""
+        """The share of the wall time in which the run got on: stepping and evaluating, in [0,
+        1].
+        """
         return (self.stepping + self.evaluating) / self.wall if self.wall else 0.0
 
     def parts(self) -> dict[str, float]:
@@ -42,15 +55,19 @@ class TimeSpent:
 
 
 class WallTime:
-    """The account: each interval between two events is booked once, so the parts always add up to the wall time."""
+    """The account: each interval between two events is booked once, so the parts always add up to
+    the wall time.
+    """
 
     def __init__(self) -> None:
         self.seconds = TimeSpent().parts()
         self.pause = "starting"  # what the time without steps goes to
         self.phase = "starting"  # what the time since the last event goes to
         self.last = 0.0  # event, seconds since the epoch
-        self.saved: list[tuple[int, dict[str, float]]] = []  # steps of this attempt's checkpoints, and the seconds then
-        self.reached: list[tuple[int, dict[str, float]]] = []  # likewise the steps after the newest of them
+        # steps of this attempt's checkpoints, and the seconds then
+        self.saved: list[tuple[int, dict[str, float]]] = []
+        # likewise the steps after the newest of them
+        self.reached: list[tuple[int, dict[str, float]]] = []
 
     def handle(self, event: Event) -> None:
         """Book the time since the last event. Events without a time are ignored."""
@@ -73,7 +90,8 @@ class WallTime:
         elif isinstance(event, kinds.Reported):
             self.reached.append((event.step, dict(self.seconds)))
         elif isinstance(event, kinds.RunStarted):
-            if not any(step for step, _ in self.saved):  # else the program says what it resumes from
+            # else the program says what it resumes from
+            if not any(step for step, _ in self.saved):
                 self._start_training(0)
             self.phase = "stepping"
         elif isinstance(event, kinds.CheckpointLoaded):
@@ -102,7 +120,8 @@ class WallTime:
     def _start_training(self, resumed_step: int) -> None:
         """Book what the last attempt did after `resumed_step` as work that is done again.
 
-        A state in memory may be of any step: between two reports the steps are taken to be equally long.
+        A state in memory may be of any step: between two reports the steps are taken to be equally
+        long.
         """
         marks = self.saved + self.reached
         before = [each for each in marks if each[0] <= resumed_step]

@@ -19,22 +19,27 @@ DECK_NAME = "Training"
 
 
 class DeckPublisher:
-    """Publishes `report` as the Deck "Training" of the current Flyte task. A listener; it must come after the report.
+    """Publishes `report` as the Deck "Training" of the current Flyte task. A listener; it must come
+    after the report.
 
-    It publishes when a run starts, then at most every `interval` seconds, and at the end. Outside a task with Decks it
-    does nothing. A failure to publish is logged once and never raised. A store that hangs delays an event by at most
-    `MAX_DELAY`: the listeners behind this one show that very trouble.
+    It publishes when a run starts, then at most every `interval` seconds, and at the end. Outside a
+    task with Decks it does nothing. A failure to publish is logged once and never raised. A store
+    that hangs delays an event by at most `MAX_DELAY`: the listeners behind this one show that very
+    trouble.
 
     Args:
-        interval: seconds; it grows to `SHARE_OF_TIME` of the task's duration, because flytekit leaves a copy of every
-            version on the pod's disk.
+        interval: seconds; it grows to `SHARE_OF_TIME` of the task's duration, because flytekit
+            leaves a copy of every version on the pod's disk.
         clock: seconds from any start.
     """
 
     SHARE_OF_TIME = 0.05
-    MAX_DELAY = 2.0  # seconds that an event waits for the upload, which otherwise goes on beside the events
+    # seconds that an event waits for the upload, which otherwise goes on beside the events
+    MAX_DELAY = 2.0
 
-    def __init__(self, report: Page, interval: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, report: Page, interval: float = 15.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._interval = interval
         self._clock = clock
         self._started_at = clock()
@@ -43,7 +48,9 @@ class DeckPublisher:
         # Taken here, in the task's thread, because events may arrive in another one.
         self._context = contextvars.copy_context()
         parameters = FlyteContextManager.current_context().user_space_params
-        self._deck = _ReportDeck(report) if parameters is not None and parameters.enable_deck else None
+        self._deck = (
+            _ReportDeck(report) if parameters is not None and parameters.enable_deck else None
+        )
         self._upload: threading.Thread | None = None
         self._lock = threading.Lock()  # the runs of a sweep have a thread of events each
 
@@ -77,7 +84,8 @@ class DeckPublisher:
             upload.join(timeout)
 
     def _publish_now(self, deck: _ReportDeck) -> None:
-        flytekit_logger.addFilter(self._is_first_error)  # flytekit catches most errors and logs each of them
+        # flytekit catches most errors and logs each of them
+        flytekit_logger.addFilter(self._is_first_error)
         try:
             self._context.copy().run(Deck.publish)
         except OSError as error:  # it does not catch a full or unwritable local disk

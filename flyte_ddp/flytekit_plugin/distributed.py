@@ -1,7 +1,9 @@
-"""`Distributed`: a Flyte task whose function runs in every rank, with the fields of kfpytorch's `Elastic`.
+"""`Distributed`: a Flyte task whose function runs in every rank, with the fields of kfpytorch's
+`Elastic`.
 
-The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for them, watches them,
-and returns rank 0's outputs. In a local run the ranks are processes of this machine.
+The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for
+them, watches them, and returns rank 0's outputs. In a local run the ranks are processes of this
+machine.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.mlflow import find_server
 from flyte_ddp.observers.reports.run import Report
 
-FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")  # beginnings of the names that tell a process its execution; no secrets
+# beginnings of the names that tell a process its execution; no secrets
+FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")
 _LITERALS = "literals"
 
 
@@ -53,31 +56,37 @@ class Distributed:
     The first eight fields are those of kfpytorch's `Elastic`, in its order.
 
     Args:
-        nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no cluster.
-        nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where there are none.
+        nnodes: machines; "1:4" for at least 1 and at most 4. One is the task's own pod and needs no
+            cluster.
+        nproc_per_node: ranks on each; "gpu" for one per GPU, "auto" for one per GPU, or two where
+            there are none.
         start_method: "spawn" or "fork", which change nothing: ranks are always fresh processes.
         monitor_interval: changes nothing: the end of a rank is noticed at once.
-        max_restarts: how often all ranks start again, within one attempt of Flyte's and without a new checkpoint in
-            between, after one was killed, hung or lost, or failed in a way that another attempt may not repeat.
-        rdzv_configs: "join_timeout" is the number of seconds that a cluster of several nodes may take to start; the
-            rest has no meaning here.
-        increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if neither the task's
-            `shared_memory` nor `cluster` names its size.
+        max_restarts: how often all ranks start again, within one attempt of Flyte's and without a
+            new checkpoint in between, after one was killed, hung or lost, or failed in a way that
+            another attempt may not repeat.
+        rdzv_configs: "join_timeout" is the number of seconds that a cluster of several nodes may
+            take to start; the rest has no meaning here.
+        increase_shared_mem: give a pod with ranks as much shared memory as it has memory, if
+            neither the task's `shared_memory` nor `cluster` names its size.
         run_policy: Kubeflow's, which changes nothing: the task's own `timeout` and `retries` count.
-        cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. What it does not name
-            follows from the task's `requests` and `limits`: they are those of each machine's pod.
-        stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
-            first `session.report` on.
-        max_hours: of the task, all attempts together, until its ranks are asked for a last checkpoint and it ends for
-            good; 0 is no limit.
-        wandb: the project of W&B that records the run, by the key of the task's secret `wandb/api_key` or of
-            WANDB_API_KEY; "" for none, as for a function that calls W&B itself.
-        mlflow: instead of it, the experiment of MLflow that records the run, on the server that MLFLOW_TRACKING_URI or
-            settings.toml names, by the token of the task's secret `mlflow/token` or of MLFLOW_TRACKING_TOKEN.
-        allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"], "addresses":
-            ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is that of the table `allowed` in the
-            settings.toml beside this package. Without that file: the kind "kubernetes" with whatever pods, and files in
-            object stores or at https.
+        cluster: the machines, with the fields of `flyte_ddp.cluster.config.ClusterConfig`. What it
+            does not name follows from the task's `requests` and `limits`: they are those of each
+            machine's pod.
+        stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
+            it counts from the first `session.report` on.
+        max_hours: of the task, all attempts together, until its ranks are asked for a last
+            checkpoint and it ends for good; 0 is no limit.
+        wandb: the project of W&B that records the run, by the key of the task's secret
+            `wandb/api_key` or of WANDB_API_KEY; "" for none, as for a function that calls W&B
+            itself.
+        mlflow: instead of it, the experiment of MLflow that records the run, on the server that
+            MLFLOW_TRACKING_URI or settings.toml names, by the token of the task's secret
+            `mlflow/token` or of MLFLOW_TRACKING_TOKEN.
+        allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"],
+            "addresses": ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is
+            that of the table `allowed` in the settings.toml beside this package. Without that file:
+            the kind "kubernetes" with whatever pods, and files in object stores or at https.
 
     Raises:
         ConfigError: a value has the wrong type or range.
@@ -88,7 +97,9 @@ class Distributed:
     start_method: str = "spawn"
     monitor_interval: float = 5
     max_restarts: int = 0
-    rdzv_configs: dict[str, Any] = field(default_factory=lambda: {"timeout": 900, "join_timeout": 900})
+    rdzv_configs: dict[str, Any] = field(
+        default_factory=lambda: {"timeout": 900, "join_timeout": 900}
+    )
     increase_shared_mem: bool = True
     run_policy: Any = None
     cluster: Mapping[str, Any] | None = None
@@ -109,8 +120,12 @@ class Distributed:
             self.gang().cluster_config()
 
     def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:
-        """Return where the ranks run. `cluster` need not name what `pods` has of `kubernetes`, and gpus_per_node."""
-        gang = Gang(self.nnodes, self.nproc_per_node, self.max_restarts, self.cluster, self.stall_timeout)
+        """Return where the ranks run. `cluster` need not name what `pods` has of `kubernetes`, and
+        gpus_per_node.
+        """
+        gang = Gang(
+            self.nnodes, self.nproc_per_node, self.max_restarts, self.cluster, self.stall_timeout
+        )
         if not gang.needs_cluster:
             return gang
         values = dict(self.cluster or {})
@@ -125,7 +140,8 @@ class Distributed:
             kubernetes = {**pods, **values.get("kubernetes", {})}
             if self.increase_shared_mem:
                 kubernetes.setdefault(
-                    "shared_memory", kubernetes.get("worker_memory", KubernetesConfig().worker_memory)
+                    "shared_memory",
+                    kubernetes.get("worker_memory", KubernetesConfig().worker_memory),
                 )
             values["kubernetes"] = kubernetes
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
@@ -146,12 +162,17 @@ class Distributed:
 class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
     """The task that `@task(task_config=Distributed(...))` makes."""
 
-    def __init__(self, task_config: Distributed, task_function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, task_config: Distributed, task_function: Callable[..., Any], **options: Any
+    ) -> None:
         behavior = PythonFunctionTask.ExecutionBehavior.DEFAULT
         if options.get("execution_mode", behavior) is not behavior:
-            raise ConfigError("task_config: expected Distributed for @task, got it for another decorator")
+            raise ConfigError(
+                "task_config: expected Distributed for @task, got it for another decorator"
+            )
         ship_all_files()
-        self._pods: dict[str, Any] = {}  # sizes of the ranks' pods, as the task's own options have them
+        # sizes of the ranks' pods, as the task's own options have them
+        self._pods: dict[str, Any] = {}
         self._not_moved: list[str] = []  # other options that would be meant for those pods
         if task_config.gang().needs_cluster:
             self._pods = describe_pods(options)
@@ -169,7 +190,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         """Run the function in the ranks. Called by flytekit, with Python values by a map task.
 
         Returns:
-            The outputs as literals, which flytekit passes on as they are; as Python values to a map task.
+            The outputs as literals, which flytekit passes on as they are; as Python values to a map
+            task.
 
         Raises:
             UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
@@ -179,10 +201,16 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             return self._run(literals)
         context = FlyteContextManager.current_context()
         outputs = self.python_interface.outputs
-        literals = self._run(TypeEngine.dict_to_literal_map(context, inputs, self.python_interface.inputs))
-        values = tuple(TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs)
+        literals = self._run(
+            TypeEngine.dict_to_literal_map(context, inputs, self.python_interface.inputs)
+        )
+        values = tuple(
+            TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs
+        )
         for name, value in zip(outputs, values, strict=True):
-            if (metadata := literals.literals[name].metadata) and (tracker := context.output_metadata_tracker):
+            if (metadata := literals.literals[name].metadata) and (
+                tracker := context.output_metadata_tracker
+            ):
                 items: list[Any] = [_MetadataItem(*item) for item in metadata.items()]
                 tracker.add(value, OutputMetadata(None, None, None, items))
         return values if len(values) > 1 else next(iter(values), None)
@@ -195,8 +223,11 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         report = Report(name)
         with flyte_errors():
             mlflow = (find_server(), config.mlflow) if config.mlflow else None
-        # A function may call W&B itself, so its ranks get that key where MLflow does not record the run.
-        with open_frame(report, name, wandb_project=config.wandb, hides_key=bool(mlflow), mlflow=mlflow) as frame:
+        # A function may call W&B itself, so its ranks get that key where MLflow does not record the
+        # run.
+        with open_frame(
+            report, name, wandb_project=config.wandb, hides_key=bool(mlflow), mlflow=mlflow
+        ) as frame:
             frame.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
@@ -207,9 +238,17 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             program = self._program(inputs, prefix, parameters)
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
-            with _keep_importable(self.task_function.__module__), gang.open_place(program, frame.name) as place:
+            with (
+                _keep_importable(self.task_function.__module__),
+                gang.open_place(program, frame.name) as place,
+            ):
                 state = frame.run(
-                    report, program, place, labels={"task": name}, checkpoints=checkpoints, is_kept=not is_local
+                    report,
+                    program,
+                    place,
+                    labels={"task": name},
+                    checkpoints=checkpoints,
+                    is_kept=not is_local,
                 )
                 frame.keep_history(report)
         outputs, decks = unpack(returned_value(state))
@@ -220,7 +259,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         return outputs
 
     def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:
-        """Raise ConfigError for a cluster of the gang, or in a task of Flyte a URL of `inputs`, that is not allowed."""
+        """Raise ConfigError for a cluster of the gang, or in a task of Flyte a URL of `inputs`,
+        that is not allowed.
+        """
         allowed = load_allowed(self.task_config.allowed)
         if gang.needs_cluster:
             check_allowed(gang.cluster_config(), allowed, own_namespace())
@@ -244,7 +285,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             output_metadata_prefix=parameters.output_metadata_prefix or "",
             checkpoints=checkpoints,
         )
-        own = {name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)}
+        own = {
+            name: value for name, value in os.environ.items() if name.startswith(FLYTE_VARIABLES)
+        }
         return Program(
             name=attribute,
             call=cloudpickle.dumps(call),
@@ -258,7 +301,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             say(f"{self.name}: these fields of task_config change nothing: {', '.join(names)}")
         if self._not_moved:
             say(
-                f"{self.name}: these options of the task do not reach the pods of its ranks, which have their own in "
+                f"{self.name}: these options of the task do not reach the pods of its ranks, "
+                "which have their own in "
                 f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
             )
 
@@ -276,7 +320,9 @@ class _MetadataItem:
 
 @contextlib.contextmanager
 def _keep_importable(module: str) -> Iterator[None]:
-    """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the module."""
+    """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the
+    module.
+    """
     root = str(find_root(sys.modules.get(module.partition(".")[0])) or "")
     is_missing = bool(root) and root not in sys.path
     if is_missing:
@@ -288,25 +334,36 @@ def _keep_importable(module: str) -> Iterator[None]:
             sys.path.remove(root)
 
 
-def _check_places(gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str) -> None:
-    """Raise ConfigError for a local file as input, or local outputs, in a run whose ranks are on other machines."""
+def _check_places(
+    gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
+) -> None:
+    """Raise ConfigError for a local file as input, or local outputs, in a run whose ranks are on
+    other machines.
+    """
     if not gang.needs_cluster or gang.cluster_config().resolved_kind != "kubernetes":
         return
     for name, url in _list_urls(inputs):
         if _is_local(url):
-            raise ConfigError(f"{name}: expected a URL that the pods of the ranks can reach, got {url!r}")
+            raise ConfigError(
+                f"{name}: expected a URL that the pods of the ranks can reach, got {url!r}"
+            )
     for name, variable in outputs.items():
         kind = MessageToDict(variable.type.to_flyte_idl())
-        has_files = bool([*_find_values(kind, "blob"), *_find_values(kind, "structuredDatasetType")])
+        has_files = bool(
+            [*_find_values(kind, "blob"), *_find_values(kind, "structuredDatasetType")]
+        )
         if has_files and _is_local(raw_output_prefix):
             raise ConfigError(
-                f"raw-output-data-prefix: expected a URL that the pods of the ranks can reach, because output {name} "
+                "raw-output-data-prefix: expected a URL that the pods of the ranks can reach, "
+                f"because output {name} "
                 f"is a file, got {raw_output_prefix!r}"
             )
 
 
 def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of files, directories and data frames among a task's inputs, each with the input's name."""
+    """Yield the URLs of files, directories and data frames among a task's inputs, each with the
+    input's name.
+    """
     for name, literal in inputs.literals.items():
         for url in _find_values(MessageToDict(literal.to_flyte_idl()), "uri"):
             yield name, url

@@ -1,8 +1,10 @@
-"""Translate errors for Flyte: recoverable or not, the user's or the system's, and the text that Flyte shows.
+"""Translate errors for Flyte: recoverable or not, the user's or the system's, and the text that
+Flyte shows.
 
-Flyte shows an error as "Trace:" and "Message:", both with its whole text. So the text of ours is short: the first line
-says what happened, the lines after it are the one traceback that matters, which is the rank's. The driver's own frames
-lead from Flyte to the launcher and explain nothing, so they are hidden. The report has the complete text.
+Flyte shows an error as "Trace:" and "Message:", both with its whole text. So the text of ours is
+short: the first line says what happened, the lines after it are the one traceback that matters,
+which is the rank's. The driver's own frames lead from Flyte to the launcher and explain nothing, so
+they are hidden. The report has the complete text.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _frames(error: Any) -> TracebackType | None:
 
 
 class _WithoutFrames:
-    """A mixin for exceptions that hides the frames of the driver from Flyte and pyflyte, which would print them.
+    """A mixin for exceptions that hides the frames of the driver from Flyte and pyflyte, which
+    would print them.
 
     Others see them: pytest cannot report an exception without a traceback.
     """
@@ -56,7 +59,9 @@ class _WithoutFrames:
 
 
 class InputError(click.BadParameter, ValueError):
-    """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with a traceback."""
+    """A user's mistake. `pyflyte run` prints its message alone, where another exception comes with
+    a traceback.
+    """
 
     def format_message(self) -> str:
         return self.message  # it names the field itself
@@ -71,7 +76,9 @@ class RecoverableError(_WithoutFrames, FlyteRecoverableException):  # type: igno
 
 
 class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # type: ignore[misc]
-    """A failure that another attempt would repeat, such as a bug in a recipe; of the class that kfpytorch raises."""
+    """A failure that another attempt would repeat, such as a bug in a recipe; of the class that
+    kfpytorch raises.
+    """
 
     def __init__(self, text: str, timestamp: float | None = None) -> None:
         FlyteUserRuntimeException.__init__(self, RuntimeError(text), timestamp)
@@ -82,7 +89,8 @@ class TaskFailed(_WithoutFrames, FlyteUserRuntimeException, RuntimeError):  # ty
 
 @contextlib.contextmanager
 def flyte_errors() -> Iterator[None]:
-    """Turn the library's errors, and those of a recipe's `prepare`, into those that Flyte knows. Others pass unchanged.
+    """Turn the library's errors, and those of a recipe's `prepare`, into those that Flyte knows.
+    Others pass unchanged.
 
     Raises:
         UserError: only the user can fix it.
@@ -106,7 +114,9 @@ def flyte_errors() -> Iterator[None]:
 
 
 def _failure_of_prepare(error: Exception) -> RankFailure | None:
-    """Return the failure of a recipe's own `prepare`, as of a rank; None if `error` is from elsewhere."""
+    """Return the failure of a recipe's own `prepare`, as of a rank; None if `error` is from
+    elsewhere.
+    """
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_name != "prepare_data":  # of recipes/prepare.py
         frames = frames.tb_next
@@ -115,7 +125,9 @@ def _failure_of_prepare(error: Exception) -> RankFailure | None:
         return None
     cause = f"{type(error).__name__}: {error}"
     text = redact_url("".join(traceback.format_exception(type(error), error, frames)))
-    return RankFailure(f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, "exception", cause)
+    return RankFailure(
+        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, "exception", cause
+    )
 
 
 def _translate(error: Exception) -> BaseException:
@@ -127,17 +139,24 @@ def _translate(error: Exception) -> BaseException:
         if error.is_user_error:
             return UserError(error.cause.partition(": ")[2])
         kind = getattr(errors, error.error_name, Exception)
-        may_succeed = issubclass(kind, RECOVERABLE_ERRORS) or error.error_name == FlyteRecoverableException.__name__
+        may_succeed = (
+            issubclass(kind, RECOVERABLE_ERRORS)
+            or error.error_name == FlyteRecoverableException.__name__
+        )
         return _shorten_error(RecoverableError if may_succeed else TaskFailed, error)
     if isinstance(error, SweepFailed):
-        return _shorten_error(RecoverableError, error) if error.may_succeed else UserError(str(error))
+        return (
+            _shorten_error(RecoverableError, error) if error.may_succeed else UserError(str(error))
+        )
     if isinstance(error, USER_ERRORS):
         return UserError(str(error))
     return _shorten_error(RecoverableError, error)
 
 
 def _shorten_error(kind: Any, error: Exception) -> BaseException:
-    """Return an exception with the first line of `error`'s text as its message, and the rest as its one traceback."""
+    """Return an exception with the first line of `error`'s text as its message, and the rest as its
+    one traceback.
+    """
     text = str(error)
     message, details = first_line(text), shorten(text.partition("\n")[2])
     can_note = hasattr(kind, "add_note") and is_flyte_task()

@@ -1,4 +1,6 @@
-"""The place of a task in its Flyte execution: names and URLs, those that outlive an attempt and those that do not."""
+"""The place of a task in its Flyte execution: names and URLs, those that outlive an attempt and
+those that do not.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from flyte_ddp.storage import storage_environment
 
 @dataclass(frozen=True)
 class Execution:
-    """The node of an execution that a task runs as. All attempts share the fields up to `run_id`, and `url`."""
+    """The node of an execution that a task runs as. All attempts share the fields up to `run_id`,
+    and `url`.
+    """
 
     checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
     run_id: str  # names the W&B run; "" in a local run, where nothing names it
@@ -28,19 +32,25 @@ class Execution:
 def current_execution(parameters: ExecutionParameters) -> Execution:
     """Return the execution that `parameters`, a task's `flytekit.current_context()`, belong to.
 
-    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows the one before only,
-    which may have died before it wrote anything (flyteorg/flyte#2894).
+    Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows
+    the one before only, which may have died before it wrote anything (flyteorg/flyte#2894).
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
         os.makedirs(parameters.working_directory, exist_ok=True)
-        return Execution(tempfile.mkdtemp(prefix="checkpoints-", dir=parameters.working_directory), "", "", "")
+        return Execution(
+            tempfile.mkdtemp(prefix="checkpoints-", dir=parameters.working_directory), "", "", ""
+        )
     execution = parameters.execution_id
-    node, attempt = node_and_attempt(execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix)
+    node, attempt = node_and_attempt(
+        execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix
+    )
     # .../SHARD/EXECUTION-NODE-ATTEMPT: the part above is the same for all attempts.
     root = parameters.raw_output_prefix.rstrip("/").rsplit("/", 2)[0]
     return Execution(
-        checkpoints="/".join([root, "checkpoints", execution.project, execution.domain, execution.name, node]),
+        checkpoints="/".join(
+            [root, "checkpoints", execution.project, execution.domain, execution.name, node]
+        ),
         run_id=f"{execution.name}-{node}",
         attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
@@ -50,28 +60,37 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
 
 
 def is_flyte_task() -> bool:
-    """Return True in a task that Flyte has started, where the launcher's inputs meet the task's own rights."""
+    """Return True in a task that Flyte has started, where the launcher's inputs meet the task's own
+    rights.
+    """
     state = FlyteContextManager.current_context().execution_state
     return state is not None and state.mode is not None and not state.is_local_execution()
 
 
-def node_and_attempt(execution: str, raw_output_prefix: str, output_metadata_prefix: str) -> tuple[str, str]:
-    """Return the id of a task's node, unique in its execution at any depth, and the number of the attempt.
+def node_and_attempt(
+    execution: str, raw_output_prefix: str, output_metadata_prefix: str
+) -> tuple[str, str]:
+    """Return the id of a task's node, unique in its execution at any depth, and the number of the
+    attempt.
 
-    The raw output prefix ends in EXECUTION-NODE-ATTEMPT, which is also the pod's name. Flyte replaces that by a hash
-    where it would grow too long. The path of the metadata prefix below .../PROJECT-DOMAIN-EXECUTION/ has the same parts
-    then, such as n2/data/0/n2-n1/0/n0/1 for the second attempt of a node two levels down.
+    The raw output prefix ends in EXECUTION-NODE-ATTEMPT, which is also the pod's name. Flyte
+    replaces that by a hash where it would grow too long. The path of the metadata prefix below
+    .../PROJECT-DOMAIN-EXECUTION/ has the same parts then, such as n2/data/0/n2-n1/0/n0/1 for the
+    second attempt of a node two levels down.
     """
     name = raw_output_prefix.rstrip("/").rpartition("/")[2]
     if match := re.fullmatch(rf"{re.escape(execution)}-(.+)-(\d+)", name):
         return match[1], match[2]
-    *_, path = re.split(rf"/[^/]*-{re.escape(execution)}/", output_metadata_prefix.rstrip("/"), maxsplit=1)
+    *_, path = re.split(
+        rf"/[^/]*-{re.escape(execution)}/", output_metadata_prefix.rstrip("/"), maxsplit=1
+    )
     node, _, attempt = path.rpartition("/")
     return (node.replace("/", "-"), attempt) if node and attempt.isdigit() else (name, "0")
 
 
 def share_storage_credentials() -> None:
-    """Give the user's own libraries (boto3, pandas) in this process and the ranks the task's storage configuration.
+    """Give the user's own libraries (boto3, pandas) in this process and the ranks the task's
+    storage configuration.
 
     The package itself does not need it: `flyte_ddp.storage` reads Flyte's variables.
     """

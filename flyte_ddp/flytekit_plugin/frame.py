@@ -1,7 +1,8 @@
 """The frame of every task that trains: its execution, its observers, W&B's key, and its errors.
 
-A task opens a frame with its report, trains inside it, and returns its outputs from it. Whatever happens inside, the
-report ends as finished, failed or interrupted, and an error leaves in the form that Flyte expects.
+A task opens a frame with its report, trains inside it, and returns its outputs from it. Whatever
+happens inside, the report ends as finished, failed or interrupted, and an error leaves in the form
+that Flyte expects.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import Listener, RunFinished, RunState, plain
 from flyte_ddp.flytekit_plugin.deck import DeckPublisher
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import Execution, current_execution, share_storage_credentials
+from flyte_ddp.flytekit_plugin.flyte_context import (
+    Execution,
+    current_execution,
+    share_storage_credentials,
+)
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.signals import TimeLimit
@@ -56,11 +61,18 @@ from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that the user gave
-FIRST_START = "first-start.json"  # a file beside the checkpoints, so that `max_hours` counts all attempts
+# a file beside the checkpoints, so that `max_hours` counts all attempts
+FIRST_START = "first-start.json"
 WANDB_SECRET = Secret(group="wandb", key="api_key")
 MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
-KEY_VARIABLES = ("WANDB_API_KEY", "_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN", *MLFLOW_VARIABLES)
+KEY_VARIABLES = (
+    "WANDB_API_KEY",
+    "_FSEC_WANDB_API_KEY",
+    "_FSEC_MLFLOW_TOKEN",
+    "MLFLOW_TOKEN",
+    *MLFLOW_VARIABLES,
+)
 
 
 @dataclass
@@ -70,10 +82,12 @@ class Frame:
     directory: Path  # of the task's own files, in the pod
     storage: Storage  # of the checkpoints
     name: str  # of this attempt
-    keys: Mapping[str, str]  # of W&B and MLflow, by their variables; the ranks' environment has none
+    # of W&B and MLflow, by their variables; the ranks' environment has none
+    keys: Mapping[str, str]
     wandb_project: str  # "" for runs that W&B does not record
     opened_at: float  # seconds since the epoch
-    mlflow: tuple[str, str] | None = None  # server and experiment, if it records the runs and not W&B
+    # server and experiment, if it records the runs and not W&B
+    mlflow: tuple[str, str] | None = None
     output_directory: Path | None = None  # of a local run's outputs, if the user gave one
     bar: ProgressBar = field(default_factory=ProgressBar)
 
@@ -89,12 +103,16 @@ class Frame:
         return not self.execution.run_id
 
     def say(self, line: str) -> None:
-        """Print a line for people, above the progress bar if there is one. Any thread may call this."""
+        """Print a line for people, above the progress bar if there is one. Any thread may call
+        this.
+        """
         for receive in self.receivers:
             receive(line)
 
     def limit_time(self, max_hours: float) -> None:
-        """End the task as SIGTERM does after `max_hours`; 0: never. Raises ConfigError if earlier attempts took it."""
+        """End the task as SIGTERM does after `max_hours`; 0: never. Raises ConfigError if earlier
+        attempts took it.
+        """
         if max_hours:
             hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
             self._time_limit = TimeLimit(max_hours, self._first_start(), hint)
@@ -125,7 +143,8 @@ class Frame:
         checkpoints: str | None = None,
         is_kept: bool = True,
     ) -> RunState:
-        """Run the one program of this task, shown by all observers. Arguments and errors as of `driver.run`.
+        """Run the one program of this task, shown by all observers. Arguments and errors as of
+        `driver.run`.
 
         Args:
             report: of the frame.
@@ -138,13 +157,17 @@ class Frame:
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project or self.mlflow:
             history = self.output_url(HISTORY) or str(self.directory / HISTORY)
-            report.tracker = self.tracker(self.run_id(), origin, history, model_artifact=model_artifact)
+            report.tracker = self.tracker(
+                self.run_id(), origin, history, model_artifact=model_artifact
+            )
             listeners.append(report.tracker)
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
         job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
         try:
-            return driver.run(job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure)
+            return driver.run(
+                job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure
+            )
         except BaseException:
             self.keep_history(report)  # an attempt that fails has no outputs
             raise
@@ -153,8 +176,12 @@ class Frame:
         """Return the id by which W&B or MLflow knows this run in all of its attempts."""
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
-    def tracker(self, run_id: str, origin: Mapping[str, str], history: str, **options: Any) -> Wandb | Mlflow:
-        """Return an observer of W&B or MLflow for a run with this `history`, path or URL; `origin` as of `run_card`."""
+    def tracker(
+        self, run_id: str, origin: Mapping[str, str], history: str, **options: Any
+    ) -> Wandb | Mlflow:
+        """Return an observer of W&B or MLflow for a run with this `history`, path or URL; `origin`
+        as of `run_card`.
+        """
         options = {"notes": self.execution.url, "keys": self.keys, "say": self.say, **options}
         if self.mlflow is not None:
             return Mlflow(*self.mlflow, run_id, origin=origin, history=history, **options)
@@ -164,13 +191,17 @@ class Frame:
         return Wandb(project, run_id, self.directory, offline_url=offline_url, **options)
 
     def figures(self, **labels: str) -> list[RunFigures]:
-        """Return the listener that serves one more run of this task to Prometheus; none if no port was asked for."""
+        """Return the listener that serves one more run of this task to Prometheus; none if no port
+        was asked for.
+        """
         if self._metrics is None:
             return []
         return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
 
     def output(self, name: str) -> FlyteFile:
-        """Return file `name` of the task's directory as an output, in a pod with a URL that is known already."""
+        """Return file `name` of the task's directory as an output, in a pod with a URL that is
+        known already.
+        """
         with log_failures(name):
             if self.output_directory:
                 return FlyteFile(shutil.copy(self.directory / name, self.output_directory / name))
@@ -185,8 +216,11 @@ class Frame:
     def exported(self, finished: RunFinished, card: Mapping[str, Any]) -> FlyteDirectory:
         """Return the files that other programs load, with the run card, as `output`."""
         directory = (self.output_directory or self.directory) / EXPORT
-        with contextlib.suppress(OSError, ValueError, KeyError):  # the files of the run before, with the same --output
-            for name in json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))["model"]["files"]:
+        # the files of the run before, with the same --output
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            for name in json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))["model"][
+                "files"
+            ]:
                 (directory / name).unlink()
         directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
         with log_failures(EXPORT):
@@ -213,7 +247,8 @@ class Frame:
                 (self.output_directory / OUTPUTS).write_text(f"{text}\n", encoding="utf-8")
 
     def keep_history(self, report: Report) -> None:
-        """Put the history where the task's outputs are, and name it in the report: for a task that does not return it.
+        """Put the history where the task's outputs are, and name it in the report: for a task that
+        does not return it.
 
         Does not raise: the run has ended, and the task's own outputs are what counts.
         """
@@ -244,7 +279,10 @@ class Frame:
         if stopped.reason == signal.SIGINT.name:  # of which click prints nothing but "Aborted"
             self.say(str(stopped))
         if command is not None and "checkpoints" in command.params:
-            self.say(f"to resume: {resume_command('' if command.params['checkpoints'] else self.storage.url)}")
+            self.say(
+                "to resume: "
+                f"{resume_command('' if command.params['checkpoints'] else self.storage.url)}"
+            )
 
     def close(self, error: BaseException | None) -> None:
         """Complete the report. Only the first call, and the first with an error, changes it."""
@@ -297,7 +335,18 @@ def open_frame(
     with flyte_errors(), _keys(hides_key) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
         kept_in = make_output_directory(output) if output else None
-        frame = Frame(report, execution, directory, storage, attempt, keys, wandb_project, opened_at, mlflow, kept_in)
+        frame = Frame(
+            report,
+            execution,
+            directory,
+            storage,
+            attempt,
+            keys,
+            wandb_project,
+            opened_at,
+            mlflow,
+            kept_in,
+        )
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
             with _launcher_log(frame.say):
@@ -314,7 +363,9 @@ def open_frame(
 
 
 def make_output_directory(output: str) -> Path:
-    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if it takes no files."""
+    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if
+    it takes no files.
+    """
     try:
         directory = Path(output).expanduser().resolve()
         directory.mkdir(parents=True, exist_ok=True)
@@ -329,9 +380,15 @@ def make_output_directory(output: str) -> Path:
 
 @contextlib.contextmanager
 def _keys(hides: bool) -> Iterator[dict[str, str]]:
-    """Give the keys of W&B and MLflow by their variables, and keep them out of the environment for the block."""
+    """Give the keys of W&B and MLflow by their variables, and keep them out of the environment for
+    the block.
+    """
     secrets = flytekit.current_context().secrets
-    keys = {name: os.environ[name] for name in ("WANDB_API_KEY", *MLFLOW_VARIABLES) if name in os.environ}
+    keys = {
+        name: os.environ[name]
+        for name in ("WANDB_API_KEY", *MLFLOW_VARIABLES)
+        if name in os.environ
+    }
     for name, secret in (("WANDB_API_KEY", WANDB_SECRET), ("MLFLOW_TRACKING_TOKEN", MLFLOW_SECRET)):
         with contextlib.suppress(ValueError):  # Flyte has no such secret
             keys[name] = secrets.get(secret.group, secret.key)
@@ -344,7 +401,9 @@ def _keys(hides: bool) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def _launcher_log(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the block."""
+    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the
+    block.
+    """
     logger = logging.getLogger("flyte_ddp")
     handler = _LineHandler(say)
     level, propagates = logger.level, logger.propagate
@@ -360,7 +419,9 @@ def _launcher_log(say: Callable[[str], None]) -> Iterator[None]:
 
 
 class _LineHandler(logging.Handler):
-    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named after it."""
+    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named
+    after it.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()

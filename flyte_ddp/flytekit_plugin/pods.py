@@ -1,4 +1,6 @@
-"""The pods of tasks: the options of @task for the driver's pod and the ranks' pods of `Distributed`, and ports."""
+"""The pods of tasks: the options of @task for the driver's pod and the ranks' pods of
+`Distributed`, and ports.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 
 SHARED_MEMORY = "/dev/shm"
 PRIMARY_CONTAINER = "primary"  # flytekit completes it with the task's image, command and resources
-DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")  # of the pod that waits for the ranks of other pods
+# of the pod that waits for the ranks of other pods
+DRIVER_RESOURCES = Resources(cpu="1", mem="2Gi")
 FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_requests")
 
 
@@ -30,26 +33,37 @@ def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str,
         mounts = [mount.mount_path for each in containers for mount in each.volume_mounts or []]
         if len(containers) > 1 or SHARED_MEMORY in mounts:
             raise ConfigError(
-                "increase_shared_mem: expected False for a pod_template with several containers or a mount at "
+                "increase_shared_mem: expected False for a pod_template with several containers "
+                "or a mount at "
                 f"{SHARED_MEMORY}, got True: mount a volume there where you need it"
             )
         options["shared_memory"] = True  # all of the pod's memory, as Elastic does it
     gpus = describe_pods(options).get("gpus_per_node", 0)
     if gpus:  # a pod that cannot see its GPUs must not train without them in silence
-        options["environment"] = {REQUESTED_VARIABLE: str(gpus), **(options.get("environment") or {})}
+        options["environment"] = {
+            REQUESTED_VARIABLE: str(gpus),
+            **(options.get("environment") or {}),
+        }
     return options
 
 
 def fit_driver_pod(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a task whose ranks run in other pods, and the names of those that would be for these."""
+    """Return the options of a task whose ranks run in other pods, and the names of those that would
+    be for these.
+    """
     sizes = ("requests", "limits", "resources")
-    driver = {name: value for name, value in options.items() if name not in (*sizes, "accelerator", "shared_memory")}
+    driver = {
+        name: value
+        for name, value in options.items()
+        if name not in (*sizes, "accelerator", "shared_memory")
+    }
     driver |= {"requests": DRIVER_RESOURCES, "limits": DRIVER_RESOURCES}
     return driver, [name for name in FOR_RANKS if options.get(name)]
 
 
 def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what the sizes among a task's options mean for a cluster: gpus_per_node, worker_cpus, worker_memory.
+    """Return what the sizes among a task's options mean for a cluster: gpus_per_node, worker_cpus,
+    worker_memory.
 
     Also shared_memory, if the task names its size.
     """
@@ -77,9 +91,13 @@ def describe_pods(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def pod_with(grace: int, ports: Mapping[str, int]) -> PodTemplate:
-    """Return the template of a task's pod that is killed `grace` seconds after SIGTERM and declares named `ports`."""
+    """Return the template of a task's pod that is killed `grace` seconds after SIGTERM and declares
+    named `ports`.
+    """
     from kubernetes.client import V1Container, V1ContainerPort, V1PodSpec
 
     declared = [V1ContainerPort(name=name, container_port=number) for name, number in ports.items()]
     container = V1Container(name=PRIMARY_CONTAINER, ports=declared or None)
-    return PodTemplate(V1PodSpec(containers=[container], termination_grace_period_seconds=grace), PRIMARY_CONTAINER)
+    return PodTemplate(
+        V1PodSpec(containers=[container], termination_grace_period_seconds=grace), PRIMARY_CONTAINER
+    )

@@ -1,9 +1,11 @@
-"""The call of a Flyte task's function in a rank: from the task's inputs to its outputs, as literals.
+"""The call of a Flyte task's function in a rank: from the task's inputs to its outputs, as
+literals.
 
-Inputs and outputs cross machines as Flyte's own literals (protobuf), not as pickled values. So a FlyteFile is a URL
-that each rank downloads on its own machine, no credentials of the driver's file system travel with it, and what a
-worker sends is never executed. Rank 0 converts its return values itself, because the files that it returns are on its
-machine: flytekit uploads them from there to the task's own prefix.
+Inputs and outputs cross machines as Flyte's own literals (protobuf), not as pickled values. So a
+FlyteFile is a URL that each rank downloads on its own machine, no credentials of the driver's file
+system travel with it, and what a worker sends is never executed. Rank 0 converts its return values
+itself, because the files that it returns are on its machine: flytekit uploads them from there to
+the task's own prefix.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class TaskCall:
 
     def __call__(self) -> bytes:
         os.environ.update(flyte_storage_environment())
-        with setup_execution(self.raw_output_prefix, self.output_metadata_prefix, *self.checkpoints) as context:
+        with setup_execution(
+            self.raw_output_prefix, self.output_metadata_prefix, *self.checkpoints
+        ) as context:
             task = self._load_task()
             inputs = TypeEngine.literal_map_to_kwargs(
                 context, parse_literals(self.inputs), task.python_interface.inputs
@@ -58,7 +62,9 @@ class TaskCall:
 
     def _load_task(self) -> PythonFunctionTask[Any]:
         if self.module:
-            task: PythonFunctionTask[Any] = getattr(importlib.import_module(self.module), self.attribute)
+            task: PythonFunctionTask[Any] = getattr(
+                importlib.import_module(self.module), self.attribute
+            )
             return task
         return cloudpickle.loads(self.task)
 
@@ -70,7 +76,9 @@ def parse_literals(message: bytes) -> LiteralMap:
 def unpack(value: bytes) -> tuple[LiteralMap, list[tuple[str, str]]]:
     """Return the outputs and the Decks, by name and HTML, that `TaskCall` returned."""
     values = json.loads(value)
-    return parse_literals(base64.b64decode(values["outputs"])), [(name, html) for name, html in values["decks"]]
+    return parse_literals(base64.b64decode(values["outputs"])), [
+        (name, html) for name, html in values["decks"]
+    ]
 
 
 def _pack(outputs: LiteralMap, decks: list[tuple[str, str]]) -> bytes:
@@ -79,18 +87,27 @@ def _pack(outputs: LiteralMap, decks: list[tuple[str, str]]) -> bytes:
 
 
 def _render_decks(
-    task: PythonFunctionTask[Any], inputs: dict[str, Any], outputs: dict[str, Any], context: FlyteContext
+    task: PythonFunctionTask[Any],
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    context: FlyteContext,
 ) -> list[tuple[str, str]]:
-    """Return the Decks that the function made, and those that flytekit makes of inputs, outputs and source."""
+    """Return the Decks that the function made, and those that flytekit makes of inputs, outputs and
+    source.
+    """
     if not task.enable_deck:
         return []
     parameters = context.user_space_params
     task._write_decks(inputs, outputs, context, parameters)
-    return [(deck.name, deck.html) for deck in parameters.decks if not isinstance(deck, TimeLineDeck)]
+    return [
+        (deck.name, deck.html) for deck in parameters.decks if not isinstance(deck, TimeLineDeck)
+    ]
 
 
 class _Recoverable(Exception):
-    """A FlyteRecoverableException of the user's, or a subclass, as it leaves the rank: by its class's name and text."""
+    """A FlyteRecoverableException of the user's, or a subclass, as it leaves the rank: by its
+    class's name and text.
+    """
 
     def __init__(self, error: FlyteRecoverableException) -> None:
         name = type(error).__name__

@@ -1,7 +1,8 @@
-"""Ship all files with a task, by every command of pyflyte that registers it. Called while the command imports the task.
+"""Ship all files with a task, by every command of pyflyte that registers it. Called while the
+command imports the task.
 
-By default pyflyte ships the modules that happen to be loaded. This package loads most of its own when they are needed,
-and a part of it beside the task would hide the whole one in the image.
+By default pyflyte ships the modules that happen to be loaded. This package loads most of its own
+when they are needed, and a part of it beside the task would hide the whole one in the image.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from flytekit.constants import CopyFileDetection
 
 from flyte_ddp.config.source_code import find_project
 
-ROOT = find_project() or Path(__file__).resolve().parents[2]  # the checkout, if this is one, or the project
-IS_INSTALLED = Path(sysconfig.get_path("purelib")).resolve() == ROOT  # then pyflyte ships nothing of this package
+# the checkout, if this is one, or the project
+ROOT = find_project() or Path(__file__).resolve().parents[2]
+# then pyflyte ships nothing of this package
+IS_INSTALLED = Path(sysconfig.get_path("purelib")).resolve() == ROOT
 
 
 def registering_command() -> click.Context | None:
-    """Return the command of pyflyte that imports this process's tasks to register them; None if there is none."""
+    """Return the command of pyflyte that imports this process's tasks to register them; None if
+    there is none.
+    """
     command = click.get_current_context(silent=True)
     while command is not None and "image_config" not in command.params:
         command = command.parent
@@ -38,7 +43,9 @@ def runs_file_of_checkout() -> bool:
 
 
 def ship_all_files() -> None:
-    """Have the command that registers from this checkout ship all files. Raises ClickException if told to ship less."""
+    """Have the command that registers from this checkout ship all files. Raises ClickException if
+    told to ship less.
+    """
     command = registering_command()
     if command is None or IS_INSTALLED:
         return

@@ -4,9 +4,10 @@
 
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
-in place of `accelerator.prepare(model, optimizer, loader)`. The loop over the loader then goes on where the newest
-checkpoint was written: in an epoch that is done it yields nothing. Accelerate draws the samples itself. The global
-batch, and with it the samples of each optimizer step, stay the same at any number of ranks.
+in place of `accelerator.prepare(model, optimizer, loader)`. The loop over the loader then goes on
+where the newest checkpoint was written: in an epoch that is done it yields nothing. Accelerate
+draws the samples itself. The global batch, and with it the samples of each optimizer step, stay the
+same at any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +31,27 @@ SAVE_STEPS = 100  # optimizer steps
 
 
 def prepare(
-    accelerator: Accelerator, *objects: Any, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None
+    accelerator: Accelerator,
+    *objects: Any,
+    save_steps: int = SAVE_STEPS,
+    global_batch_size: int | None = None,
 ) -> Any:
-    """Prepare objects as `accelerator.prepare`, and have the session keep, resume and end their training.
+    """Prepare objects as `accelerator.prepare`, and have the session keep, resume and end their
+    training.
 
     Under torchrun it is `accelerator.prepare`. What `accelerator.log` gets is reported to the run.
 
     Args:
-        objects: of which the first DataLoader is that of the training; its other objects with a state, such as
-            schedulers, are saved too.
+        objects: of which the first DataLoader is that of the training; its other objects with a
+            state, such as schedulers, are saved too.
         save_steps: optimizer steps between two checkpoints.
-        global_batch_size: samples of all ranks' batches together, at any number of ranks; by default what the loader's
-            batch size makes of it at the number of ranks with which the run began.
+        global_batch_size: samples of all ranks' batches together, at any number of ranks; by
+            default what the loader's batch size makes of it at the number of ranks with which the
+            run began.
 
     Raises:
-        ConfigError: no model or no DataLoader; a way to split the model that is not supported; a global batch that the
-            ranks do not share evenly; a second call in a run.
+        ConfigError: no model or no DataLoader; a way to split the model that is not supported; a
+            global batch that the ranks do not share evenly; a second call in a run.
     """
     if not session.is_in_run():
         return accelerator.prepare(*objects)
@@ -55,13 +61,16 @@ def prepare(
     index = next((index for index, each in enumerate(objects) if isinstance(each, DataLoader)), -1)
     if len(models) != 1 or index < 0:
         raise ConfigError(
-            f"prepare: expected one model and a DataLoader, got {len(models)} models among {len(objects)}"
+            f"prepare: expected one model and a DataLoader, got {len(models)} models among "
+            f"{len(objects)}"
         )
     if training.record_once():
-        for tracker in [each for each in accelerator.trackers if each.name == "wandb"]:  # it began before this call
+        # it began before this call
+        for tracker in [each for each in accelerator.trackers if each.name == "wandb"]:
             tracker.finish()
             accelerator.trackers.remove(tracker)
-    # The loader last, because the checkpoint may change its batch size; the order that the user gave stays.
+    # The loader last, because the checkpoint may change its batch size; the order that the user
+    # gave stays.
     others = accelerator.prepare(*objects[:index], *objects[index + 1 :])
     prepared = list(others) if len(objects) > 2 else [others]
     task = _Training(accelerator, prepared, objects[index], save_steps, global_batch_size)
@@ -88,22 +97,33 @@ def check_split(accelerator: Accelerator) -> None:
 
 
 class _Training:
-    """A training's loader, which also keeps its checkpoints: the body of its loop is a step of the training."""
+    """A training's loader, which also keeps its checkpoints: the body of its loop is a step of the
+    training.
+    """
 
     def __init__(
-        self, accelerator: Accelerator, prepared: list[Any], loader: Any, save_steps: int, total: int | None
+        self,
+        accelerator: Accelerator,
+        prepared: list[Any],
+        loader: Any,
+        save_steps: int,
+        total: int | None,
     ) -> None:
         self.accelerator = accelerator
         self.save_steps = save_steps
         self.epoch = 0  # of the next pass
-        self._order = b""  # of the samples of the epoch that a checkpoint is in: the state of the generator
-        self._model = accelerator.unwrap_model(next(each for each in prepared if isinstance(each, nn.Module)))
+        # of the samples of the epoch that a checkpoint is in: the state of the generator
+        self._order = b""
+        self._model = accelerator.unwrap_model(
+            next(each for each in prepared if isinstance(each, nn.Module))
+        )
         optimizers = [each for each in prepared if isinstance(each, Optimizer)]
         self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
         self._others = [
             each
             for each in (*prepared, accelerator.scaler)
-            if hasattr(each, "load_state_dict") and not isinstance(each, (nn.Module, Optimizer, DataLoader))
+            if hasattr(each, "load_state_dict")
+            and not isinstance(each, (nn.Module, Optimizer, DataLoader))
         ]
         found = self._found = training.load(self._model, self._optimizers)
         loaders.check_length(found, loader.dataset)
@@ -115,7 +135,8 @@ class _Training:
         self.global_batch_size: int = total or loader.batch_size * rank_and_world_size()[1]
         self._generator = getattr(loader.sampler, "generator", None)
         if isinstance(loader.sampler, RandomSampler) and self._generator is None:
-            # As Accelerate does for several ranks; one alone would draw the order from the process's own generator.
+            # As Accelerate does for several ranks; one alone would draw the order from the
+            # process's own generator.
             self._generator = loader.sampler.generator = torch.Generator()
             self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         share = loaders.split_batch(self.global_batch_size)

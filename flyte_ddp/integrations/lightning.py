@@ -4,8 +4,8 @@
 
     trainer = lightning.Trainer(..., callbacks=[SessionCallback()])
 
-Lightning draws the samples itself. The global batch, and with it the samples of each optimizer step, stay the same at
-any number of ranks.
+Lightning draws the samples itself. The global batch, and with it the samples of each optimizer
+step, stay the same at any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ SAVE_STEPS = 100  # optimizer steps
 
 
 class SessionCallback(Callback):  # type: ignore[misc]
-    """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under torchrun it is idle.
+    """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
+    torchrun it is idle.
 
-    A checkpoint is copied at once and written in the background, by each rank what it has of a split model. What other
-    callbacks save besides, such as ModelCheckpoint, is left to them.
+    A checkpoint is copied at once and written in the background, by each rank what it has of a
+    split model. What other callbacks save besides, such as ModelCheckpoint, is left to them.
 
     Args:
         save_steps: optimizer steps between two checkpoints.
-        global_batch_size: samples of all ranks' batches together, at any number of ranks; by default what the loader's
-            batch size makes of it at the number of ranks with which the run began.
+        global_batch_size: samples of all ranks' batches together, at any number of ranks; by
+            default what the loader's batch size makes of it at the number of ranks with which the
+            run began.
 
     Raises:
-        ConfigError: as training begins: a strategy that is not supported; a global batch that the ranks do not share
-            evenly.
+        ConfigError: as training begins: a strategy that is not supported; a global batch that the
+            ranks do not share evenly.
     """
 
     def __init__(self, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None) -> None:
         self.save_steps = save_steps
         self.global_batch_size = global_batch_size
-        self._found: dict[str, Any] | None = None  # of the checkpoint that the training goes on from
+        # of the checkpoint that the training goes on from
+        self._found: dict[str, Any] | None = None
         self._num_samples: int | None = None  # of the training data
         training.record_once()
 
@@ -54,7 +57,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
         training.begin("trainer.fit")
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
             kind = type(trainer.strategy).__name__
-            raise ConfigError(f"strategy: expected ddp, or ModelParallelStrategy for FSDP2, got {kind}")
+            raise ConfigError(
+                f"strategy: expected ddp, or ModelParallelStrategy for FSDP2, got {kind}"
+            )
         found = self._found = training.load(pl_module, trainer.optimizers)
         if found:
             self.global_batch_size = found["global_batch_size"]
@@ -105,18 +110,24 @@ class SessionCallback(Callback):  # type: ignore[misc]
         training.save(trainer.lightning_module, trainer.optimizers, trainer.global_step, values)
 
     def _fit(self, trainer: Trainer, loader: Any) -> Any:
-        """Return the training's loader with batches that keep the global batch what it was when the run began."""
+        """Return the training's loader with batches that keep the global batch what it was when the
+        run began.
+        """
         if not trainer.training:
             return loader
         if isinstance(loader, Batches):
             return self._check_batches(trainer, loader)
         if not isinstance(loader, DataLoader):
-            raise ConfigError(f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}")
+            raise ConfigError(
+                f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}"
+            )
         loaders.check_length(self._found, loader.dataset)
         self._num_samples = loaders.count_samples(loader.dataset)
         num_shares = _num_shares(trainer)
         self.global_batch_size = self.global_batch_size or (loader.batch_size or 0) * num_shares
-        loader = loaders.with_batch_size(loader, loaders.split_batch(self.global_batch_size, num_shares))
+        loader = loaders.with_batch_size(
+            loader, loaders.split_batch(self.global_batch_size, num_shares)
+        )
         if self._found:
             loader = loaders.skip_batches(loader, self._found["num_batches"])
             sampler: Any = getattr(loader.batch_sampler, "sampler", None)
@@ -125,15 +136,21 @@ class SessionCallback(Callback):  # type: ignore[misc]
         return loader
 
     def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:
-        """Return `session.batches` of the epoch that begins; it keeps the global batch by itself."""
+        """Return `session.batches` of the epoch that begins; it keeps the global batch by
+        itself.
+        """
         if trainer.reload_dataloaders_every_n_epochs != 1:
             got = trainer.reload_dataloaders_every_n_epochs
-            raise ConfigError(f"reload_dataloaders_every_n_epochs: expected 1 with session.batches, got {got}")
+            raise ConfigError(
+                f"reload_dataloaders_every_n_epochs: expected 1 with session.batches, got {got}"
+            )
         if loader.batches.epoch != trainer.current_epoch:
             expected = f"expected trainer.current_epoch, which is {trainer.current_epoch}"
             raise ConfigError(f"session.batches: epoch: {expected}, got {loader.batches.epoch}")
         if loader.batches.length is None:  # of which Lightning reads a batch ahead
-            raise ConfigError("session.batches: dataset: expected one with a length and items under Lightning")
+            raise ConfigError(
+                "session.batches: dataset: expected one with a length and items under Lightning"
+            )
         if (got := loader.batches.share[1]) != (num_shares := _num_shares(trainer)):
             expected = f'expected {num_shares} ranks, as of strategy.device_mesh["data_parallel"]'
             raise ConfigError(f"session.batches: mesh: {expected}, got {got}")
@@ -159,9 +176,18 @@ class _Reports(Logger):  # type: ignore[misc]
 def _stateful(trainer: Trainer) -> list[Any]:
     """Return what has a state besides the model, its optimizers and the callbacks."""
     schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-    return [trainer.fit_loop, *schedulers, trainer.precision_plugin, *filter(None, [trainer.datamodule])]
+    return [
+        trainer.fit_loop,
+        *schedulers,
+        trainer.precision_plugin,
+        *filter(None, [trainer.datamodule]),
+    ]
 
 
 def _num_shares(trainer: Trainer) -> int:
-    """Return the ranks that share a batch: those that split a layer by tensor parallelism have the same samples."""
-    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", rank_and_world_size()[1]))
+    """Return the ranks that share a batch: those that split a layer by tensor parallelism have the
+    same samples.
+    """
+    return int(
+        (trainer.distributed_sampler_kwargs or {}).get("num_replicas", rank_and_world_size()[1])
+    )

@@ -1,4 +1,6 @@
-"""A framework's own DataLoader, with another batch size, or from the middle of an epoch on. Knows no framework."""
+"""A framework's own DataLoader, with another batch size, or from the middle of an epoch on. Knows
+no framework.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,23 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.batches import rank_and_world_size
 
 KEPT = (
-    *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *(
+        "dataset",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+    ),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
 
 
 def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
-    """Return the samples of one of `num_shares`, or else ranks, of a global batch. Raises ConfigError if uneven."""
+    """Return the samples of one of `num_shares`, or else ranks, of a global batch. Raises
+    ConfigError if uneven.
+    """
     shares = num_shares or rank_and_world_size()[1]
     if global_batch_size % shares:
         expected = f"expected a global batch that {shares} ranks share evenly"
@@ -34,22 +46,30 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
     """Check that the training data are as long as those that a checkpoint was written with.
 
     Args:
-        found: the values of the checkpoint, of which `num_samples` is one; None without a checkpoint.
+        found: the values of the checkpoint, of which `num_samples` is one; None without a
+            checkpoint.
 
     Raises:
         ConfigError: they are not.
     """
     expected, got = (found or {}).get("num_samples"), count_samples(dataset)
     if expected is not None and got != expected:
-        raise ConfigError(f"dataset: expected {expected} samples, with which the checkpoint was written, got {got}")
+        raise ConfigError(
+            f"dataset: expected {expected} samples, with which the checkpoint was "
+            f"written, got {got}"
+        )
 
 
 def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """Return the loader with batches of another size. Raises ConfigError if it makes its batches itself."""
+    """Return the loader with batches of another size. Raises ConfigError if it makes its batches
+    itself.
+    """
     if loader.batch_size == batch_size:
         return loader
     if loader.batch_size is None:
-        raise ConfigError(f"DataLoader: expected a batch_size, to change it to {batch_size}, got a batch sampler")
+        raise ConfigError(
+            f"DataLoader: expected a batch_size, to change it to {batch_size}, got a batch sampler"
+        )
     kept = {name: getattr(loader, name) for name in KEPT}
     sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
@@ -63,7 +83,10 @@ def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     """
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         what = type(loader.dataset).__name__
-        raise ConfigError(f"DataLoader: expected a data set with a length and items, to resume in an epoch, got {what}")
+        raise ConfigError(
+            "DataLoader: expected a data set with a length and items, to resume in "
+            f"an epoch, got {what}"
+        )
     kept = {name: getattr(loader, name) for name in KEPT}
     return DataLoader(batch_sampler=_Remaining(loader.batch_sampler, num_batches), **kept)
 
@@ -74,7 +97,11 @@ class _Remaining(BatchSampler):
     def __init__(self, batches: Any, num_skipped: int) -> None:
         self.batches = batches
         self.num_skipped = num_skipped
-        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        self.sampler, self.batch_size, self.drop_last = (
+            batches.sampler,
+            batches.batch_size,
+            batches.drop_last,
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         first, self.num_skipped = self.num_skipped, 0

@@ -1,4 +1,5 @@
-"""What the integrations share: a framework's training, saved and loaded by the session, and ended when it has to stop.
+"""What the integrations share: a framework's training, saved and loaded by the session, and ended
+when it has to stop.
 
 Knows no framework.
 """
@@ -30,7 +31,8 @@ def begin(call: str) -> None:
         call: that begins it, for the error.
 
     Raises:
-        ConfigError: another one has begun in this run: after a restart each would go on from the other's checkpoint.
+        ConfigError: another one has begun in this run: after a restart each would go on from the
+            other's checkpoint.
     """
     if session.current().has_trainer and session.checkpoints:
         expected = "expected one call in a run, which has the checkpoints of one training"
@@ -38,27 +40,39 @@ def begin(call: str) -> None:
     session.current().has_trainer = True
 
 
-def save(model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: Mapping[str, Any]) -> None:
-    """Save a training in the session's place: each rank its own part of what is split. For all ranks together.
+def save(
+    model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: Mapping[str, Any]
+) -> None:
+    """Save a training in the session's place: each rank its own part of what is split. For all
+    ranks together.
 
     Args:
-        values: what else belongs to the training: plain values, and no tensors where the model is split.
+        values: what else belongs to the training: plain values, and no tensors where the model is
+            split.
     """
-    state = {**_collect_state(model, optimizers), **values, "generators": _gather(generator_states())}
+    state = {
+        **_collect_state(model, optimizers),
+        **values,
+        "generators": _gather(generator_states()),
+    }
     session.save(state, step)
 
 
 def load_values(is_split: bool) -> dict[str, Any] | None:
-    """Return what the newest checkpoint has, of a split model all but weights and optimizer state; None without one."""
+    """Return what the newest checkpoint has, of a split model all but weights and optimizer state;
+    None without one.
+    """
     return session.current().load_values() if is_split else session.load()
 
 
 def load(
     model: nn.Module, optimizers: Sequence[Optimizer], found: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Load the newest checkpoint into model and optimizers; return the values saved with them; None without one.
+    """Load the newest checkpoint into model and optimizers; return the values saved with them; None
+    without one.
 
-    The model may be split where the one that was saved was not, and the other way round: one rank alone splits none.
+    The model may be split where the one that was saved was not, and the other way round: one rank
+    alone splits none.
 
     Args:
         found: what `load_values` returned for a model that is not split.
@@ -69,7 +83,9 @@ def load(
         return None
     was_split = isinstance(state["optimizers"], Mapping)
     if splits:
-        state = session.load({**dict.fromkeys(state), **_collect_state(model, optimizers)} if was_split else None)
+        state = session.load(
+            {**dict.fromkeys(state), **_collect_state(model, optimizers)} if was_split else None
+        )
         assert state is not None
     weights, moments = state.pop("model"), state.pop("optimizers")
     if not (splits or was_split):
@@ -77,7 +93,9 @@ def load(
     else:
         from torch.distributed.checkpoint import state_dict as named
 
-        named.set_model_state_dict(model, weights, options=named.StateDictOptions(full_state_dict=not was_split))
+        named.set_model_state_dict(
+            model, weights, options=named.StateDictOptions(full_state_dict=not was_split)
+        )
     if was_split:
         named.set_optimizer_state_dict(model, optimizers, moments)
         return state
@@ -92,7 +110,9 @@ def is_split_model(model: nn.Module) -> bool:
 
 
 def record_once() -> bool:
-    """Have W&B record nothing more in this process where the run itself is recorded; return whether it is."""
+    """Have W&B record nothing more in this process where the run itself is recorded; return whether
+    it is.
+    """
     if WANDB_VARIABLE not in os.environ:
         return False
     os.environ["WANDB_MODE"] = "disabled"
@@ -106,33 +126,46 @@ def beat() -> None:
 
 
 def end_if_stopped(save_now: Any) -> None:
-    """Save and raise StopRequested if the run is to stop. Call it once per optimizer step, on all ranks."""
+    """Save and raise StopRequested if the run is to stop. Call it once per optimizer step, on all
+    ranks.
+    """
     if session.stop_requested:
         save_now()
         raise StopRequested
 
 
 def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of `values` that are numbers, as `session.report` takes them besides step and epoch."""
+    """Return those of `values` that are numbers, as `session.report` takes them besides step and
+    epoch.
+    """
     return {
         name: float(value)
         for name, value in values.items()
         if name not in ("step", "epoch")
-        and (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+        and (
+            isinstance(value, (int, float))
+            or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        )
     }
 
 
 def generator_states() -> list[Any]:
     """Return the states of this process's random generators, as plain values."""
     name, keys, *rest = numpy.random.get_state()
-    states = [random.getstate(), (name, numpy.asarray(keys).tolist(), *rest), bytes(torch.get_rng_state().tolist())]
+    states = [
+        random.getstate(),
+        (name, numpy.asarray(keys).tolist(), *rest),
+        bytes(torch.get_rng_state().tolist()),
+    ]
     if torch.cuda.is_available():
         states.append(bytes(torch.cuda.get_rng_state().tolist()))
     return states
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set this rank's random generators to those in a checkpoint. A rank that was not there keeps its own."""
+    """Set this rank's random generators to those in a checkpoint. A rank that was not there keeps
+    its own.
+    """
     rank, _ = rank_and_world_size()
     if rank >= len(state["generators"]):
         return
@@ -154,7 +187,10 @@ def _gather(value: Any) -> list[Any]:
 
 def _collect_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     if not is_split_model(model):
-        return {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
+        return {
+            "model": model.state_dict(),
+            "optimizers": [each.state_dict() for each in optimizers],
+        }
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, moments = get_state_dict(model, optimizers)
@@ -168,10 +204,16 @@ def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
     def split(value: Any, parameter: Any) -> Any:
-        if not is_split(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        if (
+            not is_split(parameter)
+            or not isinstance(value, torch.Tensor)
+            or value.shape != parameter.shape
+        ):
             return value
         value = value.to(parameter.device)
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
 
     states = {
         index: {name: split(value, parameters[index]) for name, value in each.items()}

@@ -5,8 +5,9 @@
     trainer = Trainer(...)
     trainer.add_callback(SessionCallback(trainer))
 
-The Trainer draws the samples itself, and skips those that are done as it does for `resume_from_checkpoint`. The global
-batch, and with it the samples of each optimizer step, stay the same at any number of ranks.
+The Trainer draws the samples itself, and skips those that are done as it does for
+`resume_from_checkpoint`. The global batch, and with it the samples of each optimizer step, stay the
+same at any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,32 +28,38 @@ from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
 
 # Of the Trainer's own time and count of work: the run measures these itself.
-BOOKKEEPING = re.compile(r"(.*_)?(runtime|\w+_per_second|total_flos|num_input_tokens_seen|model_preparation_time)")
+BOOKKEEPING = re.compile(
+    r"(.*_)?(runtime|\w+_per_second|total_flos|num_input_tokens_seen|model_preparation_time)"
+)
 
 
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under torchrun it is idle.
+    """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
+    torchrun it is idle.
 
-    A checkpoint is made where the Trainer's `save_strategy` asks for one, in the session's place and not in
-    `output_dir`: copied before the next step and written in the background, by each rank what it has of a split model.
-    Only with `load_best_model_at_end` and the strategy `best`, which need its own files, does the Trainer write these
-    besides.
+    A checkpoint is made where the Trainer's `save_strategy` asks for one, in the session's place
+    and not in `output_dir`: copied before the next step and written in the background, by each rank
+    what it has of a split model. Only with `load_best_model_at_end` and the strategy `best`, which
+    need its own files, does the Trainer write these besides.
 
     Args:
         save_steps: optimizer steps between two checkpoints, besides those of `save_strategy`.
-        global_batch_size: samples of an optimizer step, at any number of ranks; by default what the arguments make of
-            it at the number of ranks with which the run began.
+        global_batch_size: samples of an optimizer step, at any number of ranks; by default what the
+            arguments make of it at the number of ranks with which the run began.
 
     Raises:
-        ConfigError: the way to split the model is not supported; a global batch of which the ranks' parts are not
-            whole batches of `per_device_train_batch_size`.
+        ConfigError: the way to split the model is not supported; a global batch of which the ranks'
+            parts are not whole batches of `per_device_train_batch_size`.
     """
 
-    def __init__(self, trainer: Trainer, save_steps: int | None = None, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, save_steps: int | None = None, global_batch_size: int | None = None
+    ) -> None:
         self.trainer = trainer
         self.save_steps = save_steps
         self.global_batch_size = global_batch_size
-        self._found: dict[str, Any] | None = None  # of the checkpoint that the training goes on from
+        # of the checkpoint that the training goes on from
+        self._found: dict[str, Any] | None = None
         self._is_due = False  # a checkpoint before the next step
         self._train = trainer.train
         if session.is_in_run():
@@ -64,13 +71,16 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""
         training.begin("trainer.train")
         trainer = self.trainer
-        found = training.load_values(trainer.is_fsdp_enabled or training.is_split_model(trainer.model))
+        found = training.load_values(
+            trainer.is_fsdp_enabled or training.is_split_model(trainer.model)
+        )
         loaders.check_length(found, trainer.train_dataset)
         self._keep_global_batch(found["global_batch_size"] if found else self.global_batch_size)
         if found is None:
             return self._train(resume_from_checkpoint, **options)
         self._found = found
-        # The one private name: a directory without weights, which `on_train_begin` loads, is refused otherwise.
+        # The one private name: a directory without weights, which `on_train_begin` loads, is
+        # refused otherwise.
         trainer._load_from_checkpoint = lambda *arguments: None
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "trainer_state.json").write_text(found["trainer"], encoding="utf-8")
@@ -95,13 +105,17 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._save_if_due()  # here also what an evaluation has changed is done
         training.end_if_stopped(self.save)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         self._is_due |= bool(self.save_steps and state.global_step % self.save_steps == 0)
         self.on_epoch_end(args, state, control)
         if not control.should_log:
             session.report(step=state.global_step, epoch=state.epoch)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         self._is_due |= control.should_save
         control.should_save &= args.load_best_model_at_end or not session.checkpoints
 
@@ -112,10 +126,17 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._save_if_due()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any, **given: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any,
+        **given: Any,
     ) -> None:
         figures = {name: value for name, value in logs.items() if not BOOKKEEPING.fullmatch(name)}
-        session.report(step=state.global_step, epoch=state.epoch, **training.select_numbers(figures))
+        session.report(
+            step=state.global_step, epoch=state.epoch, **training.select_numbers(figures)
+        )
 
     def on_prediction_step(self, *arguments: Any, **given: Any) -> None:
         training.beat()
@@ -128,7 +149,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         values = {
             "global_batch_size": self.global_batch_size,
             "num_samples": loaders.count_samples(trainer.train_dataset),
-            "trainer": json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))),
+            "trainer": json.dumps(
+                dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
+            ),
             "others": [each.state_dict() for each in self._others],
         }
         training.save(trainer.model, [self._optimizer], trainer.state.global_step, values)
@@ -140,19 +163,24 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _optimizer(self) -> Any:
-        return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # not Accelerate's wrapper
+        # not Accelerate's wrapper
+        return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
     @property
     def _others(self) -> list[Any]:
         return [self.trainer.lr_scheduler, *filter(None, [self.trainer.accelerator.scaler])]
 
     def _keep_global_batch(self, total: int | None) -> None:
-        """Have an optimizer step take `total` samples, by as many batches as that are for a rank."""
+        """Have an optimizer step take `total` samples, by as many batches as that are for a
+        rank.
+        """
         args = self.trainer.args
         size = args.per_device_train_batch_size
         self.global_batch_size = total or size * args.gradient_accumulation_steps * args.world_size
         share = loaders.split_batch(self.global_batch_size)
         if share % size:
-            expected = f"expected a divisor of {share}, a rank's samples of {self.global_batch_size}"
+            expected = (
+                f"expected a divisor of {share}, a rank's samples of {self.global_batch_size}"
+            )
             raise ConfigError(f"per_device_train_batch_size: {expected}, got {size}")
         args.gradient_accumulation_steps = share // size

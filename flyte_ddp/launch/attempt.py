@@ -1,6 +1,7 @@
 """One attempt: the ranks of all nodes, from their common start to their common end.
 
-Knows nothing of restarts: driver.py decides those. Nor what carries its commands and messages: a place's `Nodes` do.
+Knows nothing of restarts: driver.py decides those. Nor what carries its commands and messages: a
+place's `Nodes` do.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.stalls import join_stalls, lost_failure
 
-ECHO_GRACE = 3.0  # seconds in which the cause of a failure that looks like another's consequence may be reported
+# seconds in which the cause of a failure that looks like another's consequence may be reported
+ECHO_GRACE = 3.0
 LIBRARIES = re.compile("gloo|NCCL")  # whose errors say that a peer is gone
-TRAINING_SHARE = 0.5  # of a leaving node's time, for training until its replacement is there; the rest is for the save
-LEAVE_RESERVE = 1.0  # seconds before a node is gone in which its ranks, if they have not ended, are killed
+# of a leaving node's time, for training until its replacement is there; the rest is for the save
+TRAINING_SHARE = 0.5
+# seconds before a node is gone in which its ranks, if they have not ended, are killed
+LEAVE_RESERVE = 1.0
 KILL_TIMEOUT = KILL_GRACE + 2.0  # seconds for the nodes to confirm that their ranks are gone
 
 
@@ -41,7 +45,8 @@ class Node:
     ended: list[int] = field(default_factory=list)
     has_reported: bool = False
     leaves_at: float = float("inf")  # monotonic: when it is gone, if it was told to go
-    trains_until: float = float("inf")  # monotonic: so long it may train on while the gang waits for its replacement
+    # monotonic: so long it may train on while the gang waits for its replacement
+    trains_until: float = float("inf")
     because: str = ""  # why it goes, if it was not told to go itself
     outcome: str = ""  # done, stopped, failed, killed, broken or lost; "" while it runs
     stopped: TrainingStopped | None = None  # how it was stopped
@@ -65,8 +70,8 @@ class Node:
 class Nodes(Protocol):
     """The nodes of one attempt, as a place gives them.
 
-    A message is a node with a dict, as launch/node.py has them; "lost" besides, with `why`, `cause` and `is_silent`,
-    of a node from which nothing more can come.
+    A message is a node with a dict, as launch/node.py has them; "lost" besides, with `why`, `cause`
+    and `is_silent`, of a node from which nothing more can come.
     """
 
     grace: float  # seconds for the ranks to save their state and end, when the gang is to grow
@@ -84,7 +89,9 @@ class Nodes(Protocol):
         """The number of nodes of a larger gang that is possible now; 0 for none."""
 
     def can_do_without_leaving(self) -> bool:
-        """Return whether the next attempt can start now without the nodes that leave: there are enough others."""
+        """Return whether the next attempt can start now without the nodes that leave: there are
+        enough others.
+        """
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
@@ -96,7 +103,9 @@ class Nodes(Protocol):
         """Return what has arrived, waiting a moment for it if there is nothing."""
 
     def explain(self, failure: Exception) -> Exception:
-        """Return the failure with what else is known of its cause. Called once, when all nodes have ended."""
+        """Return the failure with what else is known of its cause. Called once, when all nodes have
+        ended.
+        """
 
     def close(self) -> None:
         """Release what the attempt has used. Called when its nodes have ended, or do not answer."""
@@ -134,21 +143,24 @@ class Attempt:
         # The node that has each part of the states that are in memory when it has ended.
         self._parts: dict[tuple[int, ...], dict[int, int]] = {}
         self.progress_at = time.monotonic()  # when it did
-        self.is_stoppable = False  # it saves its state when it is asked to end, so it may end to grow
+        # it saves its state when it is asked to end, so it may end to grow
+        self.is_stoppable = False
         self.is_killed = False
         # Ranks that have ended, of which the nodes were asked whether the others wait for them.
         self._left: list[int] = []
-        self._lost_peers: dict[int, str] = {}  # where ranks lost a peer in a collective, by their numbers
+        # where ranks lost a peer in a collective, by their numbers
+        self._lost_peers: dict[int, str] = {}
         self.has_stalled = False  # its ranks wait for one another, and were ordered to end
         self.failures: list[Failure] = []
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
 
     def train(self, job: Job, num_restarts: int) -> bool:
-        """Run the gang to its end. When this returns or raises, no rank runs on a node that can be reached.
+        """Run the gang to its end. When this returns or raises, no rank runs on a node that can be
+        reached.
 
         Returns:
-            True if the run is finished; False if the gang has ended, after a checkpoint, to start again larger, or
-            without the nodes that leave.
+            True if the run is finished; False if the gang has ended, after a checkpoint, to start
+            again larger, or without the nodes that leave.
 
         Raises:
             RankFailure: a rank failed; as far as can be known it is the cause, not a consequence.
@@ -169,7 +181,11 @@ class Attempt:
                     deadline = self._stop_nodes(stop.reason, stop.grace)
                 elif not is_stopping and self._must_leave(num_leaving):
                     num_leaving = len(self.leaving)
-                    grace = min(node.leaves_at for node in self.leaving) - LEAVE_RESERVE - time.monotonic()
+                    grace = (
+                        min(node.leaves_at for node in self.leaving)
+                        - LEAVE_RESERVE
+                        - time.monotonic()
+                    )
                     deadline = min(deadline, self._stop_nodes(self.reason, max(0.0, grace)))
                 elif not self.larger and not self.leaving and self.is_stoppable and not is_stopping:
                     self.larger = self.nodes.larger
@@ -183,19 +199,25 @@ class Attempt:
         if outcomes == {"done"}:
             return True
         if stop.is_set():
-            mistakes = [each.error for each in self.failures if getattr(each.error, "is_user_error", False)]
+            mistakes = [
+                each.error for each in self.failures if getattr(each.error, "is_user_error", False)
+            ]
             raise mistakes[0] if mistakes else self._make_stopped()
         if (self.larger or num_leaving) and outcomes == {"stopped"}:
             return False
         if not self.failures:
-            raise NodeLost(f"nodes did not end in time after they were asked to, because {self.reason}", "")
+            raise NodeLost(
+                (f"nodes did not end in time after they were asked to, because {self.reason}"), ""
+            )
         cause = find_cause(self.failures)
         if isinstance(cause, RankFailure) and cause.rank in self._lost_peers and self.ended_ranks:
-            raise lost_failure(cause.rank, self.ended_ranks, self._lost_peers[cause.rank])  # of nothing else that ended
+            # of nothing else that ended
+            raise lost_failure(cause.rank, self.ended_ranks, self._lost_peers[cause.rank])
         raise cause if self.leaving else self.nodes.explain(cause)
 
     def _must_leave(self, num_ordered: int) -> bool:
-        """Return whether the ranks have to end now, or sooner than they were told to, because of nodes that leave.
+        """Return whether the ranks have to end now, or sooner than they were told to, because of
+        nodes that leave.
 
         Args:
             num_ordered: nodes because of which they were told to end already.
@@ -227,15 +249,23 @@ class Attempt:
         return f"the gang grows from {len(self.nodes.nodes)} to {self.larger} nodes"
 
     def in_memory(self) -> tuple[int, str]:
-        """Return the step of the newest state that is left in memory to go on from, and where it is; 0 for none."""
-        found = [(step, [*of.values()]) for (step, *_, num_parts), of in self._parts.items() if len(of) == num_parts]
+        """Return the step of the newest state that is left in memory to go on from, and where it
+        is; 0 for none.
+        """
+        found = [
+            (step, [*of.values()])
+            for (step, *_, num_parts), of in self._parts.items()
+            if len(of) == num_parts
+        ]
         step, nodes = max(found, default=(0, [0]), key=lambda each: each[0])
         return step, name_memory(nodes, len(self.nodes.nodes))
 
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
         idle = time.monotonic() - self.progress_at
-        return events.AttemptEnded(self.step, reason, idle_seconds=idle, num_leaving=len(self.leaving))
+        return events.AttemptEnded(
+            self.step, reason, idle_seconds=idle, num_leaving=len(self.leaving)
+        )
 
     def _stop_nodes(self, reason: str, grace: float) -> float:
         """Order a last checkpoint and the end; return when the nodes must have ended."""
@@ -263,10 +293,14 @@ class Attempt:
             elif kind == "end":
                 self._conclude(node, message)
             elif not node.outcome:
-                self._note_loss(node, message["why"], message.get("cause", ""), message.get("is_silent", False))
+                self._note_loss(
+                    node, message["why"], message.get("cause", ""), message.get("is_silent", False)
+                )
 
     def _end_if_all_wait(self, timeout: float) -> None:
-        """End the ranks of a function that never reports, if all but at most one have waited for others for so long."""
+        """End the ranks of a function that never reports, if all but at most one have waited for
+        others for so long.
+        """
         waits: list[float] = []
         for node in self.nodes.nodes:
             if node.has_reported or self.has_stalled:
@@ -277,8 +311,13 @@ class Attempt:
             self.nodes.send(f"{STALL} {min(waits):g}")
 
     def _end_if_left(self, timeout: float) -> None:
-        """End the ranks if some have ended and all others have waited in collectives for so long. Ask once for each."""
-        ended, waits = self.ended_ranks, [seconds for node in self.nodes.nodes for seconds in node.waits]
+        """End the ranks if some have ended and all others have waited in collectives for so long.
+        Ask once for each.
+        """
+        ended, waits = (
+            self.ended_ranks,
+            [seconds for node in self.nodes.nodes for seconds in node.waits],
+        )
         is_complete = len(ended) + len(waits) == self.nodes.world_size
         if ended != self._left and is_complete and min(waits, default=0) >= timeout:
             self._left = ended
@@ -309,15 +348,19 @@ class Attempt:
             if values["is_consequence"] and LIBRARIES.search(values["cause"]):
                 frames = values["message"].splitlines()
                 self._lost_peers[values["rank"]] = find_place(reversed(frames))
-            # Where no other node could be lost, a connection that the error names is the program's own.
+            # Where no other node could be lost, a connection that the error names is the program's
+            # own.
             values["is_consequence"] &= len(self.nodes.nodes) > 1
             failure = RankFailure(**values)
-            # When one node's ranks stand still, the others' do too, and all their stacks are worth reading.
+            # When one node's ranks stand still, the others' do too, and all their stacks are worth
+            # reading.
             is_echo = failure.is_consequence or failure.kind == "stall"
             if failure.kind == "stall" and not self.failures:
                 self.nodes.send(f"{STALL} 0")
             self.failures.append(Failure(failure, is_echo, time.monotonic()))
-        elif node.outcome == "broken" or (node.outcome == "killed" and not self.is_killed and not self.stop.is_set()):
+        elif node.outcome == "broken" or (
+            node.outcome == "killed" and not self.is_killed and not self.stop.is_set()
+        ):
             self._note_loss(node, end["message"], end.get("cause", ""))
 
     def _note_loss(self, node: Node, why: str, cause: str, is_silent: bool = False) -> None:
@@ -330,7 +373,9 @@ class Attempt:
             return False
         seconds = time.monotonic() - min(failure.noticed_at for failure in self.failures)
         is_writing = any(node.is_writing and not node.outcome for node in self.nodes.nodes)
-        if is_writing and all(getattr(failure.error, "kind", "") == "exception" for failure in self.failures):
+        if is_writing and all(
+            getattr(failure.error, "kind", "") == "exception" for failure in self.failures
+        ):
             return seconds > WRITE_GRACE
         return not all(failure.is_echo for failure in self.failures) or seconds > ECHO_GRACE
 
@@ -357,6 +402,10 @@ def find_cause(failures: Sequence[Failure]) -> RankFailure | NodeLost:
     """Return the failure that explains the others; of a stall, the reports of all nodes as one."""
     cause = min(failures, key=Failure.rank_as_cause).error
     if isinstance(cause, RankFailure) and cause.kind == "stall":
-        stalls = [each.error for each in failures if isinstance(each.error, RankFailure) and each.error.kind == "stall"]
+        stalls = [
+            each.error
+            for each in failures
+            if isinstance(each.error, RankFailure) and each.error.kind == "stall"
+        ]
         return join_stalls(stalls)
     return cause

@@ -1,7 +1,7 @@
 """The CPU cores and GPUs that this process may use, found without importing torch.
 
-`visible_gpus` also runs in Dask workers that may not have this package: it travels there by value, so it uses nothing
-but the standard library.
+`visible_gpus` also runs in Dask workers that may not have this package: it travels there by value,
+so it uses nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ import itertools
 import os
 
 MISSING_GPUS_HINT = (
-    "Check that the NVIDIA device plugin runs on the node, and that the NVIDIA driver is mounted into the container "
-    "and found there: on some clouds its libraries are in /usr/local/nvidia/lib64, which LD_LIBRARY_PATH must name"
+    "Check that the NVIDIA device plugin runs on the node, and that the NVIDIA driver is mounted "
+    "into the container "
+    "and found there: on some clouds its libraries are in /usr/local/nvidia/lib64, which "
+    "LD_LIBRARY_PATH must name"
 )
 
 
-REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"  # in the environment of a task that was registered with GPUs
+# in the environment of a task that was registered with GPUs
+REQUESTED_VARIABLE = "FLYTE_DDP_REQUESTED_GPUS"
 
 
 def check_requested_gpus() -> None:
-    """Raise ConfigError if this process can use fewer GPUs than its task requested: it would compute on CPUs."""
+    """Raise ConfigError if this process can use fewer GPUs than its task requested: it would
+    compute on CPUs.
+    """
     from flyte_ddp.errors import ConfigError
 
     requested = int(os.environ.get(REQUESTED_VARIABLE) or 0)
     if (found := num_gpus()) < requested:
         raise ConfigError(
-            f"GPUs: expected {requested}, as this task requested, got {found} that it can use. {MISSING_GPUS_HINT}"
+            f"GPUs: expected {requested}, as this task requested, got {found} that it can use. "
+            f"{MISSING_GPUS_HINT}"
         )
 
 
@@ -37,7 +43,9 @@ def num_gpus() -> int:
 
 
 def num_cores() -> int:
-    """Count the CPU cores that this process may use, within its affinity and its container's quota."""
+    """Count the CPU cores that this process may use, within its affinity and its container's
+    quota.
+    """
     from dask.system import cpu_count
 
     return max(1, int(cpu_count()))
@@ -49,13 +57,16 @@ def default_num_processes() -> int:
 
 
 def has_mig_slices() -> bool:
-    """Return whether the GPUs of this process are MIG slices, of which CUDA gives a process only the first."""
+    """Return whether the GPUs of this process are MIG slices, of which CUDA gives a process only
+    the first.
+    """
     return any(name.startswith("MIG-") for name in visible_gpus())
 
 
 def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, named as CUDA_VISIBLE_DEVICES names them."""
-    if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):  # the latter is WSL2's
+    # the latter is WSL2's
+    if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):
         return ()
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -69,22 +80,28 @@ def visible_gpus() -> tuple[str, ...]:
     # As CUDA reads it: names of GPUs and MIG slices, or numbers, up to the first that is neither.
     return tuple(
         itertools.takewhile(
-            lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < len(found)), chosen
+            lambda name: (
+                name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < len(found))
+            ),
+            chosen,
         )
     )
 
 
 def _nvml_gpus() -> tuple[str, ...]:
-    """Return the GPUs of this container: numbers, as CUDA counts them, or the names of their MIG slices.
+    """Return the GPUs of this container: numbers, as CUDA counts them, or the names of their MIG
+    slices.
 
-    The numbers in /dev are the host's: a container may have nothing but its host's /dev/nvidia3, which CUDA calls 0.
+    The numbers in /dev are the host's: a container may have nothing but its host's /dev/nvidia3,
+    which CUDA calls 0.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         nvml = None
     if nvml is None or nvml.nvmlInit_v2() != 0:
-        # Device plugins that do not mount the library name what they gave in this variable, or by the files.
+        # Device plugins that do not mount the library name what they gave in this variable, or by
+        # the files.
         given = os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
         if all(name.startswith("MIG-") for name in given):
             return tuple(given)
@@ -95,10 +112,17 @@ def _nvml_gpus() -> tuple[str, ...]:
         num_devices = ctypes.c_uint()
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(num_devices))
         for index in range(num_devices.value):
-            device, mode, pending, num_slices = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+            device, mode, pending, num_slices = (
+                ctypes.c_void_p(),
+                ctypes.c_uint(),
+                ctypes.c_uint(),
+                ctypes.c_uint(),
+            )
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
                 continue
-            has_mode = nvml.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending)) == 0
+            has_mode = (
+                nvml.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending)) == 0
+            )
             if not has_mode or not mode.value:
                 names.append(str(len(names)))
                 continue

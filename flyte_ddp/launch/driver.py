@@ -1,7 +1,9 @@
-"""The loop of attempts: start the ranks of a program, watch them, and restart them or give up, as policy.py decides.
+"""The loop of attempts: start the ranks of a program, watch them, and restart them or give up, as
+policy.py decides.
 
-A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py). What fails fails as
-a whole: the gang is ended on every node and starts again from memory or its last checkpoint.
+A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py).
+What fails fails as a whole: the gang is ended on every node and starts again from memory or its
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Run:
     stop: StopRequest
     emit: Callable[[events.Event], None]
     relay: Callable[[str], None]
-    prepared: concurrent.futures.Future[str] | None  # local directory of the prepared data; None where none are needed
+    # local directory of the prepared data; None where none are needed
+    prepared: concurrent.futures.Future[str] | None
 
     def check_stop(self) -> None:
         """Raise TrainingStopped if the run is to end. For while no rank runs."""
@@ -75,7 +78,8 @@ class Run:
             if self.storage:
                 self.storage.stop.set()
             raise TrainingStopped(
-                f"{self.stop.reason}: the run was stopped while no rank was running", self.stop.reason
+                f"{self.stop.reason}: the run was stopped while no rank was running",
+                self.stop.reason,
             )
 
     def wait_for(self, future: concurrent.futures.Future[T]) -> T:
@@ -90,7 +94,8 @@ class Place(Protocol):
 
     Attributes:
         max_restarts: of the gang, that count.
-        larger_memory: the setting that limits the memory of the ranks, and what it should be; begins an error.
+        larger_memory: the setting that limits the memory of the ranks, and what it should be;
+            begins an error.
         notice_seconds: for a last checkpoint, from the notice that a node has to go.
         is_cluster: its nodes are waited for, and a line of a rank's begins with its node.
     """
@@ -104,7 +109,8 @@ class Place(Protocol):
         """Raise ConfigError for what cannot run here. Called before anything is started."""
 
     def gather(self, run: Run, previous: Ended | None) -> Nodes:
-        """Return the nodes of the next attempt, waiting for them. `previous` is how the one before it ended.
+        """Return the nodes of the next attempt, waiting for them. `previous` is how the one before
+        it ended.
 
         Raises:
             ClusterError, WorkersLost after a failure: there are too few of them in time.
@@ -124,21 +130,25 @@ def run(
     stop: StopRequest | None = None,
     earlier_failure: RankFailure | None = None,
 ) -> events.RunState:
-    """Run the program of `job` in ranks at `place`, start to end; return the state that its events fold to.
+    """Run the program of `job` in ranks at `place`, start to end; return the state that its events
+    fold to.
 
     Args:
         job: its checkpoints must be where every node reaches them.
-        data: returns the local directory of the prepared data. Called while the ranks start, or the nodes are gathered.
-            None where none are needed.
+        data: returns the local directory of the prepared data. Called while the ranks start, or the
+            nodes are gathered. None where none are needed.
         listeners: receive every event, in a thread with the caller's context variables.
         relay: called with every line that a rank prints; standard error by default.
         stop: ends the run early when set; by default SIGINT and SIGTERM do.
-        earlier_failure: how the attempt of an earlier process ended, which that process could not tell.
+        earlier_failure: how the attempt of an earlier process ended, which that process could not
+            tell.
 
     Raises:
-        ConfigError: before any rank is started, also if the checkpoints belong to another run; OutOfMemory also later.
+        ConfigError: before any rank is started, also if the checkpoints belong to another run;
+            OutOfMemory also later.
         ClusterError: the nodes did not come in time.
-        RankFailure: a rank failed in a way that another attempt would repeat, or without a restart left.
+        RankFailure: a rank failed in a way that another attempt would repeat, or without a restart
+            left.
         GangLost: nodes were lost more often than `max_restarts` allows.
         StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
         TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
@@ -147,7 +157,9 @@ def run(
     place.check(job)
     if any(isinstance(each, Wandb) for each in listeners):
         variables = {**job.program.variables, WANDB_VARIABLE: "1"}
-        job = dataclasses.replace(job, program=dataclasses.replace(job.program, variables=variables))
+        job = dataclasses.replace(
+            job, program=dataclasses.replace(job.program, variables=variables)
+        )
     program, storage = job.program, None
     if job.checkpoints:
         storage = Storage(job.checkpoints, timeout=program.store_timeout)
@@ -155,7 +167,9 @@ def run(
         job = dataclasses.replace(job, checkpoints=storage.url)
         if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
             modules = (*program.slow_imports, type(storage.file_system).__module__)
-            job = dataclasses.replace(job, program=dataclasses.replace(job.program, slow_imports=modules))
+            job = dataclasses.replace(
+                job, program=dataclasses.replace(job.program, slow_imports=modules)
+            )
     state = events.RunState(keep_reports=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.stop_grace)
     owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
@@ -170,7 +184,9 @@ def run(
         prepared = call_in_background(data) if data else None
         name = f"training-{uuid.uuid4().hex[:12]}"
         show = relay or print_line
-        begun = Run(name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared)
+        begun = Run(
+            name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared
+        )
         try:
             driver = _Driver(begun, place, ownership, state)
             if earlier_failure:
@@ -189,13 +205,16 @@ class _Driver:
     place: Place
     ownership: Ownership | None
     state: events.RunState
-    stored: list[int] = field(default_factory=list)  # steps of checkpoints in the store, when it answered last
+    # steps of checkpoints in the store, when it answered last
+    stored: list[int] = field(default_factory=list)
     num_attempts: int = 0
     num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
     previous: Ended | None = None  # the last attempt that failed
 
     def look_back(self, failure: RankFailure) -> None:
-        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack of memory."""
+        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
+        of memory.
+        """
         ended = Ended(failure, 0, self._newest_step())
         decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
         self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
@@ -207,11 +226,17 @@ class _Driver:
         run, latest, needs_store = self.run, None, True
         resumed_step = call_in_background(self._newest_step)
         while True:
-            begun = time.time() if self.num_attempts else run.job.launched_at  # since then the nodes were started
+            # since then the nodes were started
+            begun = time.time() if self.num_attempts else run.job.launched_at
             nodes = self.place.gather(run, latest)
             waited = time.time() - begun if self.place.is_cluster else 0.0
-            run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds))
-            # A new token for each gang: a rank of an earlier one that still lives on a silent node may not write now.
+            run.emit(
+                events.AttemptStarted(
+                    len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds
+                )
+            )
+            # A new token for each gang: a rank of an earlier one that still lives on a silent node
+            # may not write now.
             owner = self.ownership.renew(waits=needs_store) if self.ownership else ""
             shows_nodes = self.place.is_cluster and run.job.program.shows_ranks
             attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
@@ -228,7 +253,8 @@ class _Driver:
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
             is_announced = bool(attempt.leaving)
-            ran_out = failure is not None and failure.cause == OUT_OF_MEMORY  # a state there may lead there again
+            # a state there may lead there again
+            ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
             memory_step, place = (0, "") if ran_out else attempt.in_memory()
             newest_step = call_in_background(self._newest_step)
             if memory_step:  # the store may be away
@@ -240,14 +266,18 @@ class _Driver:
             latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
             in_memory = memory_step > stored_step
             origin = f"step {memory_step}, from {place}" if in_memory else "its last checkpoint"
-            self._follow(latest, attempt, origin if kept_step else "the beginning")  # -1: the store is away
+            # -1: the store is away
+            self._follow(latest, attempt, origin if kept_step else "the beginning")
             needs_store = not memory_step or latest.is_store_outage
             if run.storage and needs_store:
                 run.wait_for(call_in_background(run.storage.names))  # raises StorageUnavailable
                 resumed_step = call_in_background(self._newest_step)
             else:
                 resumed_step = call_in_background(functools.partial(max, kept_step, stored_step))
-            known = {*self.stored, *(each.step for each in self.state.checkpoints if stored_step < 0)}
+            known = {
+                *self.stored,
+                *(each.step for each in self.state.checkpoints if stored_step < 0),
+            }
             is_away = bool(memory_step) and stored_step < 0
             run.job = dataclasses.replace(
                 run.job,
@@ -265,15 +295,21 @@ class _Driver:
         return -1
 
     def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
-        """Prepare the next attempt and log why there is one, and from where, or raise if there is none."""
+        """Prepare the next attempt and log why there is one, and from where, or raise if there is
+        none.
+        """
         run, failure, place = self.run, ended.failure, self.place
         if ended.has_saved:
             self.num_restarts = 0
         smaller = None
         if isinstance(failure, RankFailure):
             smaller = run.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
-        before = Before(self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None)
-        rules = Rules(place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None)
+        before = Before(
+            self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
+        )
+        rules = Rules(
+            place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None
+        )
         decision = decide(ended, before, rules)
         if decision.next is Next.GROW:
             logger.warning(
@@ -286,7 +322,9 @@ class _Driver:
             logger.warning(
                 "%s: the gang ended %s and restarts from %s",
                 *(attempt.reason, ended.position),
-                f"step {ended.kept_step}, because no later one was saved in time" if is_late else "there",
+                f"step {ended.kept_step}, because no later one was saved in time"
+                if is_late
+                else "there",
             )
             return
         assert failure is not None  # only a gang that grows, or is left by a node, has none
@@ -297,51 +335,75 @@ class _Driver:
         if decision.next is Next.SHRINK and smaller is not None:
             run.job = dataclasses.replace(run.job, program=smaller)
             logger.warning(
-                "a GPU ran out of memory: the ranks restart from the last checkpoint with gradient_accumulation %d",
+                (
+                    "a GPU ran out of memory: the ranks restart from the last checkpoint with "
+                    "gradient_accumulation %d"
+                ),
                 smaller.batch.num_parts if smaller.batch else 1,
             )
             return
         what, previous = first_line(failure), self.previous
         self.previous = ended
         if decision.next is Next.WAIT:
-            logger.warning("the gang was lost %s and restarts when the store is back: %s", ended.position, what)
+            logger.warning(
+                "the gang was lost %s and restarts when the store is back: %s", ended.position, what
+            )
             return
         self.num_restarts += 1
-        position = f" {ended.position}" if ended.step or run.storage else ""  # a script may report none
+        # a script may report none
+        position = f" {ended.position}" if ended.step or run.storage else ""
         is_known = (
-            previous is not None and previous.failure is not None and previous.failure.cause == failure.cause != ""
+            previous is not None
+            and previous.failure is not None
+            and previous.failure.cause == failure.cause != ""
         )
         logger.warning(
             "the gang was lost%s and restarts from %s (restart %d of at most %d): %s",
             *(position, origin, self.num_restarts, place.max_restarts),
-            what if is_known or failure.cause == "stall" else failure,  # of a stall the log has all stacks
+            # of a stall the log has all stacks
+            what if is_known or failure.cause == "stall" else failure,
         )
 
-    def _raise(self, ended: Ended, failure: RankFailure | NodeLost, kind: type[Exception] | None) -> None:
+    def _raise(
+        self, ended: Ended, failure: RankFailure | NodeLost, kind: type[Exception] | None
+    ) -> None:
         """Raise the error that ends the run."""
         if kind is OutOfMemory:
             raise OutOfMemory(
-                f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or model: the ranks ran "
+                f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or "
+                "model: the ranks ran "
                 f"out of memory twice. {first_line(failure)}"
             ) from failure
         if kind is ProgramError and isinstance(failure, RankFailure):
-            line = f"{first_line(failure)} twice, at {failure.details['place']}, without progress in between"
-            raise program_failure(f"{line}: the program, or a library that it calls there, has a bug", failure.rank)
+            line = (
+                f"{first_line(failure)} twice, at {failure.details['place']}, without progress "
+                "in between"
+            )
+            raise program_failure(
+                (f"{line}: the program, or a library that it calls there, has a bug"), failure.rank
+            )
         if kind is StorageUnavailable:
             raise StorageUnavailable(first_line(failure)) from failure
         if kind is GangLost:
             raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
         if isinstance(failure, RankFailure) and failure.kind != "exception" and self.num_restarts:
             values = failure.to_dict()
-            raise RankFailure(**{**values, "message": f"{self._used_up(ended)}: {failure}"}) from failure
+            raise RankFailure(
+                **{**values, "message": f"{self._used_up(ended)}: {failure}"}
+            ) from failure
         raise failure
 
     def _used_up(self, ended: Ended) -> str:
         limit = self.place.max_restarts
-        return f"the gang was lost {ended.position} and has used up its restarts (max_restarts: {limit})"
+        return (
+            f"the gang was lost {ended.position} and has used up its restarts (max_restarts: "
+            f"{limit})"
+        )
 
     def _oom_step(self) -> int | None:
-        """Return the step from which the last attempt that ran out of memory had started, whatever process drove it."""
+        """Return the step from which the last attempt that ran out of memory had started, whatever
+        process drove it.
+        """
         if not self.run.storage:
             return None
         with contextlib.suppress(FileNotFoundError, StorageUnavailable):
@@ -349,7 +411,9 @@ class _Driver:
         return None
 
     def _note_oom(self, resumed_step: int, is_over: bool) -> None:
-        """Note a lack of memory for the next attempt of the run; forget it for another run, which differs somehow."""
+        """Note a lack of memory for the next attempt of the run; forget it for another run, which
+        differs somehow.
+        """
         if not self.run.storage:
             return
         with contextlib.suppress(StorageUnavailable):
@@ -363,12 +427,15 @@ class _Driver:
 
 
 class Dispatcher:
-    """Passes events to listeners, in a thread, so that a slow one delays neither the run nor its rescue.
+    """Passes events to listeners, in a thread, so that a slow one delays neither the run nor its
+    rescue.
 
-    A context manager: `emit` inside the block; at its end every listener is closed, with the error if there is one.
+    A context manager: `emit` inside the block; at its end every listener is closed, with the error
+    if there is one.
 
-    A listener that raises is named in the log and receives no more events: watching a run must not end it. Listeners
-    run with the context variables of the dispatcher's creator, so that a Flyte Deck finds its task.
+    A listener that raises is named in the log and receives no more events: watching a run must not
+    end it. Listeners run with the context variables of the dispatcher's creator, so that a Flyte
+    Deck finds its task.
     """
 
     def __init__(self, listeners: Sequence[events.Listener]) -> None:
@@ -376,7 +443,9 @@ class Dispatcher:
         self._queue: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._deliver,), name="listeners", daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=(self._deliver,), name="listeners", daemon=True
+        )
 
     def emit(self, event: events.Event) -> None:
         """Pass `event` on, with the time: one clock for all of a run's processes."""
@@ -387,13 +456,18 @@ class Dispatcher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._error = error
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT)
+            logger.warning(
+                "a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT
+            )
 
     def _deliver(self) -> None:
         active = list(self._listeners)
@@ -417,7 +491,9 @@ def _redact(event: events.Event) -> events.Event:
     """Return `event` without secrets, but with the URLs from which observers fetch the model."""
     redacted: events.Event = redact_values(event)
     if isinstance(event, events.RunFinished) and isinstance(redacted, events.RunFinished):
-        return dataclasses.replace(redacted, model_state_url=event.model_state_url, export_url=event.export_url)
+        return dataclasses.replace(
+            redacted, model_state_url=event.model_state_url, export_url=event.export_url
+        )
     return redacted
 
 
@@ -428,15 +504,22 @@ def _log(text: str, listener: events.Listener, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _say_where_to_resume(job: Job) -> Iterator[None]:
-    """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is none."""
+    """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is
+    none.
+    """
     try:
         yield
     except TrainingStopped as stopped:
         hint = ""
         if job.checkpoints and job.is_kept:
             with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
-                step, place = max(stored_steps(job.checkpoints), default=0), redact_url(job.checkpoints)
-                hint = f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
+                step, place = (
+                    max(stored_steps(job.checkpoints), default=0),
+                    redact_url(job.checkpoints),
+                )
+                hint = (
+                    f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
+                )
                 if not step:
                     hint = f". No checkpoint is in {place}: the same run starts at step 0"
         raise TrainingStopped(f"{stopped}{hint}", stopped.reason) from None

@@ -15,7 +15,13 @@ MAX_WIDTH = 300  # characters of such a line
 HEAD_LINES = 4  # of a text that is shortened: where a traceback begins
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+),? in (\S+)')
-_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "<frozen ", "<string>", str(Path(__file__).parents[1]))
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    "site-packages",
+    "<frozen ",
+    "<string>",
+    str(Path(__file__).parents[1]),
+)
 _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[^\n]*\n+")
 
 
@@ -25,11 +31,14 @@ def first_line(text: object) -> str:
 
 
 def shorten_traceback(text: str) -> str:
-    """Return the last of a traceback's chained exceptions, and one line for each of those that led to it."""
+    """Return the last of a traceback's chained exceptions, and one line for each of those that led
+    to it.
+    """
     *earlier, last = _CHAINED.split(text.strip())
     lines = last.splitlines()
     users = [number for number, line in enumerate(lines) if find_place([line])]
-    if users:  # what leads to the user's code, such as a loader's process, is the same for every error there
+    # what leads to the user's code, such as a loader's process, is the same for every error there
+    if users:
         last = "\n".join([lines[0], *lines[users[0] :]])
     causes = [f"after {part.strip().splitlines()[-1]}" for part in earlier if part.strip()]
     return shorten("\n".join([last, *causes[-3:]]))
@@ -37,11 +46,18 @@ def shorten_traceback(text: str) -> str:
 
 def shorten(text: str, max_lines: int = MAX_LINES) -> str:
     """Return `text` with its first and last lines only, none of them too wide."""
-    lines = [line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]}..." for line in text.strip("\n").splitlines()]
+    lines = [
+        line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]}..."
+        for line in text.strip("\n").splitlines()
+    ]
     if len(lines) > max_lines:
         head = min(HEAD_LINES, max_lines // 4)
         tail = max_lines - head - 1
-        lines = [*lines[:head], f"... ({len(lines) - head - tail} lines are left out)", *lines[-tail:]]
+        lines = [
+            *lines[:head],
+            f"... ({len(lines) - head - tail} lines are left out)",
+            *lines[-tail:],
+        ]
     return "\n".join(lines)
 
 
@@ -51,7 +67,9 @@ def program_failure(text: str, rank: int) -> RankFailure:
 
 
 def find_place(lines: Iterable[str]) -> str:
-    """Return the first line of a stack, newest frame first, that is in the user's own code, such as "a.py:3 in f"."""
+    """Return the first line of a stack, newest frame first, that is in the user's own code, such as
+    "a.py:3 in f".
+    """
     for line in lines:
         found = _FRAME.match(line)
         if found and not any(part in found[1] for part in _LIBRARIES):
@@ -61,4 +79,6 @@ def find_place(lines: Iterable[str]) -> str:
 
 def natural_key(name: str) -> tuple[Any, ...]:
     """Return a key that sorts worker-10 after worker-9."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+    return tuple(
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+    )

@@ -1,4 +1,6 @@
-"""The driver's own machine as the place of a run: one node, whose ranks are children of the driver's process."""
+"""The driver's own machine as the place of a run: one node, whose ranks are children of the
+driver's process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_TIMEOUT = 5.0  # seconds for a connection to this machine itself
-MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
+# seconds that the driver waits for a message before it looks at anything else
+MESSAGE_INTERVAL = 0.1
 
 
 @dataclass(eq=False)
@@ -42,11 +45,13 @@ class LocalPlace:
     """The ranks of a run on this machine."""
 
     num_processes: int = 0  # ranks; 0 is one per GPU, or two on a machine without
-    # How often all ranks start again, without a newer state in between, after one was killed, hung, or failed in a way
-    # that another attempt may not repeat.
+    # How often all ranks start again, without a newer state in between, after one was killed, hung,
+    # or failed in a way that another attempt may not repeat.
     max_restarts: int = 0
     port: int = 0  # where the ranks meet; 0 for any free one
-    larger_memory = "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
+    larger_memory = (
+        "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
+    )
     is_cluster = False
 
     def __post_init__(self) -> None:
@@ -57,16 +62,22 @@ class LocalPlace:
     def check(self, job: Job) -> None:
         num_processes = self.num_processes
         if num_processes < 1:
-            raise ConfigError(f"num_processes: expected a whole number of at least 1, got {num_processes}")
+            raise ConfigError(
+                f"num_processes: expected a whole number of at least 1, got {num_processes}"
+            )
         if multiprocessing.current_process().daemon:
             raise ConfigError(
-                "flyte_ddp.run: expected a process that may have children, got a daemonic one, as workers of Dask and "
-                "of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False before they start, or call it from the client"
+                "flyte_ddp.run: expected a process that may have children, got a daemonic one, as "
+                "workers of Dask and "
+                "of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False before they start, or "
+                "call it from the client"
             )
         check_requested_gpus()
         gpus = num_gpus()
         if gpus and num_processes > gpus:
-            raise ConfigError(f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}")
+            raise ConfigError(
+                f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}"
+            )
         job.program.check(num_processes, gpus > 0)
         job.program.check_compiler()
         if gpus and num_processes > 1 and job.program.uses_nccl and has_mig_slices():
@@ -119,7 +130,9 @@ class LocalNodes:
         data = self._run.prepared.result if self._run.prepared else None
         arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=arguments, name="supervisor", daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=arguments, name="supervisor", daemon=True
+        )
         self._thread.start()
 
     def send(self, command: str) -> None:
@@ -148,7 +161,8 @@ class LocalNodes:
 def listening_socket(host: str, port: int = 0) -> socket.socket:
     """Return a listening socket on `port` of `host`; 0 for a free one.
 
-    It is bound before its port is known, and passed to rank 0 open, so no other process can take the port in between.
+    It is bound before its port is known, and passed to rank 0 open, so no other process can take
+    the port in between.
 
     Raises:
         ConfigError: another process has the port, or the ranks of this machine cannot reach it.
@@ -160,7 +174,8 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
                 stack.enter_context(socket.create_connection(probe.getsockname(), LOOPBACK_TIMEOUT))
             except OSError as error:
                 raise ConfigError(
-                    f"{host}: expected a loopback interface that is up (ip link set lo up), by which the ranks of this "
+                    f"{host}: expected a loopback interface that is up (ip link set lo up), by "
+                    "which the ranks of this "
                     f"machine meet: {error}"
                 ) from None
     try:
@@ -168,4 +183,6 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
     except OSError as error:
         if not port:
             raise
-        raise ConfigError(f"master_port: expected a port that is free, or 0, got {port}: {error}") from None
+        raise ConfigError(
+            f"master_port: expected a port that is free, or 0, got {port}: {error}"
+        ) from None

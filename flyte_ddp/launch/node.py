@@ -1,17 +1,21 @@
-"""The link of one node's supervisor to the driver, on whatever machine: its commands, and the messages about the ranks.
+"""The link of one node's supervisor to the driver, on whatever machine: its commands, and the
+messages about the ranks.
 
-The same in the driver's own process (local.py) and in the supervisor that a Dask worker has started (dask/node.py).
-They differ in the `Link`, which carries commands in and messages out.
+The same in the driver's own process (local.py) and in the supervisor that a Dask worker has started
+(dask/node.py). They differ in the `Link`, which carries commands in and messages out.
 
 Messages, by kind:
-    beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint; is_stoppable: the ranks
+    beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint;
+    is_stoppable: the ranks
              save their state when they are asked to stop; has_reported: one has, since the
-             start; paces: of the ranks, as launch/paces.py has them; waits: seconds for which each rank that waits for
-             others does; ended: numbers of the ranks whose function has ended; leaves_in: seconds that the machine is
-             still there, None for one that was not told to go
+             start; paces: of the ranks, as launch/paces.py has them; waits: seconds for which each
+             rank that waits for others does; ended: numbers of the ranks whose function has ended;
+             leaves_in: seconds that the machine is still there, None for one that was not told to
+             go
     event    event of the run, on the node of rank 0
     lines    that the ranks have printed
-    end      outcome: done, stopped, failed, killed or broken; parts: of states in the memory of the node, as
+    end      outcome: done, stopped, failed, killed or broken; parts: of states in the memory of the
+    node, as
              `NodeMemory.held` has them; last
 """
 
@@ -26,9 +30,11 @@ from flyte_ddp import events
 from flyte_ddp.launch.signals import StopRequest
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
-GO, STOP, KILL = "go", "stop", "kill"  # the driver's commands; seconds of grace and the reason follow STOP
-# The driver's command: the gang stands still, for as many seconds as follow; report and end. If numbers of ranks follow
-# those, such as 0,2, these have ended, and the others wait in collectives, which is to be verified first.
+# the driver's commands; seconds of grace and the reason follow STOP
+GO, STOP, KILL = "go", "stop", "kill"
+# The driver's command: the gang stands still, for as many seconds as follow; report and end. If
+# numbers of ranks follow those, such as 0,2, these have ended, and the others wait in collectives,
+# which is to be verified first.
 STALL = "stall"
 LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
 
@@ -43,11 +49,18 @@ class Link:
     def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
-        self.beat: dict[str, Any] = {"step": 0, "is_writing": False, "is_stoppable": False, "ended": []}
+        self.beat: dict[str, Any] = {
+            "step": 0,
+            "is_writing": False,
+            "is_stoppable": False,
+            "ended": [],
+        }
         self.beat |= {"has_reported": False, "paces": [], "waits": []}
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
-        self.stalled_for: float | None = None  # seconds for which the gang stands still, as the driver has noticed
-        self.left: list[int] = []  # ranks that have ended, for which the others wait, as the driver has noticed
+        # seconds for which the gang stands still, as the driver has noticed
+        self.stalled_for: float | None = None
+        # ranks that have ended, for which the others wait, as the driver has noticed
+        self.left: list[int] = []
         self._put = put
         self._previous = ""  # command
         self._lines: list[str] = []
@@ -93,7 +106,9 @@ class Link:
 
     def note_beat(self, beat: dict[str, Any]) -> None:
         """Take note of what the ranks are at. What the driver must know at once is sent at once."""
-        is_new = any(beat[name] != self.beat[name] for name in ("is_writing", "is_stoppable", "ended"))
+        is_new = any(
+            beat[name] != self.beat[name] for name in ("is_writing", "is_stoppable", "ended")
+        )
         self.beat = beat
         self.send_lines()
         if is_new:
@@ -107,7 +122,9 @@ class Link:
         self._lines.append(line)
 
     def send_lines(self) -> None:
-        """Send the lines that the ranks have printed: many at a time, so that a talkative rank costs little."""
+        """Send the lines that the ranks have printed: many at a time, so that a talkative rank
+        costs little.
+        """
         lines, self._lines = self._lines, []
         if lines:
             self.send("lines", lines=lines)

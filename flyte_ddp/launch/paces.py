@@ -1,6 +1,8 @@
-"""Compare the ranks' own times per step, and name the ranks that are slower than the others for a minute.
+"""Compare the ranks' own times per step, and name the ranks that are slower than the others for a
+minute.
 
-The nodes' heartbeats bring the sums that flyte_ddp/rank/step_timer.py makes. Knows nothing of processes and nodes.
+The nodes' heartbeats bring the sums that flyte_ddp/rank/step_timer.py makes. Knows nothing of
+processes and nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.launch.process.ranks import PHASES
 
-SLOW_SECONDS = 50.0  # for which a rank is slow, or no longer slow, until it is named: that is within a minute
+# for which a rank is slow, or no longer slow, until it is named: that is within a minute
+SLOW_SECONDS = 50.0
 NUM_WINDOWS = 5  # in these seconds; a rank is slow if it is in each of them
 MIN_STEPS = 2  # of every rank in a window; it lasts longer where steps are long
 SLOW_FACTOR = 1.3  # times the median of the other ranks, in all phases or in one
@@ -46,11 +49,13 @@ class PaceWatch:
 
     world_size: int  # number of ranks
     emit: Callable[[events.Event], None]  # called with an event when the slow ranks have changed
-    slow: dict[int, events.Straggler] = field(default_factory=dict)  # that were named, by their rank
+    # that were named, by their rank
+    slow: dict[int, events.Straggler] = field(default_factory=dict)
     _latest: dict[int, Pace] = field(default_factory=dict)
     _begun: dict[int, Pace] = field(default_factory=dict)  # when the window began
     _begun_at: float = 0.0
-    _windows: list[dict[int, events.Straggler]] = field(default_factory=list)  # the slow ranks of the last ones
+    # the slow ranks of the last ones
+    _windows: list[dict[int, events.Straggler]] = field(default_factory=list)
 
     def note(self, node: str, paces: list[dict[str, Any]], step: int) -> None:
         """Take in what a heartbeat of a node says of its ranks; compare when a window is over."""
@@ -63,7 +68,10 @@ class PaceWatch:
             self._begun, self._begun_at = dict(self._latest), now
         if self.world_size == 1 or now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
             return
-        steps = {rank: pace.num_steps - self._begun[rank].num_steps for rank, pace in self._latest.items()}
+        steps = {
+            rank: pace.num_steps - self._begun[rank].num_steps
+            for rank, pace in self._latest.items()
+        }
         if min(steps.values()) < MIN_STEPS:
             return
         means = {
@@ -74,14 +82,24 @@ class PaceWatch:
             for rank, pace in self._latest.items()
         }
         interval = (now - self._begun_at) / max(steps.values())
-        self._windows.append({rank: each for rank in means if (each := self._compare(rank, means, interval))})
+        self._windows.append(
+            {rank: each for rank in means if (each := self._compare(rank, means, interval))}
+        )
         self._begun, self._begun_at = dict(self._latest), now
         self._conclude(step)
 
-    def _compare(self, rank: int, means: dict[int, list[float]], interval: float) -> events.Straggler | None:
-        """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every `interval` seconds."""
+    def _compare(
+        self, rank: int, means: dict[int, list[float]], interval: float
+    ) -> events.Straggler | None:
+        """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every
+        `interval` seconds.
+        """
         own, kind = means[rank], self._latest[rank].kind
-        others = [each for number, each in means.items() if number != rank and self._latest[number].kind == kind]
+        others = [
+            each
+            for number, each in means.items()
+            if number != rank and self._latest[number].kind == kind
+        ]
         if not others:
             return None
         medians = [statistics.median(each[phase] for each in others) for phase in range(len(own))]
@@ -95,7 +113,14 @@ class PaceWatch:
             return None
         pace = self._latest[rank]
         return events.Straggler(
-            rank, pace.node, pace.device, PHASES[phase], own[phase], medians[phase], sum(own), median
+            rank,
+            pace.node,
+            pace.device,
+            PHASES[phase],
+            own[phase],
+            medians[phase],
+            sum(own),
+            median,
         )
 
     def _conclude(self, step: int) -> None:
@@ -103,9 +128,14 @@ class PaceWatch:
         found = self._windows = self._windows[-NUM_WINDOWS:]
         if len(found) < NUM_WINDOWS:
             return
-        always = {rank: each for rank, each in found[-1].items() if all(rank in slow for slow in found)}
-        kept = {rank: each for rank, each in self.slow.items() if any(rank in slow for slow in found)}
-        # The phase of a rank that was named changes only if another one is the slow one for as long.
+        always = {
+            rank: each for rank, each in found[-1].items() if all(rank in slow for slow in found)
+        }
+        kept = {
+            rank: each for rank, each in self.slow.items() if any(rank in slow for slow in found)
+        }
+        # The phase of a rank that was named changes only if another one is the slow one for as
+        # long.
         for rank, each in always.items():
             is_other = rank in kept and all(slow[rank].phase == each.phase for slow in found)
             if rank not in kept or (is_other and kept[rank].phase != each.phase):

@@ -1,6 +1,7 @@
 """The rules for restarts: whether a run goes on after an attempt has failed, and how.
 
-`decide` is a pure function, without a clock, a socket or a store. tests/test_policy.py has its table of cases.
+`decide` is a pure function, without a clock, a socket or a store. tests/test_policy.py has its
+table of cases.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class Next(enum.Enum):
 class Ended:
     """The end of an attempt that did not finish the run."""
 
-    # The one that explains all others; None for a gang that saved its state to start again larger, or without the nodes
-    # that leave.
+    # The one that explains all others; None for a gang that saved its state to start again larger,
+    # or without the nodes that leave.
     failure: RankFailure | NodeLost | None
     step: int  # that it had reached; 0 if that is not known
-    resumed_step: int  # of the newest state, in the store or in memory, when it started; -1 if that is not known
+    # of the newest state, in the store or in memory, when it started; -1 if that is not known
+    resumed_step: int
     kept_step: int = -1  # of the newest state when it had ended; -1 if that is not known
     is_announced: bool = False  # a node of it had announced that it goes away
 
@@ -56,7 +58,10 @@ class Ended:
     @property
     def is_store_outage(self) -> bool:
         """It ended because the store could not be reached."""
-        return isinstance(self.failure, RankFailure) and self.failure.error_name == StorageUnavailable.__name__
+        return (
+            isinstance(self.failure, RankFailure)
+            and self.failure.error_name == StorageUnavailable.__name__
+        )
 
     @property
     def position(self) -> str:
@@ -69,7 +74,9 @@ class Ended:
         return self.kept_step > self.resumed_step >= 0
 
     def got_further_than(self, previous: Ended) -> bool:
-        """Return whether it started from a newer state than the one before it, and died at another step."""
+        """Return whether it started from a newer state than the one before it, and died at another
+        step.
+        """
         died_at_same_step = 0 < previous.step >= self.step  # a function may report none
         return self.resumed_step > previous.resumed_step and not died_at_same_step
 
@@ -80,7 +87,8 @@ class Before:
 
     previous: Ended | None = None  # the end of the attempt before it, in the same process
     num_restarts: int = 0  # that were counted since the last attempt that has left a newer state
-    oom_step: int | None = None  # where the last attempt, of any process, that ran out of memory had started
+    # where the last attempt, of any process, that ran out of memory had started
+    oom_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ class Rules:
     """What the run allows."""
 
     max_restarts: int = 0  # counted restarts without a newer state in between
-    repeats_bugs: bool = False  # an exception that would repeat is answered by a restart too, as torchrun does
+    # an exception that would repeat is answered by a restart too, as torchrun does
+    repeats_bugs: bool = False
     can_shrink: bool = False  # the batches may be made smaller when a GPU has run out of memory
 
 
@@ -97,7 +106,8 @@ class Decision:
     """An answer of `decide`."""
 
     next: Next
-    error: type[Exception] | None = None  # the class of the error to raise; None for the failure itself
+    # the class of the error to raise; None for the failure itself
+    error: type[Exception] | None = None
 
 
 def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
@@ -108,7 +118,11 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
     if rules.can_shrink:
         return Decision(Next.SHRINK)
     if ended.is_store_outage:
-        stays_away = previous is not None and previous.is_store_outage and not ended.got_further_than(previous)
+        stays_away = (
+            previous is not None
+            and previous.is_store_outage
+            and not ended.got_further_than(previous)
+        )
         return Decision(Next.RAISE, StorageUnavailable) if stays_away else Decision(Next.WAIT)
     if is_bug(ended, previous, rules.repeats_bugs):
         return Decision(Next.RAISE)
@@ -120,13 +134,16 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
         return Decision(Next.LEAVE)
     if before.num_restarts < rules.max_restarts:
         return Decision(Next.RESTART)
-    # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing, and is retried.
+    # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing,
+    # and is retried.
     is_own = isinstance(failure, RankFailure) and not failure.is_consequence
     return Decision(Next.RAISE, None if is_own else GangLost)
 
 
 def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
-    """Return whether the program or its input is to blame, so that another attempt would end likewise."""
+    """Return whether the program or its input is to blame, so that another attempt would end
+    likewise.
+    """
     failure = ended.failure
     if not isinstance(failure, RankFailure) or failure.kind != "exception":
         return False
@@ -147,7 +164,11 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
 def _repeats_crash(ended: Ended, previous: Ended) -> bool:
     """Return whether a rank has crashed twice in the same line of the user's, without progress."""
     first, second = (each.failure for each in (previous, ended))
-    if not isinstance(first, RankFailure) or not isinstance(second, RankFailure) or second.cause not in CRASHES:
+    if (
+        not isinstance(first, RankFailure)
+        or not isinstance(second, RankFailure)
+        or second.cause not in CRASHES
+    ):
         return False
     place = second.details.get("place")
     is_same = first.cause == second.cause and place and first.details.get("place") == place
@@ -155,7 +176,10 @@ def _repeats_crash(ended: Ended, previous: Ended) -> bool:
 
 
 def _repeats_lack_of_memory(ended: Ended, before: Before) -> bool:
-    if before.oom_step is not None and ended.resumed_step <= before.oom_step:  # nothing was saved since then
+    # nothing was saved since then
+    if before.oom_step is not None and ended.resumed_step <= before.oom_step:
         return True
     previous = before.previous
-    return previous is not None and previous.is_out_of_memory and not ended.got_further_than(previous)
+    return (
+        previous is not None and previous.is_out_of_memory and not ended.got_further_than(previous)
+    )

@@ -13,7 +13,8 @@ from typing import Any
 
 from flyte_ddp.launch.process.output import LogTail
 
-DEATH_GRACE = 2.0  # seconds for the kernel to end killed processes, and for their new parent to reap them
+# seconds for the kernel to end killed processes, and for their new parent to reap them
+DEATH_GRACE = 2.0
 
 
 @dataclass
@@ -26,7 +27,8 @@ class Rank:
     down: Connection
     log: LogTail
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
-    groups: list[dict[str, Any]] | None = None  # the collectives that it has entered, once it was asked
+    # the collectives that it has entered, once it was asked
+    groups: list[dict[str, Any]] | None = None
     device: str = ""  # its GPU, for people
 
     def is_running(self) -> bool:
@@ -47,7 +49,8 @@ class Rank:
 
 
 def process_state(pid: int | None) -> str:
-    """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one that has ended.
+    """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one
+    that has ended.
 
     "" where that is not known, as on macOS.
     """

@@ -1,7 +1,8 @@
-"""Run a function or a script of the user's on this machine or on a Dask cluster. Imports neither torch nor Dask itself.
+"""Run a function or a script of the user's on this machine or on a Dask cluster. Imports neither
+torch nor Dask itself.
 
-`run` is dask-pytorch-ddp's `dispatch.run` and torchrun's `elastic_launch` in one: what the ranks find is in
-docs/your-own-function.md.
+`run` is dask-pytorch-ddp's `dispatch.run` and torchrun's `elastic_launch` in one: what the ranks
+find is in docs/your-own-function.md.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Gang:
 
     Args:
         nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.
-        nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one per GPU, or two
-            where there are none.
-        max_restarts: how often all ranks start again after one raised, was killed, hung or was lost, without a new
-            checkpoint in between.
+        nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one
+            per GPU, or two where there are none.
+        max_restarts: how often all ranks start again after one raised, was killed, hung or was
+            lost, without a new checkpoint in between.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
-        stall_timeout: seconds without a report of any rank until the run is ended with all stacks; it counts from the
-            first `session.report` on.
+        stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
+            it counts from the first `session.report` on.
         master_port: where the ranks of one machine meet; 0 for any free port.
 
     Raises:
@@ -82,18 +83,26 @@ class Gang:
 
     def __post_init__(self) -> None:
         match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
-        if match is None or int(match[2]) < 1 or int(match[1] or match[2]) not in range(1, int(match[2]) + 1):
+        if (
+            match is None
+            or int(match[2]) < 1
+            or int(match[1] or match[2]) not in range(1, int(match[2]) + 1)
+        ):
             raise ConfigError(
-                f"nnodes: expected a number of machines such as 2, or a range such as 1:4, got {self.nnodes!r}"
+                "nnodes: expected a number of machines such as 2, or a range such as 1:4, got "
+                f"{self.nnodes!r}"
             )
         if not re.fullmatch(r"auto|gpu|cpu|[1-9]\d*", str(self.nproc_per_node)):
             raise ConfigError(
-                f"nproc_per_node: expected a number of ranks, gpu, cpu or auto, got {self.nproc_per_node!r}"
+                "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got "
+                f"{self.nproc_per_node!r}"
             )
         stall_timeout = finite_number("stall_timeout", self.stall_timeout, above=0, unit="seconds")
         object.__setattr__(self, "stall_timeout", stall_timeout)
         object.__setattr__(self, "max_restarts", whole_number("max_restarts", self.max_restarts))
-        object.__setattr__(self, "master_port", whole_number("master_port", self.master_port, maximum=65535))
+        object.__setattr__(
+            self, "master_port", whole_number("master_port", self.master_port, maximum=65535)
+        )
 
     @property
     def max_nodes(self) -> int:
@@ -104,9 +113,13 @@ class Gang:
         return self.max_nodes > 1 or self.cluster is not None
 
     def num_processes(self) -> int:
-        """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted, without any."""
+        """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted,
+        without any.
+        """
         if self.nproc_per_node == "gpu" and not num_gpus():
-            raise ConfigError("nproc_per_node: expected a number or cpu on a machine without GPUs, got 'gpu'")
+            raise ConfigError(
+                "nproc_per_node: expected a number or cpu on a machine without GPUs, got 'gpu'"
+            )
         counts = {"auto": default_num_processes, "gpu": num_gpus, "cpu": num_cores}
         kind = str(self.nproc_per_node)
         return counts[kind]() if kind in counts else int(kind)
@@ -115,7 +128,8 @@ class Gang:
         """Return the cluster that the gang needs.
 
         Raises:
-            ConfigError: an unknown field or a bad value of `cluster`, or one that contradicts the gang.
+            ConfigError: an unknown field or a bad value of `cluster`, or one that contradicts the
+                gang.
         """
         given = {} if self.cluster is None else self.cluster
         if isinstance(given, ClusterConfig):
@@ -127,25 +141,36 @@ class Gang:
         if str(self.nproc_per_node).isdigit():
             values["processes_per_node"] = int(self.nproc_per_node)
         elif self.nproc_per_node == "cpu":
-            raise ConfigError("nproc_per_node: expected a number, gpu or auto on several machines, got 'cpu'")
+            raise ConfigError(
+                "nproc_per_node: expected a number, gpu or auto on several machines, got 'cpu'"
+            )
         for name, value in values.items():
             if given.get(name, value) != value:
-                names = {"num_nodes": "nnodes", "min_nodes": "nnodes", "processes_per_node": "nproc_per_node"}
+                names = {
+                    "num_nodes": "nnodes",
+                    "min_nodes": "nnodes",
+                    "processes_per_node": "nproc_per_node",
+                }
                 raise ConfigError(
-                    f"cluster.{name}: expected {value}, as {names.get(name, name)} has it, got {given[name]!r}"
+                    f"cluster.{name}: expected {value}, as {names.get(name, name)} has it, got "
+                    f"{given[name]!r}"
                 )
         return cluster_config({**given, **values})
 
     @contextlib.contextmanager
-    def open_place(self, program: Program, name: str = "", client: Client | None = None) -> Iterator[driver.Place]:
-        """Yield the place of the gang's ranks, with a cluster for the length of the block if they need one.
+    def open_place(
+        self, program: Program, name: str = "", client: Client | None = None
+    ) -> Iterator[driver.Place]:
+        """Yield the place of the gang's ranks, with a cluster for the length of the block if they
+        need one.
 
         Args:
             name: of the run, unique in a namespace; names a cluster that is made on Kubernetes.
             client: of a cluster that is there already.
 
         Raises:
-            ConfigError: before anything is started, what `program` cannot do at this size; a cluster that cannot be.
+            ConfigError: before anything is started, what `program` cannot do at this size; a
+                cluster that cannot be.
             ClusterError: the cluster did not start.
         """
         if client is None and not self.needs_cluster:
@@ -158,7 +183,9 @@ class Gang:
         check(program, config)
         name = name or f"run-{os.urandom(4).hex()}"
         with contextlib.ExitStack() as stack:
-            yield DaskPlace(client or stack.enter_context(connect.open_cluster(config, name)), config, name)
+            yield DaskPlace(
+                client or stack.enter_context(connect.open_cluster(config, name)), config, name
+            )
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -179,21 +206,25 @@ def run(
     stall_timeout: float = Program.stall_timeout,
     listeners: Sequence[events.Listener] = (),
 ) -> T:
-    """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's value.
+    """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's
+    value.
 
     Args:
-        function: any function that cloudpickle can pickle; its module's code travels with it. For keyword arguments
-            give a `functools.partial`.
+        function: any function that cloudpickle can pickle; its module's code travels with it. For
+            keyword arguments give a `functools.partial`.
         nnodes, nproc_per_node, max_restarts, cluster, stall_timeout: see `Gang`.
         client: of a Dask cluster that is there already, of which `nnodes` workers are used.
-        checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished run there goes on.
-            Where all ranks are on this machine, the default is a directory for the length of the run.
-        run_id: the same for all attempts of this run, and for no other: a retry on another machine takes the place over
-            at once, where it would wait for the lease of an attempt that was killed.
+        checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished
+            run there goes on. Where all ranks are on this machine, the default is a directory for
+            the length of the run.
+        run_id: the same for all attempts of this run, and for no other: a retry on another machine
+            takes the place over at once, where it would wait for the lease of an attempt that was
+            killed.
         listeners: receive every event of the run.
 
     Raises:
-        ConfigError: bad input, before anything is started; or, at last, a value that cannot be unpickled here.
+        ConfigError: bad input, before anything is started; or, at last, a value that cannot be
+            unpickled here.
         RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
         GangLost, ClusterError: machines were lost, or never came.
         TrainingStopped: SIGINT or SIGTERM ended the run.
@@ -207,7 +238,9 @@ def run(
     try:
         return cloudpickle.loads(returned_value(state))  # type: ignore[no-any-return]
     except Exception as error:
-        raise ConfigError(f"{name}: expected a value that can be unpickled here, got {error!r}") from error
+        raise ConfigError(
+            f"{name}: expected a value that can be unpickled here, got {error!r}"
+        ) from error
 
 
 def run_program(
@@ -219,23 +252,30 @@ def run_program(
     client: Client | None = None,
     run_id: str = "",
 ) -> events.RunState:
-    """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and `driver.run`."""
+    """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and
+    `driver.run`.
+    """
     check_run_id(run_id)
     _working_directory()
     with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
-        if not checkpoints and client is None and gang.is_on_this_machine:  # for restarts within the run
+        # for restarts within the run
+        if not checkpoints and client is None and gang.is_on_this_machine:
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay)
 
 
 def _working_directory() -> str:
-    """Return the working directory, where the ranks start too. Raises ConfigError if it was deleted."""
+    """Return the working directory, where the ranks start too. Raises ConfigError if it was
+    deleted.
+    """
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise ConfigError("working directory: expected one that is there, but it was deleted: cd to another") from None
+        raise ConfigError(
+            "working directory: expected one that is there, but it was deleted: cd to another"
+        ) from None
 
 
 def returned_value(state: events.RunState) -> bytes:
@@ -250,13 +290,15 @@ def script_program(
     stall_timeout: float = Program.stall_timeout,
     outputs: str = "",
 ) -> Program:
-    """Return the program that runs a script as Python does, or a module as `python -m` does, with `arguments`.
+    """Return the program that runs a script as Python does, or a module as `python -m` does, with
+    `arguments`.
 
-    A script is also a zip file or a directory with `__main__.py`. Of a link the target is run. Its directory is shipped
-    to every node.
+    A script is also a zip file or a directory with `__main__.py`. Of a link the target is run. Its
+    directory is shipped to every node.
 
     Args:
-        outputs: directory or URL for the files of the directory that replaces `OUTPUTS` in the arguments.
+        outputs: directory or URL for the files of the directory that replaces `OUTPUTS` in the
+            arguments.
 
     Raises:
         ConfigError: there is no such file or module.
@@ -272,15 +314,23 @@ def script_program(
     else:
         path = Path(script).resolve()
         if not (path.is_file() or (path / "__main__.py").is_file()):
-            raise ConfigError(f"script: expected a file, or a directory with __main__.py, got {script!r}")
+            raise ConfigError(
+                f"script: expected a file, or a directory with __main__.py, got {script!r}"
+            )
         directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
     call = _Script(script, directory, name, tuple(arguments), _working_directory(), outputs)
     return Program(
-        Path(script).name or Path(directory).name, cloudpickle.dumps(call), packages, directory, stall_timeout
+        Path(script).name or Path(directory).name,
+        cloudpickle.dumps(call),
+        packages,
+        directory,
+        stall_timeout,
     )
 
 
-def command_program(command: Sequence[str], stall_timeout: float = Program.stall_timeout) -> Program:
+def command_program(
+    command: Sequence[str], stall_timeout: float = Program.stall_timeout
+) -> Program:
     """Return the program that runs another program, with its arguments, in a process of every rank.
 
     Raises:
@@ -294,7 +344,9 @@ def command_program(command: Sequence[str], stall_timeout: float = Program.stall
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function, whose value is pickled on rank 0. Raises ConfigError if it cannot be."""
+    """A call of a function, whose value is pickled on rank 0. Raises ConfigError if it cannot
+    be.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -306,15 +358,22 @@ class _Call:
         try:
             return bytes(cloudpickle.dumps(value))
         except Exception as error:
-            name, kind = getattr(self.function, "__qualname__", repr(self.function)), type(value).__name__
-            raise ConfigError(f"{name}: expected a value that can be pickled, got {kind}: {error}") from error
+            name, kind = (
+                getattr(self.function, "__qualname__", repr(self.function)),
+                type(value).__name__,
+            )
+            raise ConfigError(
+                f"{name}: expected a value that can be pickled, got {kind}: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
 class _Script:
-    """A run of a script, as torchrun starts it: as `__main__`, with its arguments, in the caller's directory.
+    """A run of a script, as torchrun starts it: as `__main__`, with its arguments, in the caller's
+    directory.
 
-    On another machine, the shipped copy of the script's directory takes the place of that directory.
+    On another machine, the shipped copy of the script's directory takes the place of that
+    directory.
     """
 
     script: str
@@ -326,15 +385,22 @@ class _Script:
 
     def __call__(self) -> bytes:
         with outputs_directory(self.outputs) as outputs:
-            self._run([each.replace(OUTPUTS, outputs) if outputs else each for each in self.arguments])
+            self._run(
+                [each.replace(OUTPUTS, outputs) if outputs else each for each in self.arguments]
+            )
         return b""
 
     def _run(self, arguments: Sequence[str]) -> None:
         shipped = Path(__file__).parents[2] / SCRIPT_DIRECTORY
         directory = shipped if self.directory and shipped.is_dir() else Path(self.directory)
         file = directory / self.name
-        main, given = (each if self.name else each / "__main__.py" for each in (file, Path(self.directory, self.name)))
-        is_here = not self.directory or (given.is_file() and given.read_bytes() == main.read_bytes())
+        main, given = (
+            each if self.name else each / "__main__.py"
+            for each in (file, Path(self.directory, self.name))
+        )
+        is_here = not self.directory or (
+            given.is_file() and given.read_bytes() == main.read_bytes()
+        )
         if is_here and os.path.isdir(self.working_directory):
             os.chdir(self.working_directory)
         elif self.directory:
@@ -345,10 +411,13 @@ class _Script:
         run: Callable[[], object]
         if not self.directory:
             sys.path[:] = [os.getcwd(), *others]
-            run = functools.partial(runpy.run_module, self.script, run_name="__main__", alter_sys=True)
+            run = functools.partial(
+                runpy.run_module, self.script, run_name="__main__", alter_sys=True
+            )
         else:
             place = os.path.abspath(self.script)
-            place = place if os.path.realpath(place) == str(file) else str(file)  # Python resolves no link in __file__
+            # Python resolves no link in __file__
+            place = place if os.path.realpath(place) == str(file) else str(file)
             importer = pkgutil.get_importer(place)  # of a directory or a zip file
             sys.path[:] = [place if importer else str(directory), *others, self.working_directory]
             run = functools.partial(_run_as_main, place, importer)
@@ -357,7 +426,8 @@ class _Script:
 
 @contextlib.contextmanager
 def outputs_directory(url: str) -> Iterator[str]:
-    """Yield a directory of this machine in a rank, and copy its files to `url` when rank 0 leaves the block.
+    """Yield a directory of this machine in a rank, and copy its files to `url` when rank 0 leaves
+    the block.
 
     All ranks of a node have the same one. A local `url` is that directory itself; "" yields "".
 
@@ -371,12 +441,18 @@ def outputs_directory(url: str) -> Iterator[str]:
     if directory != url and os.environ["RANK"] == "0":
         for file in sorted(Path(directory).rglob("*")):
             if file.is_file():
-                write_file(f"{url.rstrip('/')}/{file.relative_to(directory).as_posix()}", file.read_bytes(), "outputs")
+                write_file(
+                    f"{url.rstrip('/')}/{file.relative_to(directory).as_posix()}",
+                    file.read_bytes(),
+                    "outputs",
+                )
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A run of a program that is no script of Python's, in the caller's directory where the machine has it."""
+    """A run of a program that is no script of Python's, in the caller's directory where the machine
+    has it.
+    """
 
     command: tuple[str, ...]
     working_directory: str
@@ -392,23 +468,34 @@ class _Command:
 
 
 def _run_as_main(file: str, importer: Any) -> None:
-    """Run a script as Python itself does: what it started may use its module until the process ends."""
+    """Run a script as Python itself does: what it started may use its module until the process
+    ends.
+    """
     main: Any = types.ModuleType("__main__")
     if importer:
         main.__spec__ = importer.find_spec("__main__")
-        main.__file__, main.__loader__, main.__package__ = main.__spec__.origin, main.__spec__.loader, ""
+        main.__file__, main.__loader__, main.__package__ = (
+            main.__spec__.origin,
+            main.__spec__.loader,
+            "",
+        )
         code = main.__loader__.get_code("__main__")
     else:
         with open(file, "rb") as opened:
             code = pkgutil.read_code(opened)  # of a .pyc
-        main.__file__, main.__loader__ = file, (SourcelessFileLoader if code else SourceFileLoader)("__main__", file)
+        main.__file__, main.__loader__ = (
+            file,
+            (SourcelessFileLoader if code else SourceFileLoader)("__main__", file),
+        )
         code = code or compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 def _call_to_exit(call: Callable[[], T]) -> T | None:
-    """Return what `call` returns; None if it exits with code 0. Raises SystemExit if it exits with another one."""
+    """Return what `call` returns; None if it exits with code 0. Raises SystemExit if it exits with
+    another one.
+    """
     try:
         return call()
     except SystemExit as end:

@@ -1,4 +1,5 @@
-"""The options of `python -m flyte_ddp run`: torchrun's, on the command line or as PET_ variables, and ours.
+"""The options of `python -m flyte_ddp run`: torchrun's, on the command line or as PET_ variables,
+and ours.
 
 Imports neither torch nor Dask.
 """
@@ -17,12 +18,14 @@ from flyte_ddp.launch.process.programs import Program, stop_grace
 from flyte_ddp.launch.run import Gang, command_program, script_program
 from flyte_ddp.storage import check_url
 
-# By these the agents that torchrun needs on every machine find each other. Here one command starts all machines.
+# By these the agents that torchrun needs on every machine find each other. Here one command starts
+# all machines.
 RENDEZVOUS = (
     *("--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
 )
-# The other flags of torchrun: why each is refused; "" for those that are accepted and change nothing.
+# The other flags of torchrun: why each is refused; "" for those that are accepted and change
+# nothing.
 OTHERS = {
     "--duplicate-stderr-filters": "",
     "--duplicate-stdout-filters": "",
@@ -38,13 +41,22 @@ OTHERS = {
     "--redirects": "",
     "--role": "",
     "--run-path": "",
-    "--signals-to-handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT end a run and are passed on to its ranks",
+    "--signals-to-handle": (
+        "SIGTERM, SIGINT, SIGHUP and SIGQUIT end a run and are passed on to its ranks"
+    ),
     "--start-method": "",
     "--tee": "",
-    "--virtual-local-rank": "each rank sees all GPUs of its machine, and takes the one with the number LOCAL_RANK",
+    "--virtual-local-rank": (
+        "each rank sees all GPUs of its machine, and takes the one with the number LOCAL_RANK"
+    ),
 }
 SWITCHES = ("--run-path", "--virtual-local-rank")  # among the others
-VARIABLES = ("PYTHON_EXEC", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # likewise
+# likewise
+VARIABLES = (
+    "PYTHON_EXEC",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+)
 SHORT = {"--redirects": ["-r"], "--tee": ["-t"]}
 
 
@@ -52,7 +64,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
 
     def add(*flags: str, **options: Any) -> argparse.Action:
-        """Add a flag of torchrun, which takes dashes and underscores, and reads the variable PET_<flag>."""
+        """Add a flag of torchrun, which takes dashes and underscores, and reads the variable
+        PET_<flag>.
+        """
         name = flags[-1].lstrip("-").replace("-", "_")
         options["default"] = os.environ.get(f"PET_{name.upper()}", options.get("default"))
         return parser.add_argument(*dict.fromkeys((*flags, f"--{name}")), **options)
@@ -62,35 +76,64 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
     stall_timeout = Program.stall_timeout
     add("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
-    add("--nproc-per-node", default="1", help="ranks on each: a number, gpu, cpu or auto (default 1)")
-    add("--max-restarts", type=int, default=0, help="restarts of all ranks after a loss (default 0)")
-    parser.add_argument("--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file")
+    add(
+        "--nproc-per-node",
+        default="1",
+        help=("ranks on each: a number, gpu, cpu or auto (default 1)"),
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help=("restarts of all ranks after a loss (default 0)"),
+    )
+    parser.add_argument(
+        "--cluster", default="", help=("the machines: JSON, or the name of a YAML or JSON file")
+    )
     parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
-    text = "the same for all attempts of this run: a retry on another machine takes over its checkpoints at once"
+    text = (
+        "the same for all attempts of this run: a retry on another machine takes over its "
+        "checkpoints at once"
+    )
     parser.add_argument("--run-id", "--run_id", default="", help=text)
     text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
-    parser.add_argument("--stall-timeout", "--stall_timeout", type=float, default=stall_timeout, help=text)
+    parser.add_argument(
+        "--stall-timeout", "--stall_timeout", type=float, default=stall_timeout, help=text
+    )
     text = "until the run is ended, after a last checkpoint (default: no limit)"
     parser.add_argument("--max-hours", "--max_hours", type=float, default=0, help=text)
     add_switch("-m", "--module", help="SCRIPT is a module, as for python -m")
     add_switch("--no-python", help="SCRIPT is a program of any kind")
-    parser.add_argument("--no-prefix", "--no_prefix", action="store_true", help="show lines of output as they are")
-    text = "seconds from a signal until the ranks are killed (default: 20, or what the task's pod has for it)"
+    parser.add_argument(
+        "--no-prefix", "--no_prefix", action="store_true", help=("show lines of output as they are")
+    )
+    text = (
+        "seconds from a signal until the ranks are killed (default: 20, or what the task's pod "
+        "has for it)"
+    )
     add("--shutdown-timeout", type=int, default=int(stop_grace()), help=text)
     add_switch("--standalone", help="accepted as torchrun's; nothing needs it here")
     for flag in RENDEZVOUS:
-        add(flag, type=int if flag in ("--node-rank", "--master-port") else str, help=argparse.SUPPRESS)
+        add(
+            flag,
+            type=int if flag in ("--node-rank", "--master-port") else str,
+            help=argparse.SUPPRESS,
+        )
     for flag in OTHERS:
         if flag in SWITCHES:
             add_switch(flag, help=argparse.SUPPRESS)
         else:
             add(*SHORT.get(flag, ()), flag, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=("of the script")
+    )
 
 
 def read_gang(options: argparse.Namespace) -> Gang:
-    """Return the ranks that the options ask for. Raises ConfigError for wrong values, or contradicting flags."""
+    """Return the ranks that the options ask for. Raises ConfigError for wrong values, or
+    contradicting flags.
+    """
     if options.checkpoints is not None:
         check_url(options.checkpoints, "--checkpoints")
     cluster = read_object("--cluster", options.cluster) if options.cluster else None
@@ -105,7 +148,8 @@ def read_gang(options: argparse.Namespace) -> Gang:
     if gang.needs_cluster:
         for flag in _given(options, RENDEZVOUS):
             raise ConfigError(
-                f"{flag}: expected neither the flag nor its PET_ variable: one command starts all machines (--cluster "
+                f"{flag}: expected neither the flag nor its PET_ variable: one command starts all "
+                "machines (--cluster "
                 "names them)"
             )
     if options.node_rank:
@@ -124,14 +168,18 @@ def read_program(options: argparse.Namespace) -> Program:
             raise ConfigError(f"{flag}: expected neither the flag nor its PET_ variable: {why}")
     return dataclasses.replace(
         _read_script(options),
-        variables={"TORCHELASTIC_RUN_ID": options.rdzv_id} if options.rdzv_id and not options.standalone else {},
+        variables={"TORCHELASTIC_RUN_ID": options.rdzv_id}
+        if options.rdzv_id and not options.standalone
+        else {},
         stop_grace=whole_number("--shutdown-timeout", options.shutdown_timeout),
         shows_ranks=not options.no_prefix,
     )
 
 
 def note_without_effect(options: argparse.Namespace) -> str:
-    """Return a line about the flags and variables that were given and change nothing; "" if there are none."""
+    """Return a line about the flags and variables that were given and change nothing; "" if there
+    are none.
+    """
     given = [flag for flag in _given(options, OTHERS) if not OTHERS[flag]]
     given += [name for name in VARIABLES if name in os.environ]
     return f"{', '.join(given)}: accepted as torchrun's, with no effect here" if given else ""

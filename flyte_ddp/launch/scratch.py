@@ -1,4 +1,6 @@
-"""Temporary directories, which the next run removes where the process that owned them was killed."""
+"""Temporary directories, which the next run removes where the process that owned them was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-OWNER = ".owner"  # ends the name of a file beside a directory, which the directory's owner keeps locked
+# ends the name of a file beside a directory, which the directory's owner keeps locked
+OWNER = ".owner"
 
 
 @contextlib.contextmanager
 def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
-    """Make a directory for the length of the block, and remove those that killed processes have left there."""
+    """Make a directory for the length of the block, and remove those that killed processes have
+    left there.
+    """
     for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*{OWNER}"):
         with contextlib.suppress(OSError), open(left, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
@@ -28,7 +33,8 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
         try:
             yield directory
         finally:
-            if os.getpid() == owner:  # a forked process ends this block too, where it drops what it has inherited
+            # a forked process ends this block too, where it drops what it has inherited
+            if os.getpid() == owner:
                 _remove(Path(lock.name))
 
 

@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """A request, possibly repeated, to end a run early. Set from a signal handler or another thread.
+    """A request, possibly repeated, to end a run early. Set from a signal handler or another
+    thread.
 
     Args:
-        grace: seconds from the request until the run is killed; by default as long as this process has after SIGTERM.
+        grace: seconds from the request until the run is killed; by default as long as this process
+            has after SIGTERM.
     """
 
     def __init__(self, grace: float | None = None) -> None:
@@ -37,7 +39,8 @@ class StopRequest:
         self.reason = ""
         self.num_requests = 0
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
-        # A byte can be read from `news` for each request, by a thread that waits for other pipes too.
+        # A byte can be read from `news` for each request, by a thread that waits for other pipes
+        # too.
         self.news, self._told = Pipe(duplex=False)
 
     def set(self, reason: str) -> None:
@@ -48,7 +51,9 @@ class StopRequest:
         self._wake()
 
     def revise(self, reason: str, grace: float) -> None:
-        """Request the end of the run within `grace` seconds for this reason, without urgency, whatever was before."""
+        """Request the end of the run within `grace` seconds for this reason, without urgency,
+        whatever was before.
+        """
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
         self.num_requests = max(1, self.num_requests)
@@ -68,7 +73,9 @@ class StopRequest:
 
     @property
     def forwarded(self) -> signal.Signals:
-        """The signal for a function that does not ask whether to stop: the one that ends the run, or else SIGTERM."""
+        """The signal for a function that does not ask whether to stop: the one that ends the run,
+        or else SIGTERM.
+        """
         return signal.Signals.__members__.get(self.reason, signal.SIGTERM)
 
     @property
@@ -86,9 +93,9 @@ _entering = threading.Lock()
 def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
-    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the main thread. Beside
-    it, as in a task of Flyte 2, the asyncio loop that runs there sets them. Without one no signal reaches the run,
-    which a line says.
+    A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the
+    main thread. Beside it, as in a task of Flyte 2, the asyncio loop that runs there sets them.
+    Without one no signal reaches the run, which a line says.
     """
     stop = StopRequest(grace)
 
@@ -112,7 +119,11 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
             lambda: _before.update({number: signal.signal(number, handle) for number in numbers})
         ):
             logger.warning(
-                "%s: not noticed by this run, which began beside the main thread: it ends without a last checkpoint",
+                (
+                    "%s: not noticed by this run, which began beside the main thread: it ends "
+                    "without "
+                    "a last checkpoint"
+                ),
                 ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
             )
         _beside.append(stop)
@@ -137,7 +148,10 @@ def _call_in_main_thread(function: Callable[[], object]) -> bool:
     called: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def call() -> None:
-        if threading.current_thread() is threading.main_thread() and called.set_running_or_notify_cancel():
+        if (
+            threading.current_thread() is threading.main_thread()
+            and called.set_running_or_notify_cancel()
+        ):
             function()
             called.set_result(None)
 
@@ -164,7 +178,9 @@ class TimeLimit:
 
     def __init__(self, hours: float, begun_at: float, hint: str = "") -> None:
         hours = finite_number("max_hours", hours, minimum=0, unit="hours")
-        self._message = f"max_hours: the run has taken {hours:g} h, all attempts together, which is its limit"
+        self._message = (
+            f"max_hours: the run has taken {hours:g} h, all attempts together, which is its limit"
+        )
         self._is_up = False
         self._timer: threading.Timer | None = None
         if not hours:
@@ -186,7 +202,9 @@ class TimeLimit:
             self._timer.cancel()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return `error`, or a ConfigError with its text if the time limit caused it: a retry would end likewise."""
+        """Return `error`, or a ConfigError with its text if the time limit caused it: a retry would
+        end likewise.
+        """
         if not self._is_up or not isinstance(error, (TrainingStopped, SystemExit)):
             return error
         rest = "nothing was running yet"

@@ -1,4 +1,5 @@
-"""The report of a gang that stands still: the rank that the others wait for, and the stacks that differ.
+"""The report of a gang that stands still: the rank that the others wait for, and the stacks that
+differ.
 
 Pure functions of what the supervisors have found out about their ranks. Knows nothing of processes.
 """
@@ -18,17 +19,20 @@ MAX_FRAMES = 12  # of one of them
 MAX_NAMED = 8  # ranks that a line names one by one
 WAITING = "/torch/distributed/"  # in a frame of a thread that waits for other ranks
 SAME_COLLECTIVES = (
-    "All ranks have to enter the same collectives, with tensors of the same size: give each the same number of batches"
+    "All ranks have to enter the same collectives, with tensors of the same size: give each the "
+    "same number of batches"
 )
 # What torch's messages say of a program whose ranks call different collectives, and what helps.
 MISTAKES = {
     "Expected to have finished reduction in the prior iteration": (
-        "A layer or an output was not used in a step: use all in each, or give DistributedDataParallel "
+        "A layer or an output was not used in a step: use all in each, or give "
+        "DistributedDataParallel "
         "find_unused_parameters=True"
     ),
     "Detected mismatch between collectives on ranks": SAME_COLLECTIVES,
 }
-# How lines of a stack begin that say nothing of where the thread is. Another thread may be what collects garbage.
+# How lines of a stack begin that say nothing of where the thread is. Another thread may be what
+# collects garbage.
 NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
 
@@ -41,7 +45,8 @@ class StalledRank:
     silent_for: float | None  # seconds since its last progress; None if it has reported none
     stack: list[str] = field(default_factory=list)  # lines of its main thread
     halted: str = ""  # how something outside keeps it from running
-    groups: list[dict[str, Any]] | None = None  # as `entered_collectives` has them; None if it did not answer
+    # as `entered_collectives` has them; None if it did not answer
+    groups: list[dict[str, Any]] | None = None
     node: str = ""  # for people; "" where there is one
 
     @property
@@ -53,7 +58,9 @@ class StalledRank:
 
 @dataclass(frozen=True)
 class Culprits:
-    """The ranks that the others wait for, and a sentence about it; none and "" where that is not known."""
+    """The ranks that the others wait for, and a sentence about it; none and "" where that is not
+    known.
+    """
 
     numbers: tuple[int, ...] = ()
     why: str = ""
@@ -81,13 +88,23 @@ def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
-    """Return the ranks that the others wait for, by the number of collectives that each rank has entered."""
+    """Return the ranks that the others wait for, by the number of collectives that each rank has
+    entered.
+    """
     halted = ", ".join(rank.halted for rank in ranks if rank.halted)
-    groups = ((group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ())
-    found = [culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why]
+    groups = (
+        (group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ()
+    )
+    found = [
+        culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why
+    ]
     by_number = {rank.number: rank for rank in ranks}
     # One that waits in another group's collective is waiting for a rank itself.
-    found.sort(key=lambda each: any(number in by_number and by_number[number].pending for number in each.numbers))
+    found.sort(
+        key=lambda each: any(
+            number in by_number and by_number[number].pending for number in each.numbers
+        )
+    )
     if not found:
         return Culprits(why=halted)
     return dataclasses.replace(found[0], why=f"{halted}; {found[0].why}") if halted else found[0]
@@ -109,12 +126,16 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
     what = next(iter(waiting.values()))["what"]
     where = f"collective {first} of {name[0]}"
     # Also one that did not answer, such as a stopped one.
-    absent = [number for number in members if number not in states or states[number]["entered"] < first]
+    absent = [
+        number for number in members if number not in states or states[number]["entered"] < first
+    ]
     if absent:
         verb = "waits" if len(waiting) == 1 else "wait"
         they = f"where {_name_ranks(waiting)} {verb}"
         node = members[absent[0]].node
-        who = f"{_name_ranks(absent)} on {node}" if len(absent) == 1 and node else _name_ranks(absent)
+        who = (
+            f"{_name_ranks(absent)} on {node}" if len(absent) == 1 and node else _name_ranks(absent)
+        )
         return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they} ({where})")
     kinds: dict[str, list[int]] = {}
     for number, each in waiting.items():
@@ -122,8 +143,12 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
         kinds.setdefault(each["what"] if differs else each["operation"], []).append(number)
     if len(kinds) > 1:
         rarest = min(kinds.values(), key=len)
-        each_kind = ", ".join(f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items())
-        return Culprits(tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})")
+        each_kind = ", ".join(
+            f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items()
+        )
+        return Culprits(
+            tuple(rarest), (f"the ranks are in different collectives: {each_kind} ({where})")
+        )
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")
     return Culprits()
@@ -133,33 +158,58 @@ def left_failure(ranks: Sequence[StalledRank], left: Sequence[int]) -> RankFailu
     """Return the failure of `ranks`, which wait in collectives for ranks that have ended, `left`.
 
     Returns:
-        None if they do not: no group in whose collective they wait has one of `left`, or one of them has gone on.
+        None if they do not: no group in whose collective they wait has one of `left`, or one of
+            them has gone on.
     """
-    pending = [(group, each) for rank in ranks for group in rank.groups or () for each in group["pending"][:1]]
-    missing = sorted({number for group, _ in pending for number in group["ranks"] if number in left})
+    pending = [
+        (group, each)
+        for rank in ranks
+        for group in rank.groups or ()
+        for each in group["pending"][:1]
+    ]
+    missing = sorted(
+        {number for group, _ in pending for number in group["ranks"] if number in left}
+    )
     if not pending and ranks and all(any(WAITING in line for line in rank.stack) for rank in ranks):
         missing = sorted(left)  # they wait for a connection, or for what one of them sends
     if not missing:
         return None
-    named = (f"{each['what']} (collective {each['number']} of {group['name']})" for group, each in pending)
+    named = (
+        f"{each['what']} (collective {each['number']} of {group['name']})"
+        for group, each in pending
+    )
     what = next(named, "a call of torch.distributed")
-    waiting = f"{_name_ranks(rank.number for rank in ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {what}"
+    waiting = (
+        f"{_name_ranks(rank.number for rank in ranks)} "
+        f"{'waits' if len(ranks) == 1 else 'wait'} in {what}"
+    )
     return program_failure(_say_left(missing, waiting, find_place(ranks[0].stack)), missing[0])
 
 
 def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
-    """Return the failure of a rank whose connection was closed by one of those that have ended well, `left`."""
-    return program_failure(_say_left(left, f"rank {rank} waits for that in a collective", place), left[0])
+    """Return the failure of a rank whose connection was closed by one of those that have ended
+    well, `left`.
+    """
+    return program_failure(
+        _say_left(left, f"rank {rank} waits for that in a collective", place), left[0]
+    )
 
 
 def mismatch_line(rank: int, sizes: str, place: str) -> str:
-    """Return what to say of a rank that gloo has ended, because what arrived has another size than its own."""
+    """Return what to say of a rank that gloo has ended, because what arrived has another size than
+    its own.
+    """
     where = f" at {place}" if place else ""
-    return f"rank {rank} was ended by gloo{where}: what a peer sent does not fit ({sizes.strip()}). {SAME_COLLECTIVES}"
+    return (
+        f"rank {rank} was ended by gloo{where}: what a peer sent does not fit "
+        f"({sizes.strip()}). {SAME_COLLECTIVES}"
+    )
 
 
 def explain_collective(rank: int, message: str, trace: str) -> str:
-    """Return what to say of an exception with `message`, if a rank raised it for calling other collectives; else ""."""
+    """Return what to say of an exception with `message`, if a rank raised it for calling other
+    collectives; else "".
+    """
     hint = next((hint for text, hint in MISTAKES.items() if text in message), "")
     if not hint:
         return ""
@@ -182,7 +232,9 @@ def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
     # The likely culprits first: also those that are behind the others.
     sections = sorted(
         alike.items(),
-        key=lambda item: min((each.number not in first, each.step, each.number) for each in item[1]),
+        key=lambda item: min(
+            (each.number not in first, each.step, each.number) for each in item[1]
+        ),
     )
     num_lines = 1 + max(3, min(MAX_FRAMES, STACK_LINES // len(sections)))
     num_shown = (STACK_LINES + 4) // num_lines

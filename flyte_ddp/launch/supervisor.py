@@ -1,9 +1,11 @@
-"""Run the ranks of one node as child processes, watch them, and kill them all when one dies or all stand still.
+"""Run the ranks of one node as child processes, watch them, and kill them all when one dies or all
+stand still.
 
-How they start is in rank_start.py. `torch.multiprocessing.spawn` is not used for three reasons: importing it costs this
-process the 3.5 s that the ranks need for themselves; it makes every rank import the caller's main module again (under
-`pyflyte run` all of flytekit, 2.5 s); and it notices only that a rank has exited, not that a rank hangs, and lets the
-others wait in their collectives meanwhile.
+How they start is in rank_start.py. `torch.multiprocessing.spawn` is not used for three reasons:
+importing it costs this process the 3.5 s that the ranks need for themselves; it makes every rank
+import the caller's main module again (under `pyflyte run` all of flytekit, 2.5 s); and it notices
+only that a rank has exited, not that a rank hangs, and lets the others wait in their collectives
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, DataError, RankFailure, TrainingStopped
 from flyte_ddp.launch.devices import visible_gpus
-from flyte_ddp.launch.failures import find_place, first_line, program_failure, shorten, shorten_traceback
+from flyte_ddp.launch.failures import (
+    find_place,
+    first_line,
+    program_failure,
+    shorten,
+    shorten_traceback,
+)
 from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
@@ -49,19 +57,24 @@ from flyte_ddp.launch.stalls import (
     stall_failure,
 )
 
-NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)  # no failure of another rank ends a rank in these ways
+# no failure of another rank ends a rank in these ways
+NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
-END_GRACE = 3.0  # seconds for a rank that has raised to call exit handlers and to write what its files hold back
+# seconds for a rank that has raised to call exit handlers and to write what its files hold back
+END_GRACE = 3.0
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
-GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")  # as gloo ends a process
+# as gloo ends a process
+GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")
 INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's own choice, which ranks are given
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
-STACK_SECONDS = 5.0  # at most, for the ranks to write their stacks, and to send which collectives they have entered
+# at most, for the ranks to write their stacks, and to send which collectives they have entered
+STACK_SECONDS = 5.0
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
-SHARED_MEMORY = Path("/dev/shm")  # has the heartbeats, and named semaphores, which macOS does not list
+# has the heartbeats, and named semaphores, which macOS does not list
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def supervise(
@@ -73,11 +86,13 @@ def supervise(
     memory: NodeMemory,
     relay: Callable[[str], None] | None = None,
 ) -> None:
-    """Run the ranks of one node to their end, and send last how they ended. Then all their processes are gone.
+    """Run the ranks of one node to their end, and send last how they ended. Then all their
+    processes are gone.
 
     Args:
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
-        data: returns the directory of the prepared data on this node; None for a program that needs none.
+        data: returns the directory of the prepared data on this node; None for a program that needs
+            none.
         link: to the driver. About every `POLL_INTERVAL` seconds it gets what the ranks are at.
         memory: of this node, for the states of the ranks.
         relay: called with every line that a rank prints; by default the link's.
@@ -93,7 +108,11 @@ def supervise(
                 ranks.kill()
         end: dict[str, Any] = {"outcome": "done"}
     except TrainingStopped as stopped:
-        end = {"outcome": "killed" if link.is_killed else "stopped", "message": str(stopped), "reason": stopped.reason}
+        end = {
+            "outcome": "killed" if link.is_killed else "stopped",
+            "message": str(stopped),
+            "reason": stopped.reason,
+        }
     except RankFailure as failure:
         end = {"outcome": "failed", "failure": failure.to_dict()}
     except (ConfigError, DataError) as error:
@@ -113,7 +132,8 @@ def _check_interfaces() -> None:
     given = os.environ.get(INTERFACES, "")
     if not set(filter(None, given.split(","))) <= set(known):
         raise ConfigError(
-            f"{INTERFACES}: expected network interfaces of {socket.gethostname()} ({', '.join(known)}), got {given!r}"
+            f"{INTERFACES}: expected network interfaces of {socket.gethostname()} "
+            f"({', '.join(known)}), got {given!r}"
         )
 
 
@@ -136,23 +156,28 @@ class _Ranks:
         self.link = link
         self.relay = relay
         self.ranks: list[Rank] = []
-        self.failures: list[tuple[bool, float, RankFailure]] = []  # (is a consequence, when noticed, failure)
+        # (is a consequence, when noticed, failure)
+        self.failures: list[tuple[bool, float, RankFailure]] = []
         self.memory = memory
         self.left_parts = memory.begin(node)
         self.num_oom_kills = count_oom_kills()
-        # CUDA gives a process only the first of several MIG slices, so each rank must see its own alone.
+        # CUDA gives a process only the first of several MIG slices, so each rank must see its own
+        # alone.
         gpus = visible_gpus() if node.use_gpus else ()
         self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
-        # Two numbers per local rank: the time of its last progress, 0 before the first, and its step. Then one per
-        # local rank: not 0 when its function has ended. One more: since when it waits for other ranks, or 0.
-        # Then its steps and the seconds of their phases. After all ranks': not 0 once they save their state when they
-        # are asked to stop. Last: not 0 while rank 0 writes a checkpoint. No lock: a rank writes its own slots, and
-        # after its death this process.
+        # Two numbers per local rank: the time of its last progress, 0 before the first, and its
+        # step. Then one per local rank: not 0 when its function has ended. One more: since when it
+        # waits for other ranks, or 0. Then its steps and the seconds of their phases. After all
+        # ranks': not 0 once they save their state when they are asked to stop. Last: not 0 while
+        # rank 0 writes a checkpoint. No lock: a rank writes its own slots, and after its death this
+        # process.
         try:
             self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
         except OSError as error:
-            raise ConfigError(f"{SHARED_MEMORY}: expected to be able to write there, got {error}") from error
+            raise ConfigError(
+                f"{SHARED_MEMORY}: expected to be able to write there, got {error}"
+            ) from error
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
@@ -163,16 +188,30 @@ class _Ranks:
 
     def _start(self, local_rank: int, listener: socket.socket | None) -> None:
         number = self.node.first_rank + local_rank
-        # One pipe per rank and direction: a process killed while it writes to a queue takes the queue's lock with it.
+        # One pipe per rank and direction: a process killed while it writes to a queue takes the
+        # queue's lock with it.
         up, rank_up = Pipe(duplex=False)
         rank_down, down = Pipe(duplex=False)
         source = self.node.rank_away(number, -self.node.copy_distance)
         copies = self.memory.slots_of(source) if self.node.copy_distance else []
         memory = (self.memory.slots_of(number), copies, self.left_parts)
-        arguments = (self.job, self.node, local_rank, listener, rank_up, rank_down, self.beats, self.logs, memory)
-        with set_environment({"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}):
+        arguments = (
+            self.job,
+            self.node,
+            local_rank,
+            listener,
+            rank_up,
+            rank_down,
+            self.beats,
+            self.logs,
+            memory,
+        )
+        with set_environment(
+            {"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}
+        ):
             process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
-        # Only the rank holds its ends now, so that either side sees the other's death as the end of a pipe.
+        # Only the rank holds its ends now, so that either side sees the other's death as the end of
+        # a pipe.
         rank_up.close()
         rank_down.close()
         self.ranks.append(Rank(number, process, up, down, LogTail(rank_log(self.logs, number))))
@@ -188,11 +227,15 @@ class _Ranks:
         while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
-            ready = wait([*pipes, *(rank.process.sentinel for rank in live), stop.news], timeout=POLL_INTERVAL)
+            ready = wait(
+                [*pipes, *(rank.process.sentinel for rank in live), stop.news],
+                timeout=POLL_INTERVAL,
+            )
             if stop.news in ready:
                 stop.news.recv_bytes()
             for rank in live:
-                # A process that the rank forked may hold the rank's pipes open, its sentinel's too: ask the kernel.
+                # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
+                # ask the kernel.
                 has_exited = rank.process.exitcode is not None
                 if not rank.up.closed and (has_exited or rank.up in ready):
                     self._read(rank)
@@ -210,14 +253,28 @@ class _Ranks:
             if self.link.left and not self.failures and (left := self._describe_left()):
                 raise left
             has_stalled = self.link.stalled_for is not None
-            if has_data and not self.failures and (has_stalled or self._silence() >= self.job.program.stall_timeout):
+            if (
+                has_data
+                and not self.failures
+                and (has_stalled or self._silence() >= self.job.program.stall_timeout)
+            ):
                 raise self._describe_stall()
             if stop.is_set() and not has_data:
-                raise TrainingStopped(f"{stop.reason}: the run was stopped while its data were prepared", stop.reason)
+                raise TrainingStopped(
+                    (f"{stop.reason}: the run was stopped while its data were prepared"),
+                    stop.reason,
+                )
             if stop.is_urgent or time.monotonic() > stop.deadline:
-                if self.failures and (cause := self._root_cause()).kind == "exception" and not cause.is_consequence:
-                    raise self._error()  # other ranks' ends, for which the driver ends these, may be due to it
-                raise TrainingStopped(f"{stop.reason}: the ranks were killed {self._position()}", stop.reason)
+                if (
+                    self.failures
+                    and (cause := self._root_cause()).kind == "exception"
+                    and not cause.is_consequence
+                ):
+                    # other ranks' ends, for which the driver ends these, may be due to it
+                    raise self._error()
+                raise TrainingStopped(
+                    (f"{stop.reason}: the ranks were killed {self._position()}"), stop.reason
+                )
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
                 for rank in self.ranks:
@@ -228,7 +285,9 @@ class _Ranks:
         if self.failures:
             raise self._error()
         if any(rank.outcome == "stopped" for rank in self.ranks):
-            raise TrainingStopped(f"{stop.reason}: the run was stopped {self._position()}", stop.reason)
+            raise TrainingStopped(
+                f"{stop.reason}: the run was stopped {self._position()}", stop.reason
+            )
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -238,9 +297,12 @@ class _Ranks:
             rank.process.join()
             rank.up.close()
             rank.down.close()
-        # A loader process of a rank that died before it is no child of this process, so it cannot be joined.
+        # A loader process of a rank that died before it is no child of this process, so it cannot
+        # be joined.
         deadline = time.monotonic() + DEATH_GRACE
-        while any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline:
+        while (
+            any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline
+        ):
             time.sleep(POLL_INTERVAL / 10)
         for rank in self.ranks:
             with contextlib.suppress(ValueError):  # it hangs in the kernel
@@ -274,14 +336,19 @@ class _Ranks:
                 time.sleep(POLL_INTERVAL / 10)
             rank.up.close()
             if rank.process.exitcode is not None or not self.job.program.may_exit:
-                self._note_death(rank)  # else it has become another program, whose exit code tells how it ended
+                # else it has become another program, whose exit code tells how it ended
+                self._note_death(rank)
 
-    def _note_error(self, rank: Rank, name: str, message: str, text: str, is_consequence: bool) -> None:
+    def _note_error(
+        self, rank: Rank, name: str, message: str, text: str, is_consequence: bool
+    ) -> None:
         if line := explain_collective(rank.number, message, text):
             self.failures.append((False, time.monotonic(), program_failure(line, rank.number)))
             return
         cause = f"{name}: {message}"
-        what = f"rank {rank.number} failed: {name}" + (f": {shorten(message, MAX_MESSAGE)}" if message else "")
+        what = f"rank {rank.number} failed: {name}" + (
+            f": {shorten(message, MAX_MESSAGE)}" if message else ""
+        )
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
         if text and not failure.is_user_error:  # one line explains those
             text = f"{what}\n{shorten_traceback(text)}"
@@ -314,11 +381,18 @@ class _Ranks:
                 return program_failure(mismatch_line(rank.number, sizes[1], place), rank.number)
             if cause == "SIGKILL" and count_oom_kills() > self.num_oom_kills:
                 cause = OUT_OF_MEMORY
-                what += ": its container ran out of memory. Request more memory, or make batches smaller"
+                what += (
+                    ": its container ran out of memory. Request more memory, or make batches "
+                    "smaller"
+                )
             elif cause == "SIGKILL":
                 what += ". Unless a person killed it, the machine ran out of memory"
         else:
-            what, kind, cause = f"rank {rank.number} exited with code {code}", "exit", f"exit code {code}"
+            what, kind, cause = (
+                f"rank {rank.number} exited with code {code}",
+                "exit",
+                (f"exit code {code}"),
+            )
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
                 what += ", or the server that it was forked from was killed"
         tail = rank.log.last_lines(LOG_TAIL)
@@ -326,7 +400,9 @@ class _Ranks:
         return RankFailure(text, rank.number, kind, cause, details=details)
 
     def _grace(self) -> float:
-        """Return for how many seconds a failure may wait for its cause, and for a checkpoint that is being written."""
+        """Return for how many seconds a failure may wait for its cause, and for a checkpoint that
+        is being written.
+        """
         if any(failure.cause in NEVER_CONSEQUENCES for _, _, failure in self.failures):
             return 0.0
         if self.failures[0][2].is_user_error and not self.beats[-1]:
@@ -338,11 +414,15 @@ class _Ranks:
         return END_GRACE if is_ending else CAUSE_GRACE
 
     def _root_cause(self) -> RankFailure:
-        """Return the failure that explains the others: the first that is not a consequence of a dead peer."""
+        """Return the failure that explains the others: the first that is not a consequence of a
+        dead peer.
+        """
         return min(self.failures, key=lambda failure: failure[:2])[2]
 
     def _error(self) -> Exception:
-        """Return the error of a rank that failed. After it was asked to stop, it may have got a signal, or raise."""
+        """Return the error of a rank that failed. After it was asked to stop, it may have got a
+        signal, or raise.
+        """
         cause = self._root_cause()
         if self.sent_deadline is None or cause.is_user_error:
             return cause
@@ -353,11 +433,14 @@ class _Ranks:
     def _silence(self) -> float:
         """Return for how many seconds no rank has made progress; 0 where none is expected."""
         last = max(self.beats[2 * index] for index in range(len(self.ranks)))
-        # A function that has never reported is not expected to; the driver compares the ranks that wait.
+        # A function that has never reported is not expected to; the driver compares the ranks that
+        # wait.
         return time.monotonic() - last if last else self.link.stalled_for or 0.0
 
     def _describe_left(self) -> RankFailure | None:
-        """Return the failure of ranks that wait for some that have ended; None if they turn out not to."""
+        """Return the failure of ranks that wait for some that have ended; None if they turn out not
+        to.
+        """
         left, self.link.left = self.link.left, []
         waiting = [rank for rank, _ in self._inspect() if rank.number not in left]
         return left_failure(waiting, left)
@@ -370,13 +453,17 @@ class _Ranks:
                 self.relay(f"[rank {stalled.number}] {line}")
             found.append(stalled)
         limit = self.job.program.stall_timeout
-        return stall_failure(found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+        return stall_failure(
+            found, (f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+        )
 
     def _inspect(self) -> Iterator[tuple[StalledRank, str]]:
         """Yield each rank with its collectives and the stacks of all its threads."""
         now = time.monotonic()
         halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
-        asked = [rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted]
+        asked = [
+            rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted
+        ]
         for rank in asked:
             rank.tell("inspect")
         sizes, before = [0], [-1]
@@ -389,15 +476,20 @@ class _Ranks:
             for rank in self.ranks:
                 if not rank.up.closed:
                     self._read(rank)
-            # A stack that does not grow any more is whole: on a busy machine it is written line by line for a while.
+            # A stack that does not grow any more is whole: on a busy machine it is written line by
+            # line for a while.
             sizes, before = [len(self._stacks_of(rank)) for rank in asked], sizes
             if all(sizes) and sizes == before and all(rank.groups is not None for rank in asked):
                 break
         for index, rank in enumerate(self.ranks):
             stacks = self._stacks_of(rank)
-            stacks = stacks or f"  no stack: {halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
+            stacks = stacks or (
+                "  no stack: "
+                f"{halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
+            )
             ago = now - self.beats[2 * index] if self.beats[2 * index] else None
-            # The threads are listed from the newest to the oldest, which is the main thread. Two lines are no frames.
+            # The threads are listed from the newest to the oldest, which is the main thread. Two
+            # lines are no frames.
             main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 2]
             step, how = int(self.beats[2 * index + 1]), halted.get(rank.number, "")
             yield StalledRank(rank.number, step, ago, main_thread, how, rank.groups), stacks
@@ -412,15 +504,23 @@ class _Ranks:
     def _beat(self) -> dict[str, Any]:
         """Return what the ranks are at, as launch/node.py has it."""
         num_ranks, now = len(self.ranks), time.monotonic()
-        has_ended, waiting_since = (self.beats[first * num_ranks : (first + 1) * num_ranks] for first in (2, 3))
+        has_ended, waiting_since = (
+            self.beats[first * num_ranks : (first + 1) * num_ranks] for first in (2, 3)
+        )
         return {
             "step": self._step(),
             "is_writing": bool(self.beats[-1]),
             "is_stoppable": bool(self.beats[-2]),
             "has_reported": any(self.beats[2 * index] for index in range(num_ranks)),
             "paces": self._paces(),
-            "waits": [now - since for since, ends in zip(waiting_since, has_ended, strict=True) if since and not ends],
-            "ended": [rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended],
+            "waits": [
+                now - since
+                for since, ends in zip(waiting_since, has_ended, strict=True)
+                if since and not ends
+            ],
+            "ended": [
+                rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended
+            ],
         }
 
     def _paces(self) -> list[dict[str, Any]]:
@@ -448,18 +548,22 @@ class _Ranks:
 
 def _how_halted(rank: Rank) -> str:
     """Return how something outside keeps the rank from running; "" if nothing does."""
-    what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(process_state(rank.process.pid), "")
+    what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(
+        process_state(rank.process.pid), ""
+    )
     return f"rank {rank.number} is {what}" if what else ""
 
 
 def _remove_semaphores(prefix: str) -> None:
-    """Remove the named semaphores that killed processes have left. Else they stay until this process ends."""
+    """Remove the named semaphores that killed processes have left. Else they stay until this
+    process ends.
+    """
     for file in SHARED_MEMORY.glob(f"sem.{prefix}-*"):
         name = f"/{file.name.removeprefix('sem.')}"
         with contextlib.suppress(OSError):
             file.unlink()
-        # The tracker, which the ranks share, would remove it again, with a warning. It does not know the semaphore of a
-        # rank that was killed before it registered it.
+        # The tracker, which the ranks share, would remove it again, with a warning. It does not
+        # know the semaphore of a rank that was killed before it registered it.
         resource_tracker.register(name, "semaphore")
         resource_tracker.unregister(name, "semaphore")
 
@@ -470,6 +574,9 @@ def _has_group(leader: int | None) -> bool:
         return False
     try:
         os.killpg(leader, 0)
-    except (ProcessLookupError, PermissionError):  # the latter: the number belongs to a process of another user now
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # the latter: the number belongs to a process of another user now
         return False
     return True

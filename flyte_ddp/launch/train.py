@@ -1,4 +1,6 @@
-"""Train a recipe from Python, on this machine or on a Dask cluster: what the workflows do, without a Flyte."""
+"""Train a recipe from Python, on this machine or on a Dask cluster: what the workflows do, without
+a Flyte.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ class Trained:
     """What a training has come to.
 
     Attributes:
-        model_state: the state dict, on the CPU: that of the best epoch, or of the last one if the config says so.
+        model_state: the state dict, on the CPU: that of the best epoch, or of the last one if the
+            config says so.
         epochs: each with its losses and metrics.
         best: the best of them, by the config's `monitor`.
         model_state_url: where the state dict is; "" if the checkpoints were not kept.
         card: the run card, as docs/outputs.md has it.
-        export_url: directory with the card, the weights as safetensors and what the recipe exports; "" likewise.
+        export_url: directory with the card, the weights as safetensors and what the recipe exports;
+            "" likewise.
     """
 
     model_state: dict[str, Tensor]
@@ -63,7 +67,8 @@ def train(
     initial_model_state: str = "",
     listeners: Sequence[events.Listener] = (),
 ) -> Trained:
-    """Prepare the data of a recipe, train it in every rank of a gang, and return its model state and metrics.
+    """Prepare the data of a recipe, train it in every rank of a gang, and return its model state
+    and metrics.
 
     Args:
         recipe: such as "digits", or the dotted name of your own.
@@ -71,15 +76,17 @@ def train(
         data: path or URL for recipes that read data of yours.
         nnodes, nproc_per_node, max_restarts, cluster: see `launch.run.Gang`.
         client: of a Dask cluster that is there already.
-        checkpoints: directory or URL, which all machines reach; an unfinished run there goes on. Where all ranks are on
-            this machine, the default is a directory for the length of the run.
+        checkpoints: directory or URL, which all machines reach; an unfinished run there goes on.
+            Where all ranks are on this machine, the default is a directory for the length of the
+            run.
         run_id: as for `launch.run.run`.
         initial_model_state: URL of the weights to start from.
         listeners: receive every event of the run.
 
     Raises:
         ConfigError, DataError: bad input, before any rank starts.
-        RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as `launch.run.run`.
+        RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
+        `launch.run.run`.
     """
     check_run_id(run_id)
     resolved = config_of(recipe, config or {})

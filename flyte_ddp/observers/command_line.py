@@ -1,4 +1,6 @@
-"""The observers of `python -m flyte_ddp run`, by its options. Each is imported when it is asked for."""
+"""The observers of `python -m flyte_ddp run`, by its options. Each is imported when it is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,41 @@ from flyte_ddp.storage import Storage
 if TYPE_CHECKING:
     from flyte_ddp.observers.reports.run import Report
 
-RUN_ID = "wandb-run-id"  # a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
+# a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
+RUN_ID = "wandb-run-id"
 
 
 def add_observer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `make_observers` reads."""
-    parser.add_argument("--history", default="", metavar="FILE", help="for the events of the run, as JSON lines")
+    parser.add_argument(
+        "--history", default="", metavar="FILE", help=("for the events of the run, as JSON lines")
+    )
     parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
-    parser.add_argument("--wandb", default="", metavar="PROJECT", help="of Weights & Biases, which records the run")
+    parser.add_argument(
+        "--wandb",
+        default="",
+        metavar="PROJECT",
+        help=("of Weights & Biases, which records the run"),
+    )
     text = "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run"
     parser.add_argument("--mlflow", default="", metavar="EXPERIMENT", help=text)
 
 
 def resume_command(checkpoints: str = "") -> str:
-    """Return this process's command, for a shell, which resumes its run; with `checkpoints` if it did not name them."""
+    """Return this process's command, for a shell, which resumes its run; with `checkpoints` if it
+    did not name them.
+    """
     name = os.path.basename(sys.argv[0])
     start = ["python", "-m", "flyte_ddp"] if name == "__main__.py" else [name]
-    return shlex.join([*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])])
+    return shlex.join(
+        [*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])]
+    )
 
 
 def keep_run_id(storage: Storage, new: str) -> str:
-    """Return the id of the run in W&B or MLflow: the one that an earlier attempt kept in `storage`, or `new`."""
+    """Return the id of the run in W&B or MLflow: the one that an earlier attempt kept in `storage`,
+    or `new`.
+    """
     try:
         return storage.read(RUN_ID).decode()
     except FileNotFoundError:
@@ -50,7 +66,9 @@ def keep_run_id(storage: Storage, new: str) -> str:
 def make_observers(
     options: argparse.Namespace, name: str, bar: ProgressBar
 ) -> tuple[list[Listener], Callable[[str], None]]:
-    """Return a script's listeners, and what gets its ranks' lines. Raises ConfigError if a file cannot be written."""
+    """Return a script's listeners, and what gets its ranks' lines. Raises ConfigError if a file
+    cannot be written.
+    """
     from flyte_ddp.observers.metrics import MetricsServer, requested_port
 
     listeners: list[Listener] = [bar]
@@ -68,7 +86,8 @@ def make_observers(
             receivers.append(report.add_line)
     except OSError as error:
         raise ConfigError(
-            f"--history, --report: expected files that can be written, got {error.filename}: {error.strerror}"
+            f"--history, --report: expected files that can be written, got {error.filename}: "
+            f"{error.strerror}"
         ) from None
     if options.wandb or options.mlflow:
         run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
@@ -78,11 +97,14 @@ def make_observers(
     if options.wandb:
         from flyte_ddp.observers.weights_and_biases import Wandb
 
-        listeners.append(Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=print_line))
+        listeners.append(
+            Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=print_line)
+        )
     if options.mlflow:
         from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
 
-        keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}  # no rank gets them
+        # no rank gets them
+        keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}
         listeners.append(Mlflow(find_server(), options.mlflow, run_id, keys=keys, say=print_line))
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))

@@ -22,10 +22,10 @@ from flyte_ddp.storage import redact_values
 class HistoryFile:
     """Writes events to a file, one JSON object per line.
 
-    Each line is flushed at once, so another process can follow the file. Predictions and histograms are left out
-    because they are large: the report and W&B have them. When a resumed run starts, the epochs of earlier attempts that
-    the file lacks are added, because those attempts' files may have been lost with their pods. The last line
-    says what the run's time went to.
+    Each line is flushed at once, so another process can follow the file. Predictions and histograms
+    are left out because they are large: the report and W&B have them. When a resumed run starts,
+    the epochs of earlier attempts that the file lacks are added, because those attempts' files may
+    have been lost with their pods. The last line says what the run's time went to.
 
     Args:
         path: of the file. An existing file is continued.
@@ -54,7 +54,9 @@ class HistoryFile:
                     self._write(epoch)
 
     def close(self, error: BaseException | None) -> None:
-        """Write the account of the wall time, and close the file. The end of the run is not recorded."""
+        """Write the account of the wall time, and close the file. The end of the run is not
+        recorded.
+        """
         spent = self._state.time_spent(time.time())
         if spent.wall:
             self._write(spent)

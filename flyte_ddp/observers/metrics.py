@@ -25,15 +25,36 @@ METRICS = {
     "flyte_ddp_train_loss": ("loss", "mean training loss since the previous step event"),
     "flyte_ddp_test_loss": ("test_loss", "held-out loss after the last epoch"),
     "flyte_ddp_accuracy_ratio": ("accuracy", "held-out accuracy after the last epoch, in [0, 1]"),
-    "flyte_ddp_samples_per_second": ("samples_per_second", "training samples per second, over all ranks"),
-    "flyte_ddp_checkpoint_step": ("checkpoint_step", "step of the newest checkpoint that the store has; 0 for none"),
-    "flyte_ddp_checkpoint_copied_step": ("checkpoint_copied_step", "step of the newest state copied for a checkpoint"),
-    "flyte_ddp_restarts_total": ("restarts_total", "restarts of the ranks in this attempt of the task"),
-    "flyte_ddp_announced_losses_total": ("announced_losses_total", "ends of a gang because nodes left, as announced"),
+    "flyte_ddp_samples_per_second": (
+        "samples_per_second",
+        ("training samples per second, over all ranks"),
+    ),
+    "flyte_ddp_checkpoint_step": (
+        "checkpoint_step",
+        ("step of the newest checkpoint that the store has; 0 for none"),
+    ),
+    "flyte_ddp_checkpoint_copied_step": (
+        "checkpoint_copied_step",
+        ("step of the newest state copied for a checkpoint"),
+    ),
+    "flyte_ddp_restarts_total": (
+        "restarts_total",
+        ("restarts of the ranks in this attempt of the task"),
+    ),
+    "flyte_ddp_announced_losses_total": (
+        "announced_losses_total",
+        ("ends of a gang because nodes left, as announced"),
+    ),
     "flyte_ddp_stragglers": ("stragglers", "ranks that are slower than the median of the others"),
-    "flyte_ddp_straggler_ratio": ("straggler_factor", "own time per step of the slowest of them / the median"),
+    "flyte_ddp_straggler_ratio": (
+        "straggler_factor",
+        ("own time per step of the slowest of them / the median"),
+    ),
     "flyte_ddp_attempt": ("attempt", "number of this attempt of the task, from 0"),
-    "flyte_ddp_last_event_timestamp_seconds": ("last_event_timestamp_seconds", "when rank 0 last reported anything"),
+    "flyte_ddp_last_event_timestamp_seconds": (
+        "last_event_timestamp_seconds",
+        ("when rank 0 last reported anything"),
+    ),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }
 
@@ -41,12 +62,19 @@ logger = logging.getLogger(__name__)
 
 
 class RunFigures:
-    """The listener of a run in Flyte's `attempt`, from 0: its newest figures, with `labels`, until it has ended."""
+    """The listener of a run in Flyte's `attempt`, from 0: its newest figures, with `labels`, until
+    it has ended.
+    """
 
     def __init__(self, labels: dict[str, str], attempt: int = 0) -> None:
         self.labels = labels
         self.is_open = True
-        self._values: dict[str, float] = {"attempt": attempt, "finished": 0, "stragglers": 0, "straggler_factor": 1}
+        self._values: dict[str, float] = {
+            "attempt": attempt,
+            "finished": 0,
+            "stragglers": 0,
+            "straggler_factor": 1,
+        }
         self._num_restarts = -1  # those after an announced loss included
         self._num_announced = 0
         self._lock = threading.Lock()
@@ -59,18 +87,24 @@ class RunFigures:
         with self._lock:
             if isinstance(event, AttemptEnded):
                 self._num_announced += event.num_leaving > 0
-                found |= {"stragglers": 0, "straggler_factor": 1}  # until there are ranks to compare
+                # until there are ranks to compare
+                found |= {"stragglers": 0, "straggler_factor": 1}
             elif isinstance(event, RunStarted):
                 self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
                 found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
-                found["checkpoint_copied_step"] = found["checkpoint_step"]  # the ranks that wrote another are gone
+                # the ranks that wrote another are gone
+                found["checkpoint_copied_step"] = found["checkpoint_step"]
             self._values.update(found)
 
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
         with self._lock:
             num_restarts = max(0, self._num_restarts - self._num_announced)
-            known = {**self._values, "restarts_total": num_restarts, "announced_losses_total": self._num_announced}
+            known = {
+                **self._values,
+                "restarts_total": num_restarts,
+                "announced_losses_total": self._num_announced,
+            }
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 
     def close(self, error: BaseException | None) -> None:
@@ -78,7 +112,9 @@ class RunFigures:
 
 
 class MetricsServer(Collector):
-    """Serves the figures of open runs at `port` of all addresses, 0 for any. A port that is taken is a warning."""
+    """Serves the figures of open runs at `port` of all addresses, 0 for any. A port that is taken
+    is a warning.
+    """
 
     def __init__(self, port: int) -> None:
         self.port = 0  # at which it listens; 0 if it does not
@@ -94,7 +130,9 @@ class MetricsServer(Collector):
         self.port = self._server.server_port
 
     def follow(self, attempt: int = 0, /, **labels: str) -> RunFigures:
-        """Return the listener of one more run of the task's `attempt`, whose figures get `labels`."""
+        """Return the listener of one more run of the task's `attempt`, whose figures get
+        `labels`.
+        """
         run = RunFigures(labels, attempt)
         with self._lock:
             self._runs.append(run)

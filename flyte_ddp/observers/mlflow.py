@@ -1,9 +1,10 @@
 """The observer that shows a run in MLflow, by MLflow's own client, which the extra `mlflow` brings.
 
-It runs in the parent process, which has the token; no rank ever sees it. The client repeats requests in this recorder's
-thread, for minutes, and is imported there.
+It runs in the parent process, which has the token; no rank ever sees it. The client repeats
+requests in this recorder's thread, for minutes, and is imported there.
 
-python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server that was away missed
+python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server
+that was away missed
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TR
 class Mlflow(Recorder):
     """Shows a run in MLflow. A failure of MLflow never affects the training.
 
-    What a server that was away did not take, and files that the artifact store refuses, can be sent later from the
-    history, by the command of this module. The token, or the user name and the password, are those of `keys`, by
-    `KEY_VARIABLES`, or of the environment.
+    What a server that was away did not take, and files that the artifact store refuses, can be sent
+    later from the history, by the command of this module. The token, or the user name and the
+    password, are those of `keys`, by `KEY_VARIABLES`, or of the environment.
     """
 
     service, label = "MLflow", "MLflow run"
@@ -70,7 +71,8 @@ class Mlflow(Recorder):
     run_id: str  # the same in every attempt of one run
     _: KW_ONLY
     origin: Mapping[str, str] = field(default_factory=dict)  # see `run_card`
-    history: str = "history.jsonl"  # path or URL of the run's, for the command that uploads the rest
+    # path or URL of the run's, for the command that uploads the rest
+    history: str = "history.jsonl"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,15 +96,25 @@ class Mlflow(Recorder):
                 getattr(environment_variables, name).get = functools.partial(self.keys.get, name)
         self._client = MlflowClient(self.server)
         experiment = self._find_experiment()
-        found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self.run_id}'", max_results=1)
+        found = self._client.search_runs(
+            [experiment], f"tags.`{RUN_TAG}` = '{self.run_id}'", max_results=1
+        )
         if found:
             self._run = found[0]
             self._client.update_run(self._id, "RUNNING")
-            self._reached = {axis: float(found[0].data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached}
+            self._reached = {
+                axis: float(found[0].data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
+            }
         else:
-            tags = {"mlflow.note.content": self.notes, "group": self.group, "model": self.model_artifact}
+            tags = {
+                "mlflow.note.content": self.notes,
+                "group": self.group,
+                "model": self.model_artifact,
+            }
             tags = {RUN_TAG: self.run_id, **{name: tag for name, tag in tags.items() if tag}}
-            self._run = self._client.create_run(experiment, _milliseconds(event), tags, self.name or self.run_id)
+            self._run = self._client.create_run(
+                experiment, _milliseconds(event), tags, self.name or self.run_id
+            )
         self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._id}"
         self.say(f"MLflow: {self.url}")
 
@@ -121,11 +133,26 @@ class Mlflow(Recorder):
     def _configure(self, event: RunStarted) -> None:
         from mlflow.entities import Param, RunTag
 
-        names = ("data", "device", "backend", "data_fingerprint", "recipe_version", "num_train_samples")
-        values = {name: value for name in (*names, "num_test_samples", "num_steps") if (value := getattr(event, name))}
-        flat = _flat(redact_values({**self.config, **event.config, **values, "program": event.name}))
+        names = (
+            "data",
+            "device",
+            "backend",
+            "data_fingerprint",
+            "recipe_version",
+            "num_train_samples",
+        )
+        values = {
+            name: value
+            for name in (*names, "num_test_samples", "num_steps")
+            if (value := getattr(event, name))
+        }
+        flat = _flat(
+            redact_values({**self.config, **event.config, **values, "program": event.name})
+        )
         known = self._client.get_run(self._id).data.params  # MLflow's never change
-        parameters = [Param(name, value) for name, value in flat.items() if value and name not in known]
+        parameters = [
+            Param(name, value) for name, value in flat.items() if value and name not in known
+        ]
         # No parameters: a later attempt may have others.
         tags = [RunTag(name, str(getattr(event, name))) for name in ("world_size", "num_nodes")]
         for first in range(0, len(parameters) + 1, 100):
@@ -158,7 +185,8 @@ class Mlflow(Recorder):
         self._flush()
         self._client.set_terminated(self._id, status)
         if (finished := self._state.finished) and finished.export_url:
-            self._upload_files(finished)  # last: a store that takes no files must not leave the run as running
+            # last: a store that takes no files must not leave the run as running
+            self._upload_files(finished)
 
     def _upload_files(self, finished: RunFinished) -> None:
         """Upload the run card, and the model if it is asked for."""
@@ -168,28 +196,48 @@ class Mlflow(Recorder):
                 self._upload(Path(directory, name), "card")
             for name in finished.exported if self.model_artifact else ():
                 # Not in memory: weights may be larger than that of this process.
-                fetch_file(f"{finished.export_url}/{name}", Path(directory, name), timeout=FILE_TIMEOUT)
+                fetch_file(
+                    f"{finished.export_url}/{name}", Path(directory, name), timeout=FILE_TIMEOUT
+                )
                 self._upload(Path(directory, name), "model")
 
     def _upload(self, file: Path, folder: str) -> None:
-        """Keep a file as an artifact of the run: through the server, or in the store that it names."""
+        """Keep a file as an artifact of the run: through the server, or in the store that it
+        names.
+        """
         uri = self._run.info.artifact_uri
         scheme = urlsplit(uri).scheme
         if scheme in ("mlflow-artifacts", "http", "https"):
             self._client.log_artifact(self._id, str(file), folder)
-        elif scheme not in ("", "file"):  # the server's own disk, of which this process knows nothing
+        elif scheme not in (
+            "",
+            "file",
+        ):  # the server's own disk, of which this process knows nothing
             write_file(f"{uri}/{folder}/{file.name}", file, timeout=FILE_TIMEOUT)
 
     def _hint(self) -> str:
-        words = (redact_url(self.history), redact_url(self.server), self.experiment, self.run_id, self.model_artifact)
+        words = (
+            redact_url(self.history),
+            redact_url(self.server),
+            self.experiment,
+            self.run_id,
+            self.model_artifact,
+        )
         return f"; {UPLOAD}: python -m {MODULE} {shlex.join(filter(None, words))}"
 
 
 def find_server() -> str:
-    """Return the URL of MLflow's server for functions and scripts. Raises ConfigError if none is named."""
-    if url := os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get("url", ""):
+    """Return the URL of MLflow's server for functions and scripts. Raises ConfigError if none is
+    named.
+    """
+    if url := os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get(
+        "url", ""
+    ):
         return str(url)
-    raise ConfigError("MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in settings.toml, got none")
+    raise ConfigError(
+        "MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in "
+        "settings.toml, got none"
+    )
 
 
 def _milliseconds(event: Event) -> int:
@@ -200,7 +248,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested values as text under dotted names."""
     flat: dict[str, str] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_clean(prefix + name): str(value)}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {_clean(prefix + name): str(value)}
+        )
     return flat
 
 
@@ -221,7 +273,9 @@ def main(arguments: list[str]) -> str:
         observer = Mlflow(url, experiment, run_id, say=lines.append, model_artifact="".join(model))
         for event in events:
             observer._record(event)
-        observer._finish("FINISHED" if any(isinstance(event, RunFinished) for event in events) else "FAILED")
+        observer._finish(
+            "FINISHED" if any(isinstance(event, RunFinished) for event in events) else "FAILED"
+        )
     except Exception as error:
         raise SystemExit(f"error: {redact_url(str(error))}") from None
     return "\n".join(lines)

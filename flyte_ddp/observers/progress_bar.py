@@ -1,4 +1,6 @@
-"""The observer that shows a run on the terminal. Imports tqdm when a terminal is there to redraw."""
+"""The observer that shows a run on the terminal. Imports tqdm when a terminal is there to
+redraw.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ FORMATS = {
 
 
 class ProgressBar:
-    """Shows the progress of a run: a live bar on a terminal, and a line from time to time elsewhere.
+    """Shows the progress of a run: a live bar on a terminal, and a line from time to time
+    elsewhere.
 
     What the output does not take is dropped, as on a full disk, or where the reader has gone.
 
@@ -51,7 +54,9 @@ class ProgressBar:
             elif isinstance(event, RunFinished):
                 if event.best_epoch:
                     kept = f"the model state is that of epoch {event.model_state_epoch}"
-                    self._print(f"best {self._describe(event.best)} after epoch {event.best_epoch}; {kept}")
+                    self._print(
+                        f"best {self._describe(event.best)} after epoch {event.best_epoch}; {kept}"
+                    )
             elif isinstance(event, CheckpointLoaded):
                 self._resume(event)
             elif isinstance(event, AttemptEnded):
@@ -88,7 +93,9 @@ class ProgressBar:
         num_steps = self._lost_step - event.step  # that the attempt before had done
         again = f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
         if event.url:
-            self._print(f"resumed at step {event.step:,}{self._total_steps()} from {event.url}{again}")
+            self._print(
+                f"resumed at step {event.step:,}{self._total_steps()} from {event.url}{again}"
+            )
         elif again:
             self._print(f"started again at step 0{again}")
         if not self._is_live or not self._run or not self._run.num_steps:
@@ -109,7 +116,9 @@ class ProgressBar:
         )
 
     def _show_figures(self, figures: Figures) -> None:
-        """Show every epoch's figures as a line; those of steps in the bar, or as a line from time to time."""
+        """Show every epoch's figures as a line; those of steps in the bar, or as a line from time
+        to time.
+        """
         values = self._describe(figures.values)
         epoch = "" if figures.epoch is None else self._epoch_label(figures.epoch)
         if figures.axis == "epoch":
@@ -126,7 +135,9 @@ class ProgressBar:
 
     def _describe(self, values: Mapping[str, float]) -> str:
         words = (
-            FORMATS[name].format(value) if name in FORMATS else f"{name.replace('_', ' ')} {value:.5g}"
+            FORMATS[name].format(value)
+            if name in FORMATS
+            else (f"{name.replace('_', ' ')} {value:.5g}")
             for name, value in values.items()
         )
         return ", ".join(filter(None, words))

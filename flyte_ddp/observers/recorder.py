@@ -1,6 +1,7 @@
 """A run's record in a tracking service, sent by one thread from one bounded queue.
 
-A service that hangs, refuses or is slow holds up neither the training nor its end. Knows no service.
+A service that hangs, refuses or is slow holds up neither the training nor its end. Knows no
+service.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 class Recorder:
     """Records a run in a service, which is only called in this recorder's thread.
 
-    An error there is printed once and ends the recording. A run with the same `run_id` is continued: only what it does
-    not have yet is logged. A service implements `_open`, `_configure`, `_log` and `_finish`.
+    An error there is printed once and ends the recording. A run with the same `run_id` is
+    continued: only what it does not have yet is logged. A service implements `_open`, `_configure`,
+    `_log` and `_finish`.
     """
 
     service: ClassVar[str]
@@ -37,11 +39,14 @@ class Recorder:
     name: str | None = None  # of the run on the service's pages
     group: str | None = None  # of runs that belong together, such as a sweep
     notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
-    keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by their variables; no message has them
-    config: Mapping[str, Any] = field(default_factory=dict)  # shown besides the run's own configuration
+    # by their variables; no message has them
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # shown besides the run's own configuration
+    config: Mapping[str, Any] = field(default_factory=dict)
     model_artifact: str = ""  # the name under which the model is uploaded at the end; "" for none
     say: Callable[[str], None] = logger.warning  # prints a line for people
-    is_failure: Callable[[BaseException], bool] = lambda error: True  # whether an error that ends the run is one of it
+    # whether an error that ends the run is one of it
+    is_failure: Callable[[BaseException], bool] = lambda error: True
 
     def __post_init__(self) -> None:
         self.url = ""  # of the run's page, when the service has answered
@@ -49,17 +54,24 @@ class Recorder:
         self._reached = {"step": 0.0, "epoch": 0.0}  # what the service's run has, by axis
         self._known = dict(self._reached)  # what it had when the ranks started
         self._run: Any = None  # the service's
-        self._queue: queue.Queue[Event | str] = queue.Queue(MAX_EVENTS)  # a str is the status at the end
-        self._thread = threading.Thread(target=self._work, name=f"{self.service} recorder", daemon=True)
+        # a str is the status at the end
+        self._queue: queue.Queue[Event | str] = queue.Queue(MAX_EVENTS)
+        self._thread = threading.Thread(
+            target=self._work, name=f"{self.service} recorder", daemon=True
+        )
 
     def handle(self, event: Event) -> None:
         if not isinstance(event, self.ignored):
             self._put(event)
 
     def close(self, error: BaseException | None) -> None:
-        """Finish the service's run, as failed if there is a failure. Wait at most `close_timeout`."""
+        """Finish the service's run, as failed if there is a failure. Wait at most
+        `close_timeout`.
+        """
         if self._thread.is_alive():
-            self._put("FINISHED" if error is None else "FAILED" if self.is_failure(error) else "KILLED")
+            self._put(
+                "FINISHED" if error is None else "FAILED" if self.is_failure(error) else "KILLED"
+            )
             self._thread.join(self.close_timeout)
             if self._thread.is_alive():
                 self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
@@ -98,7 +110,10 @@ class Recorder:
         for key in filter(None, self.keys.values()):
             message = message.replace(key, "***")
         hint = self._hint()
-        self.say(f"{self.service} failed and records no more of this run; the training continues: {message}{hint}")
+        self.say(
+            f"{self.service} failed and records no more of this run; the training continues: "
+            f"{message}{hint}"
+        )
 
     def _record(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -124,7 +139,9 @@ class Recorder:
             self._log(event, figures)
 
     def _open(self, event: RunStarted) -> None:
-        """Open the service's run, or continue it, as `self._run`; it stays None if the service is disabled."""
+        """Open the service's run, or continue it, as `self._run`; it stays None if the service is
+        disabled.
+        """
 
     def _configure(self, event: RunStarted) -> None:
         """Log what the ranks have started with."""

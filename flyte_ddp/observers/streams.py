@@ -1,4 +1,6 @@
-"""Standard streams that may be closed, full, or without a reader: what is printed must not end what prints it."""
+"""Standard streams that may be closed, full, or without a reader: what is printed must not end what
+prints it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ NAMES = ("stdin", "stdout", "stderr")  # by file descriptor
 
 
 def open_standard_streams() -> None:
-    """Open those to nothing that this process was started without: the next file or pipe would take their numbers."""
+    """Open those to nothing that this process was started without: the next file or pipe would take
+    their numbers.
+    """
     for descriptor, name in enumerate(NAMES):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number, which is this
+            # it gets the lowest free number, which is this
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # not of its descriptor, which may be another file's by now
             setattr(sys, name, open(os.devnull, "w" if descriptor else "r"))  # noqa: SIM115
     atexit.unregister(_release)
@@ -25,7 +30,9 @@ def open_standard_streams() -> None:
 
 
 def _release() -> None:
-    """Drop what cannot be written any more. Python would try it at its end once more, and exit with code 120."""
+    """Drop what cannot be written any more. Python would try it at its end once more, and exit with
+    code 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -61,7 +68,9 @@ class Output:
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             if not text.isascii() and self.stream.encoding:
-                text = text.encode(self.stream.encoding, "backslashreplace").decode(self.stream.encoding)
+                text = text.encode(self.stream.encoding, "backslashreplace").decode(
+                    self.stream.encoding
+                )
             self.stream.write(text)
 
     def flush(self) -> None:

@@ -1,11 +1,12 @@
 """The observer that shows a run in Weights & Biases.
 
-It runs in the parent process, which has the API key; no rank ever sees it. Imports wandb when a run starts, which takes
-1.5 s.
+It runs in the parent process, which has the API key; no rank ever sees it. Imports wandb when a run
+starts, which takes 1.5 s.
 
-`flytekitplugins.wandb.wandb_init` is not used for three reasons. Outside a local run it requires a key, while `Wandb`
-then records the run offline. An error in it fails the task. It takes the run's id from the attempt's host name, so
-every retry starts another run, while `Wandb` continues the existing one.
+`flytekitplugins.wandb.wandb_init` is not used for three reasons. Outside a local run it requires a
+key, while `Wandb` then records the run offline. An error in it fails the task. It takes the run's
+id from the attempt's host name, so every retry starts another run, while `Wandb` continues the
+existing one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from flyte_ddp.storage import fetch_file, redact_url, redact_values, write_file
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
-WRITE_SECONDS = 5.0  # in which W&B's own process writes the last of an offline run's files, after `finish`
+# in which W&B's own process writes the last of an offline run's files, after `finish`
+WRITE_SECONDS = 5.0
 
 # W&B's own directories, by the variables that move them.
 OWN_DIRECTORIES = {
@@ -59,11 +61,13 @@ NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 class Wandb(Recorder):
     """Shows a run in Weights & Biases. A failure of W&B never affects the training.
 
-    Without a key the run is recorded offline, and a line shows how to upload it. `WANDB_MODE` and W&B's other
-    environment variables work as usual. The stop button on W&B's page interrupts this process like Ctrl-C.
+    Without a key the run is recorded offline, and a line shows how to upload it. `WANDB_MODE` and
+    W&B's other environment variables work as usual. The stop button on W&B's page interrupts this
+    process like Ctrl-C.
 
-    W&B's own step counter cannot go back as a resumed run's steps do, so the x axes are metrics of ours, "step" and
-    "epoch". The key is that of WANDB_API_KEY in `keys`, or in the environment, or of `wandb login`.
+    W&B's own step counter cannot go back as a resumed run's steps do, so the x axes are metrics of
+    ours, "step" and "epoch". The key is that of WANDB_API_KEY in `keys`, or in the environment, or
+    of `wandb login`.
     """
 
     service, label = "W&B", "W&B run"
@@ -73,8 +77,8 @@ class Wandb(Recorder):
     run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
     directory: str | Path  # for W&B's files; created if missing
     _: KW_ONLY
-    # Of a directory to which an offline run is copied at the end, as one archive. Set it if `directory` is lost with
-    # the process, as in a pod; "" leaves the run in `directory`.
+    # Of a directory to which an offline run is copied at the end, as one archive. Set it if
+    # `directory` is lost with the process, as in a pod; "" leaves the run in `directory`.
     offline_url: str = ""
 
     def __post_init__(self) -> None:
@@ -95,11 +99,16 @@ class Wandb(Recorder):
         """Copy the files of an offline run to `offline_url` and print how to upload them to W&B."""
         files = Path(self._run.settings.sync_dir)
         with tempfile.TemporaryDirectory() as directory:
-            archive = shutil.make_archive(f"{directory}/{files.name}", "zip", files.parent, files.name)
+            archive = shutil.make_archive(
+                f"{directory}/{files.name}", "zip", files.parent, files.name
+            )
             url = f"{self.offline_url.rstrip('/')}/{files.name}.zip"
             write_file(url, Path(archive).read_bytes(), timeout=FINISH_TIMEOUT)
         command = f"wandb sync {files.name}"
-        self.say(f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, unzip, then: {command}")
+        self.say(
+            f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, "
+            f"unzip, then: {command}"
+        )
 
     def _hint(self) -> str:
         is_lost = self._run is None or self.offline_url
@@ -119,7 +128,11 @@ class Wandb(Recorder):
             self._record_model(event)
 
     def _configure(self, event: RunStarted) -> None:
-        values = {name: value for name, value in vars(event).items() if value and name not in NOT_IN_CONFIG}
+        values = {
+            name: value
+            for name, value in vars(event).items()
+            if value and name not in NOT_IN_CONFIG
+        }
         values = {"program": event.name, **values}
         config = plain(redact_values({**self.config, **event.config, **values}))
         self._run.config.update(config, allow_val_change=True)
@@ -135,16 +148,19 @@ class Wandb(Recorder):
         if prefix == "train" and figures.epoch is not None:
             row["train/epoch"] = figures.epoch
         if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
-            row["epoch/sample"] = self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
+            row["epoch/sample"] = self._wandb.Html(
+                f"<pre>{html.escape(sample)}</pre>", inject=False
+            )
         self._run.log({figures.axis: getattr(figures, figures.axis), **row})
 
     def _open(self, event: RunStarted) -> None:
         if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
             return
-        # W&B reports its own failures to an outside service, and waits for it when the process exits. It reads the
-        # variable each time, so the variable is not restored.
+        # W&B reports its own failures to an outside service, and waits for it when the process
+        # exits. It reads the variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        for variable, place in OWN_DIRECTORIES.items():  # where HOME is read-only, W&B would record nothing
+        # where HOME is read-only, W&B would record nothing
+        for variable, place in OWN_DIRECTORIES.items():
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.expanduser(place), exist_ok=True)
             if not os.access(os.path.expanduser(place), os.W_OK):
@@ -152,7 +168,8 @@ class Wandb(Recorder):
         import wandb
 
         self._wandb = wandb
-        session = wandb.setup(wandb.Settings(silent=True))  # its own output would damage the progress bar
+        # its own output would damage the progress bar
+        session = wandb.setup(wandb.Settings(silent=True))
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
         if mode == "disabled":
             return
@@ -170,7 +187,8 @@ class Wandb(Recorder):
             dir=str(self._directory),
             mode="offline" if reason else mode,
             resume="allow",
-            reinit="create_new",  # does not touch a run of the user's own, and allows several of ours
+            # does not touch a run of the user's own, and allows several of ours
+            reinit="create_new",
             save_code=False,
             settings=wandb.Settings(
                 api_key=api_key,
@@ -181,19 +199,28 @@ class Wandb(Recorder):
                 finish_timeout_raises=True,
             ),
         )
-        for axis, patterns in (("step", ("train", "parameters", "gradients")), ("epoch", ("epoch", "predictions"))):
+        for axis, patterns in (
+            ("step", ("train", "parameters", "gradients")),
+            ("epoch", ("epoch", "predictions")),
+        ):
             self._run.define_metric(axis, hidden=True)
             for pattern in patterns:
                 self._run.define_metric(f"{pattern}/*", step_metric=axis)
         # The summary of a continued run has the last value of each metric.
         self._reached = {axis: float(self._run.summary.get(axis) or 0) for axis in self._reached}
         files = Path(self._run.settings.sync_dir)
-        self._has_epochs = bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
+        self._has_epochs = (
+            bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
+        )
         self.url = self._run.url or ""
         self._is_offline = bool(reason)
         upload = f"to upload it: wandb sync {shlex.quote(str(files))}"
         how = "its files are kept when it ends" if self.offline_url else upload
-        self.say(f"W&B: {reason}, so the run is recorded offline; {how}" if reason else f"W&B: {self.url}")
+        self.say(
+            f"W&B: {reason}, so the run is recorded offline; {how}"
+            if reason
+            else (f"W&B: {self.url}")
+        )
 
     def _record_histograms(self, event: HistogramsTaken) -> None:
         row: dict[str, Any] = {"step": event.step}
@@ -201,7 +228,9 @@ class Wandb(Recorder):
             for name, histogram in histograms.items():
                 if not histogram.counts or not all(map(math.isfinite, histogram.edges)):
                     continue  # NaN or infinite values have no histogram, and W&B would raise
-                row[f"{kind}/{name}"] = self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+                row[f"{kind}/{name}"] = self._wandb.Histogram(
+                    np_histogram=(histogram.counts, histogram.edges)
+                )
         self._run.log(row)
 
     def _record_predictions(self, event: PredictionsMade) -> None:
@@ -209,18 +238,31 @@ class Wandb(Recorder):
             return
         from PIL import Image
 
-        classes = list(dict.fromkeys(name for prediction in event.predictions for name in prediction.scores))
+        classes = list(
+            dict.fromkeys(name for prediction in event.predictions for name in prediction.scores)
+        )
         has_images = any(prediction.image for prediction in event.predictions)
-        columns = ["image" if has_images else "text", "guess", "truth", *(f"score {name}" for name in classes)]
+        columns = [
+            "image" if has_images else "text",
+            "guess",
+            "truth",
+            *(f"score {name}" for name in classes),
+        ]
         rows = []
         for prediction in event.predictions:
             sample: Any = prediction.text
             if has_images:
-                sample = self._wandb.Image(Image.open(io.BytesIO(prediction.image))) if prediction.image else None
+                sample = (
+                    self._wandb.Image(Image.open(io.BytesIO(prediction.image)))
+                    if prediction.image
+                    else None
+                )
             scores = [prediction.scores.get(name) for name in classes]
             rows.append([sample, prediction.guess, prediction.truth, *scores])
         table = self._wandb.Table(columns=columns, data=rows)
-        self._run.log({"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table})
+        self._run.log(
+            {"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table}
+        )
 
     def _record_model(self, event: RunFinished) -> None:
         self._run.summary["model_state_url"] = redact_url(event.model_state_url)
@@ -236,7 +278,9 @@ class Wandb(Recorder):
         self._run.log_artifact(artifact)
 
     def _graph(self, layers: Sequence[LayerDescribed]) -> Any:
-        """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes without edges."""
+        """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes
+        without edges.
+        """
         graph = self._wandb.Graph("torch")
         for index, layer in enumerate(layers):
             graph.add_node(

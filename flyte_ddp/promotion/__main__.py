@@ -16,9 +16,15 @@ from flyte_ddp.promotion.policy import Outcome
 COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
     "list": "print all versions, oldest first; * marks the one in use",
-    "rollback": "put the version before the one in use, or VERSION, in use again, and keep it until `release`",
+    "rollback": (
+        "put the version before the one in use, or VERSION, in use again, and keep it "
+        "until `release`"
+    ),
     "release": "let retrainings promote again after a rollback",
-    "status": "print when the last retraining ended; exit with 1 if that is too long ago or the champion is unusable",
+    "status": (
+        "print when the last retraining ended; exit with 1 if that is too long ago or the "
+        "champion is unusable"
+    ),
     "prune": "delete all versions but the newest --keep, the one in use and its parent",
 }
 STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
@@ -32,20 +38,28 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("url", metavar="URL", help="of the champion: any fsspec URL or a directory")
+        command.add_argument(
+            "url", metavar="URL", help=("of the champion: any fsspec URL or a directory")
+        )
         if name == "rollback":
             command.add_argument("version", metavar="VERSION", nargs="?", default="")
         if name == "status":
             help_text = "longest time since the end of the last retraining, such as 26h"
             command.add_argument("--max-age", required=True, help=help_text)
         if name == "prune":
-            command.add_argument("--keep", type=int, default=10, help="newest versions to keep (default 10)")
+            command.add_argument(
+                "--keep", type=int, default=10, help=("newest versions to keep (default 10)")
+            )
     options = parser.parse_args(arguments)
     try:
         store = ChampionStore(options.url, STORE_TIMEOUT)
         if options.command == "show":
             text = json.dumps(
-                {"champion": dataclasses.asdict(store.manifest()), "last_challenge": store.last_challenge()}, indent=1
+                {
+                    "champion": dataclasses.asdict(store.manifest()),
+                    "last_challenge": store.last_challenge(),
+                },
+                indent=1,
             )
         elif options.command == "list":
             text = format_versions(store)
@@ -94,12 +108,15 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
     age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
     execution = run.get("execution") or "a local run"
     line = (
-        f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): {run.get('outcome')}; "
+        f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): "
+        f"{run.get('outcome')}; "
         f"the last promotion was {run.get('promoted_at') or 'never'}"
     )
     if age > max_age:
         limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"
-        return f"{line}; expected one within {limit}: look at the executions of the launch plan", False
+        return (
+            f"{line}; expected one within {limit}: look at the executions of the launch plan"
+        ), False
     if run.get("outcome") == Outcome.REFUSED:
         return f"{line}. It will end the same way until data, recipe or config are corrected", False
     held = f", held by a rollback since {since}" if (since := store.held()) else ""

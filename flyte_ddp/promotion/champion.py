@@ -1,14 +1,17 @@
-"""The champion: the model in use, the versions before it, and the small file that names the one in use.
+"""The champion: the model in use, the versions before it, and the small file that names the one in
+use.
 
     URL/champion.json                     names the version in use; replaced by a single put
     URL/versions/VERSION/manifest.json    origin, metrics and checksum of the version
     URL/versions/VERSION/model_state.pt   its state dict, or model_state.safetensors
     URL/versions/VERSION/run_card.json    the run card of its training, if that had one
     URL/last_challenge.json               how the last challenge ended
-    URL/last_run.json                     when the last retraining ended, also one that trained nothing
+    URL/last_run.json                     when the last retraining ended, also one that trained
+    nothing
 
-Versions never change once they are complete, and a reader follows the one name: it finds the old model or the new one,
-nothing in between. Knows neither Flyte nor the rules of promotion; imports no torch until a state is loaded.
+Versions never change once they are complete, and a reader follows the one name: it finds the old
+model or the new one, nothing in between. Knows neither Flyte nor the rules of promotion; imports no
+torch until a state is loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ LAST_RUN = "last_run.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Origin and metrics of a version. `promote` sets `version`, `parent`, `created_at`, `sha256` and `bytes`."""
+    """Origin and metrics of a version. `promote` sets `version`, `parent`, `created_at`, `sha256`
+    and `bytes`.
+    """
 
     version: str  # sorts by the time of the promotion
     parent: str  # the version in use before it; "" for the first
@@ -60,14 +65,17 @@ class Manifest:
     num_train_samples: int
     num_test_samples: int
     metrics: dict[str, float]  # on the held-out data of its own training
-    parent_metrics: dict[str, float]  # of its parent, on the same data; empty if it could not be measured
+    # of its parent, on the same data; empty if it could not be measured
+    parent_metrics: dict[str, float]
     code_version: str  # of the code that trained it
     execution: str  # that trained it; "" for a local run
     sha256: str = ""  # of the file with the state dict
     bytes: int = 0  # of the same file
     advantage: list[float] = field(default_factory=list)  # as of `PromotionResult`
-    initial_state: str = ""  # URL and SHA-256 of the weights that its training started from; "" for fresh ones
-    class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs; empty if not known
+    # URL and SHA-256 of the weights that its training started from; "" for fresh ones
+    initial_state: str = ""
+    # in the order of the model's outputs; empty if not known
+    class_names: list[str] = field(default_factory=list)
     file: str = MODEL_STATE  # with the state dict; its name says in which format
 
 
@@ -78,8 +86,9 @@ class Pointer:
     version: str
     manifest_sha256: str
     parent: str  # of the version: a rollback must not need the files of what it replaces
-    # When a rollback put the version in use: nothing is promoted until `release`; "" for no hold. Not in a file of its
-    # own: each rollback, also one to the version in use, has to change what a promotion compares with before it writes.
+    # When a rollback put the version in use: nothing is promoted until `release`; "" for no hold.
+    # Not in a file of its own: each rollback, also one to the version in use, has to change what a
+    # promotion compares with before it writes.
     held_since: str = ""
 
 
@@ -99,7 +108,9 @@ class ChampionStore:
         self.timeout = timeout
 
     def pointer(self) -> bytes:
-        """Return the contents of `champion.json`, for `manifest`, `load` and `promote`; b"" if there is no champion."""
+        """Return the contents of `champion.json`, for `manifest`, `load` and `promote`; b"" if
+        there is no champion.
+        """
         try:
             return self.storage.read(POINTER)
         except FileNotFoundError:
@@ -117,21 +128,29 @@ class ChampionStore:
         named = self.parse(contents)
         contents = self._read(named.version, MANIFEST)
         if hashlib.sha256(contents).hexdigest() != named.manifest_sha256:
-            raise CorruptChampion(f"{self._url(named.version, MANIFEST)} is damaged: its SHA-256 differs")
+            raise CorruptChampion(
+                f"{self._url(named.version, MANIFEST)} is damaged: its SHA-256 differs"
+            )
         return _manifest(contents)
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
-        """Return the state dict, tensors on the CPU, and manifest of the version in use, as `manifest`."""
+        """Return the state dict, tensors on the CPU, and manifest of the version in use, as
+        `manifest`.
+        """
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
         try:  # the checksum proves that these bytes were promoted, not that they are harmless
             state: dict[str, Any] = from_bytes(contents)
         except pickle.UnpicklingError as error:
-            raise CorruptChampion(f"{self.state_url(manifest)} is not a state dict of tensors") from error
+            raise CorruptChampion(
+                f"{self.state_url(manifest)} is not a state dict of tensors"
+            ) from error
         return with_class_names(state, manifest.class_names or class_names_of(state)), manifest
 
     def version_in_use(self, pointer: bytes | None = None) -> str:
-        """Return the version in use, now or when `pointer` was read; "" if there is none or the pointer is damaged."""
+        """Return the version in use, now or when `pointer` was read; "" if there is none or the
+        pointer is damaged.
+        """
         with contextlib.suppress(ChampionError):
             return self.parse(self.pointer() if pointer is None else pointer).version
         return ""
@@ -141,14 +160,19 @@ class ChampionStore:
         return self._url(manifest.version, manifest.file)
 
     def versions(self, newest: int = 0) -> list[Manifest]:
-        """Return the manifests of all complete versions, or of the `newest` so many, oldest first."""
+        """Return the manifests of all complete versions, or of the `newest` so many, oldest
+        first.
+        """
         found = []
         for version in self._list_versions()[-newest:]:
-            with contextlib.suppress(ChampionError):  # of an interrupted promotion, or damaged later
+            # of an interrupted promotion, or damaged later
+            with contextlib.suppress(ChampionError):
                 found.append(_manifest(self._read(version, MANIFEST)))
         return found
 
-    def promote(self, state: bytes, manifest: Manifest, replaced: bytes, card: bytes = b"") -> Manifest:
+    def promote(
+        self, state: bytes, manifest: Manifest, replaced: bytes, card: bytes = b""
+    ) -> Manifest:
         """Make `state`, a file with a state dict in torch's format or safetensors, the champion.
 
         Args:
@@ -160,7 +184,8 @@ class ChampionStore:
             The manifest as written.
 
         Raises:
-            ChampionChanged: the champion is not the one that it was compared with any more. Compare again.
+            ChampionChanged: the champion is not the one that it was compared with any more. Compare
+                again.
         """
         now = datetime.datetime.now(datetime.timezone.utc)
         manifest = dataclasses.replace(
@@ -188,9 +213,11 @@ class ChampionStore:
         return manifest
 
     def rollback(self, version: str = "") -> Manifest:
-        """Put `version` in use again, by default the parent of the one in use, and return its manifest.
+        """Put `version` in use again, by default the parent of the one in use, and return its
+        manifest.
 
-        It stays in use until `release`: nobody rolls back to have the next schedule promote the same model again.
+        It stays in use until `release`: nobody rolls back to have the next schedule promote the
+        same model again.
 
         Raises:
             ConfigError: there is no such version.
@@ -200,9 +227,14 @@ class ChampionStore:
         pointer = self.pointer()
         wanted = version or self.parse(pointer).parent
         if not wanted:
-            raise ConfigError(f"version: expected {self._choices()}, got none, and the version in use has no parent")
+            raise ConfigError(
+                f"version: expected {self._choices()}, got none, and the version in "
+                "use has no parent"
+            )
         if "/" in wanted or wanted not in self._list_versions():
-            raise ConfigError(f"version: expected {self._choices()}, got {wanted!r} in {self._shown}")
+            raise ConfigError(
+                f"version: expected {self._choices()}, got {wanted!r} in {self._shown}"
+            )
         contents = self._read(wanted, MANIFEST)
         manifest = _manifest(contents)
         self._state(manifest)
@@ -210,7 +242,9 @@ class ChampionStore:
         return manifest
 
     def held(self, pointer: bytes | None = None) -> str | None:
-        """Return since when a rollback keeps its version in use, now or when `pointer` was read; None if none does."""
+        """Return since when a rollback keeps its version in use, now or when `pointer` was read;
+        None if none does.
+        """
         with contextlib.suppress(ChampionError):
             return self.parse(self.pointer() if pointer is None else pointer).held_since or None
         return None
@@ -228,7 +262,9 @@ class ChampionStore:
         return True
 
     def parse(self, pointer: bytes) -> Pointer:
-        """Parse `champion.json`. Raises NoChampion if it is empty, and CorruptChampion if it names no version."""
+        """Parse `champion.json`. Raises NoChampion if it is empty, and CorruptChampion if it names
+        no version.
+        """
         if not pointer:
             raise NoChampion(f"{self._shown} has no champion yet")
         try:
@@ -237,7 +273,9 @@ class ChampionStore:
             raise CorruptChampion(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
     def last_challenge(self) -> dict[str, Any]:
-        """Return the record that `record_challenge` wrote last; empty if there is none, or a damaged one."""
+        """Return the record that `record_challenge` wrote last; empty if there is none, or a
+        damaged one.
+        """
         return self._read_record(LAST_CHALLENGE)
 
     def record_challenge(self, record: dict[str, Any]) -> None:
@@ -245,20 +283,30 @@ class ChampionStore:
         self.storage.write(LAST_CHALLENGE, _json(record))
 
     def last_run(self) -> dict[str, Any]:
-        """Return the record that `record_run` wrote last; empty if there is none, or a damaged one."""
+        """Return the record that `record_run` wrote last; empty if there is none, or a damaged
+        one.
+        """
         return self._read_record(LAST_RUN)
 
     def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
-        """Record the time and `outcome` of a retraining, for `status`; `execution` is "" for a local run."""
+        """Record the time and `outcome` of a retraining, for `status`; `execution` is "" for a
+        local run.
+        """
         ended_at = _utc_now()
         promoted_at = ended_at if has_promoted else self.last_run().get("promoted_at", "")
-        record = {"ended_at": ended_at, "outcome": outcome, "execution": execution, "promoted_at": promoted_at}
+        record = {
+            "ended_at": ended_at,
+            "outcome": outcome,
+            "execution": execution,
+            "promoted_at": promoted_at,
+        }
         self.storage.write(LAST_RUN, _json(record))
 
     def prune(self, keep: int) -> list[str]:
         """Delete old versions and return their names.
 
-        The newest `keep` stay, and so do the version in use and its parent, to which a rollback leads.
+        The newest `keep` stay, and so do the version in use and its parent, to which a rollback
+        leads.
 
         Raises:
             ConfigError: `keep` is less than 1.
@@ -268,11 +316,13 @@ class ChampionStore:
             raise ConfigError(f"keep: expected a whole number of at least 1, got {keep}")
         deleted = []
         for version in self._list_versions()[:-keep]:
-            pointer = self.parse(self.pointer())  # again each time: somebody may roll back meanwhile
+            # again each time: somebody may roll back meanwhile
+            pointer = self.parse(self.pointer())
             if version in (pointer.version, pointer.parent):
                 continue
             storage = self._open_storage(version)
-            for name in sorted(storage.names()):  # the manifest first: without it there is no such version
+            # the manifest first: without it there is no such version
+            for name in sorted(storage.names()):
                 storage.delete(name)
             if storage.is_local:
                 storage.file_system.rmdir(storage.root)
@@ -289,19 +339,28 @@ class ChampionStore:
         except (ValueError, TypeError):
             return {}
 
-    def _point_to(self, manifest: Manifest, contents: bytes, replaced: bytes, held_since: str = "") -> None:
+    def _point_to(
+        self, manifest: Manifest, contents: bytes, replaced: bytes, held_since: str = ""
+    ) -> None:
         digest = hashlib.sha256(contents).hexdigest()
-        self._replace_pointer(Pointer(manifest.version, digest, manifest.parent, held_since), replaced)
+        self._replace_pointer(
+            Pointer(manifest.version, digest, manifest.parent, held_since), replaced
+        )
 
     def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
         try:
             self.storage.replace(POINTER, _json(dataclasses.asdict(pointer)), replaced)
         except FileChanged as error:
-            raise ChampionChanged(f"{self._shown}: another version was put in use meanwhile") from error
+            raise ChampionChanged(
+                f"{self._shown}: another version was put in use meanwhile"
+            ) from error
 
     def _state(self, manifest: Manifest) -> bytes:
         contents = self._read(manifest.version, manifest.file)
-        if len(contents) != manifest.bytes or hashlib.sha256(contents).hexdigest() != manifest.sha256:
+        if (
+            len(contents) != manifest.bytes
+            or hashlib.sha256(contents).hexdigest() != manifest.sha256
+        ):
             raise CorruptChampion(f"{self.state_url(manifest)} is damaged: its SHA-256 differs")
         return contents
 
@@ -332,11 +391,12 @@ class ChampionStore:
 def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
     """Return the champion below `url`: its state dict, tensors on the CPU, and its manifest.
 
-    The one call that a serving process needs. It checks sizes and checksums, and unpickles tensors only.
+    The one call that a serving process needs. It checks sizes and checksums, and unpickles tensors
+    only.
 
     Raises:
-        NoChampion, MissingChampion, CorruptChampion: all of them `ChampionError`; there is nothing to serve.
-        StorageUnavailable: the store could not be reached for some minutes.
+        NoChampion, MissingChampion, CorruptChampion: all of them `ChampionError`; there is nothing
+        to serve. StorageUnavailable: the store could not be reached for some minutes.
         ConfigError: no such kind of URL is known here, or the store refuses (`StorageDenied`).
     """
     return ChampionStore(url).load()

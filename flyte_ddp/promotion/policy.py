@@ -1,7 +1,8 @@
 """The rules of promotion: if a challenger is worth training, and if it becomes the champion.
 
-Every case ends in one `Outcome` with its reason in words; that of a refusal says what to do. Knows no Flyte: the
-training of the challenger lies between `plan` and `judge`. Imports no torch at the top.
+Every case ends in one `Outcome` with its reason in words; that of a refusal says what to do. Knows
+no Flyte: the training of the challenger lies between `plan` and `judge`. Imports no torch at the
+top.
 """
 
 from __future__ import annotations
@@ -38,22 +39,29 @@ class Outcome(str, Enum):
 
     PROMOTED = "promoted"  # it is better than the champion by the margin, or there was none
     NOT_BETTER = "not_better"
-    UNCHANGED = "unchanged"  # nothing to train: the same data, code, config and champion as the last time
+    # nothing to train: the same data, code, config and champion as the last time
+    UNCHANGED = "unchanged"
     HELD = "held"  # a rollback keeps its version in use until someone releases it
-    # The next retraining ends in the same way until a person corrects something: too little data, a model of another
-    # kind than the champion, weights or a loss that are not finite.
+    # The next retraining ends in the same way until a person corrects something: too little data, a
+    # model of another kind than the champion, weights or a loss that are not finite.
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class PromotionCriteria:
-    """Conditions for training a challenger and for promoting it. Raises ConfigError for a value out of bounds."""
+    """Conditions for training a challenger and for promoting it. Raises ConfigError for a value out
+    of bounds.
+    """
 
-    start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))  # the challenger's first weights
-    # share of the champion's monitored figure by which the challenger's must be better, with 97.5 % confidence
+    # the challenger's first weights
+    start_from: str = limited(FROM_CHAMPION, choices=(FROM_CHAMPION, FROM_SCRATCH))
+    # share of the champion's monitored figure by which the challenger's must be better, with 97.5 %
+    # confidence
     margin: float = limited(0.01, minimum=0)
-    min_samples: int = limited(1, minimum=1)  # training samples, and held-out samples, without which nothing is trained
-    min_share: float = limited(0.5, minimum=0, maximum=1)  # the same, as a share of the champion's samples
+    # training samples, and held-out samples, without which nothing is trained
+    min_samples: int = limited(1, minimum=1)
+    # the same, as a share of the champion's samples
+    min_share: float = limited(0.5, minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         validate(self)
@@ -69,8 +77,8 @@ class Challenge:
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
     execution: str  # the same for all attempts of the task that judges; "" in a local run
-    # URL of the weights that its training starts from, as of `pin_state`; "" for fresh ones. In `plan` those that were
-    # given for a challenger that does not start from the champion.
+    # URL of the weights that its training starts from, as of `pin_state`; "" for fresh ones. In
+    # `plan` those that were given for a challenger that does not start from the champion.
     initial_state: str = ""
     card: bytes = b""  # the run card of the challenger; a promoted version keeps it
 
@@ -91,8 +99,10 @@ class PromotionResult:
 
     outcome: Outcome
     reason: str
-    challenger: Mapping[str, float] = field(default_factory=dict)  # test_loss and metrics; empty if not measured
-    champion: Mapping[str, float] = field(default_factory=dict)  # those of the champion before it, on the same data
+    # test_loss and metrics; empty if not measured
+    challenger: Mapping[str, float] = field(default_factory=dict)
+    # those of the champion before it, on the same data
+    champion: Mapping[str, float] = field(default_factory=dict)
     # 95 % confidence interval of how much better the challenger is; empty without a comparison
     advantage: tuple[float, ...] = ()
 
@@ -130,8 +140,10 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     ):
         if count < max(criteria.min_samples, criteria.min_share * of_champion):
             reason = (
-                f"there are {count:,} {what} samples, of at least {criteria.min_samples:,} (min_samples) and "
-                f"{criteria.min_share:g} (min_share) of the champion's {of_champion:,}; correct the data or lower these"
+                f"there are {count:,} {what} samples, of at least {criteria.min_samples:,} "
+                "(min_samples) and "
+                f"{criteria.min_share:g} (min_share) of the champion's {of_champion:,}; correct "
+                "the data or lower these"
             )
             return _skip(Outcome.REFUSED, reason)
     origin = _origin(challenge)
@@ -140,13 +152,20 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
         or is_same_state(manifest.initial_state, redact_url(challenge.initial_state))
     )
     if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
-        return _skip(Outcome.UNCHANGED, "data, recipe, config and code are those that the champion was trained with")
-    last = store.last_challenge()
-    identity = _identity(challenge, criteria, current.version)
-    if last.get("outcome") != Outcome.HELD and {name: last.get(name) for name in identity} == identity:
         return _skip(
             Outcome.UNCHANGED,
-            f"data, recipe, config, code and champion are those of the last challenge, which ended at "
+            ("data, recipe, config and code are those that the champion was trained with"),
+        )
+    last = store.last_challenge()
+    identity = _identity(challenge, criteria, current.version)
+    if (
+        last.get("outcome") != Outcome.HELD
+        and {name: last.get(name) for name in identity} == identity
+    ):
+        return _skip(
+            Outcome.UNCHANGED,
+            "data, recipe, config, code and champion are those of the last challenge, which "
+            "ended at "
             f"{last['ended_at']}: {last['outcome']}",
         )
     if manifest is None or criteria.start_from == FROM_SCRATCH:
@@ -154,13 +173,17 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     return Plan(True, "", f"from the weights of {current.version}", store.state_url(manifest))
 
 
-def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, state: bytes) -> PromotionResult:
-    """Measure challenger and champion on the same held-out data, and promote the challenger if it is better.
+def judge(
+    store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria, state: bytes
+) -> PromotionResult:
+    """Measure challenger and champion on the same held-out data, and promote the challenger if it
+    is better.
 
-    Better means by the margin, in the figure that the config monitors, by default the held-out loss. The lower end of
-    the interval of a paired comparison counts, so that chance promotes nothing. If another version is put in use
-    meanwhile, the challenger is compared with that one. If an earlier attempt of the same task has promoted this state
-    already, the result and the record are those of that promotion.
+    Better means by the margin, in the figure that the config monitors, by default the held-out
+    loss. The lower end of the interval of a paired comparison counts, so that chance promotes
+    nothing. If another version is put in use meanwhile, the challenger is compared with that one.
+    If an earlier attempt of the same task has promoted this state already, the result and the
+    record are those of that promotion.
 
     Args:
         state: the challenger: the contents of a file with a state dict.
@@ -175,7 +198,8 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
         current = _load_current(store)
         version = current.version
         if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
-            # That attempt may have written no record. Without one, a lost champion would look as if it never existed.
+            # That attempt may have written no record. Without one, a lost champion would look as if
+            # it never existed.
             reason, version = "an earlier attempt of this task promoted it", manifest.parent
             result = PromotionResult(
                 Outcome.PROMOTED, reason, values, manifest.parent_metrics, tuple(manifest.advantage)
@@ -183,17 +207,22 @@ def judge(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteri
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
             if result.outcome == Outcome.PROMOTED and (since := store.held(current.pointer)):
-                result = dataclasses.replace(result, outcome=Outcome.HELD, reason=_describe_hold(since))
+                result = dataclasses.replace(
+                    result, outcome=Outcome.HELD, reason=_describe_hold(since)
+                )
             if result.outcome == Outcome.PROMOTED:
                 try:
-                    store.promote(state, _manifest(challenge, result), current.pointer, challenge.card)
+                    store.promote(
+                        state, _manifest(challenge, result), current.pointer, challenge.card
+                    )
                 except ChampionChanged:
                     continue
         store.record_challenge(
             {
                 **_identity(challenge, criteria, version),
                 **dataclasses.asdict(result),
-                "had_champion": result.outcome == Outcome.PROMOTED or (version or store.version_in_use()) != "",
+                "had_champion": result.outcome == Outcome.PROMOTED
+                or (version or store.version_in_use()) != "",
                 "execution": challenge.execution,
                 "kickoff_time": challenge.kickoff_time,
                 "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -218,7 +247,9 @@ def _compare(
     if not problem and (measured is None or math.isinf(measured.score)):
         problem = f"the challenger's {name} on the held-out data is not finite"
     if problem or measured is None:
-        return PromotionResult(Outcome.REFUSED, f"{problem}; lower the learning rate or correct the data")
+        return PromotionResult(
+            Outcome.REFUSED, (f"{problem}; lower the learning rate or correct the data")
+        )
     if current.state is None:
         return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)
     if problem := _describe_mismatch(challenge, recipe, current):
@@ -230,12 +261,16 @@ def _compare(
     low, high = compare(measured, champion)
     needed = criteria.margin * abs(champion.score)
     figures = (
-        f"on the same held-out data the challenger's {name} is {measured.values[metric]:.6g} and the champion's "
+        f"on the same held-out data the challenger's {name} is {measured.values[metric]:.6g} and "
+        "the champion's "
         f"{champion.values[metric]:.6g}"
     )
     if math.isinf(low):
         why = "they are too few, or too many draws of them have no value"
-        reason = f"{figures}, which may be chance: {measured.num_parts} parts of the data give no interval ({why})"
+        reason = (
+            f"{figures}, which may be chance: {measured.num_parts} parts of the data give no "
+            f"interval ({why})"
+        )
         return PromotionResult(Outcome.NOT_BETTER, reason, measured.values, champion.values)
     reason = (
         f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; by more than "
@@ -246,7 +281,10 @@ def _compare(
 
 
 def _describe_hold(since: str) -> str:
-    return f"a rollback at {since} keeps its version in use; release it with python -m flyte_ddp.promotion release"
+    return (
+        f"a rollback at {since} keeps its version in use; release it with python -m "
+        "flyte_ddp.promotion release"
+    )
 
 
 def _skip(outcome: Outcome, reason: str) -> Plan:
@@ -260,18 +298,22 @@ def _load_current(store: ChampionStore) -> CurrentModel:
     except NoChampion:
         return CurrentModel(pointer)
     except ChampionError as error:
-        if store.pointer() != pointer:  # such as the first one, which another retraining has promoted since the look
+        # such as the first one, which another retraining has promoted since the look
+        if store.pointer() != pointer:
             return _load_current(store)
         raise ConfigError(
-            f"champion: expected one that can be used, got: {error}. Restore its files, put another version in use by "
+            f"champion: expected one that can be used, got: {error}. Restore its files, put "
+            "another version in use by "
             "python -m flyte_ddp.promotion rollback URL VERSION, or name another place"
         ) from error
 
 
 def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentModel) -> str:
-    """Describe why the champion cannot be measured with the challenge's recipe; "" if it can, or there is none.
+    """Describe why the champion cannot be measured with the challenge's recipe; "" if it can, or
+    there is none.
 
-    Such a champion is not replaced: a serving process expects a model of its kind. A person has to decide that.
+    Such a champion is not replaced: a serving process expects a model of its kind. A person has to
+    decide that.
     """
     from flyte_ddp.rank.initial_state import mismatch
 
@@ -279,16 +321,21 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
         return ""
     if current.manifest.recipe != challenge.recipe:
         problem = f"it is of recipe {current.manifest.recipe!r}"
-    elif not (problem := mismatch(recipe.model().state_dict(), current.state, list_class_names(recipe))):
+    elif not (
+        problem := mismatch(recipe.model().state_dict(), current.state, list_class_names(recipe))
+    ):
         return ""
     return (
-        f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this config: {problem}; give a "
+        f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this "
+        f"config: {problem}; give a "
         "model of another kind a place of its own (champion)"
     )
 
 
 def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool:
-    """Return whether an earlier attempt of the same task made `state` the champion, and failed later."""
+    """Return whether an earlier attempt of the same task made `state` the champion, and failed
+    later.
+    """
     return (
         challenge.execution != ""
         and manifest.execution == challenge.execution
@@ -308,7 +355,9 @@ def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | No
 
 
 def _describe_not_finite(recipe: Recipe, state: Mapping[str, Any]) -> str:
-    """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of attention are."""
+    """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of
+    attention are.
+    """
     import torch
 
     parameters = {name for name, _ in recipe.model().named_parameters()}
@@ -316,13 +365,17 @@ def _describe_not_finite(recipe: Recipe, state: Mapping[str, Any]) -> str:
         name
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
-        and not (torch.isfinite(value).all() if name in parameters else not torch.isnan(value).any())
+        and not (
+            torch.isfinite(value).all() if name in parameters else not torch.isnan(value).any()
+        )
     ]
     return f"the challenger's weights are not finite: {', '.join(spoiled[:5])}" if spoiled else ""
 
 
 def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
-    """Return the recipe, which its data have told the classes, and the numbers of training and of held-out samples."""
+    """Return the recipe, which its data have told the classes, and the numbers of training and of
+    held-out samples.
+    """
     from flyte_ddp.rank.contract import open_datasets
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
@@ -332,19 +385,24 @@ def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
 
 
 def _origin(challenge: Challenge) -> dict[str, Any]:
-    """Return everything that decides the result of a training from given weights, by the manifest's names."""
+    """Return everything that decides the result of a training from given weights, by the manifest's
+    names.
+    """
     note = describe_data(challenge.directory)
     return {
         "recipe": challenge.recipe,
         "recipe_version": note["recipe_version"],
-        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(challenge.config)))),  # as it is read back
+        # as it is read back
+        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(challenge.config)))),
         "data_fingerprint": note["fingerprint"],
         "code_version": challenge.code_version,
     }
 
 
 def _identity(challenge: Challenge, criteria: PromotionCriteria, against: str) -> dict[str, Any]:
-    """Return everything that decides how a challenge ends. `against` is the version in use; "" for none."""
+    """Return everything that decides how a challenge ends. `against` is the version in use; "" for
+    none.
+    """
     url, sha256 = split_pin(challenge.initial_state)
     is_given = not against or criteria.start_from == FROM_SCRATCH
     return {

@@ -1,7 +1,9 @@
-"""Facts that all ranks must have in common: the samples, the names of the classes, the configuration.
+"""Facts that all ranks must have in common: the samples, the names of the classes, the
+configuration.
 
-A split that each rank draws for itself, or class numbers in the order of a set, train the wrong thing without an error.
-So the facts are compared before the first step of every attempt, and with those of the checkpoint that it resumes from.
+A split that each rank draws for itself, or class numbers in the order of a set, train the wrong
+thing without an error. So the facts are compared before the first step of every attempt, and with
+those of the checkpoint that it resumes from.
 """
 
 from __future__ import annotations
@@ -28,19 +30,24 @@ from flyte_ddp.world import World
 
 NUM_SAMPLES = 8  # that stand for all of a data set
 MAX_NUMBERS = 2**20  # of a tensor that are looked at
-# Of a mean: decoding and resizing differ in the last digits between processors. Integers are compared to the bit.
+# Of a mean: decoding and resizing differ in the last digits between processors. Integers are
+# compared to the bit.
 TOLERANCE = 1e-4
 REMEDY = "seed what draws the samples, and sort what lists them"
 
-Facts = dict[str, Any]  # plain values by their names in an error; a sample's is a list, of which each part has an entry
-Read = Callable[[], Facts]  # reads the samples once more, where facts differ; none where that cannot be done
+# plain values by their names in an error; a sample's is a list, of which each part has an entry
+Facts = dict[str, Any]
+# reads the samples once more, where facts differ; none where that cannot be done
+Read = Callable[[], Facts]
 
 
 def choose_samples(num_samples: int, seed: int) -> list[int]:
     """Return the numbers of the samples to compare: the first, the last, and some between."""
     if num_samples <= NUM_SAMPLES:
         return list(range(num_samples))
-    return sorted({0, num_samples - 1, *random.Random(seed).sample(range(num_samples), NUM_SAMPLES - 2)})
+    return sorted(
+        {0, num_samples - 1, *random.Random(seed).sample(range(num_samples), NUM_SAMPLES - 2)}
+    )
 
 
 def name_samples(samples: Mapping[int, Any]) -> Facts:
@@ -48,7 +55,9 @@ def name_samples(samples: Mapping[int, Any]) -> Facts:
     return {f"dataset: sample {number}": summarize(sample) for number, sample in samples.items()}
 
 
-def describe_samples(recipe: Recipe, config: TrainingConfig, train: Samples, test: Samples) -> Facts:
+def describe_samples(
+    recipe: Recipe, config: TrainingConfig, train: Samples, test: Samples
+) -> Facts:
     """Return the facts of a recipe's data, which checkpoints have as well."""
     facts: Facts = {"class_names": str(list_class_names(recipe))}
     for name, samples in (("training", train), ("held-out", test)):
@@ -61,7 +70,9 @@ def describe_samples(recipe: Recipe, config: TrainingConfig, train: Samples, tes
     return facts
 
 
-def check_ranks(recipe: Recipe, config: TrainingConfig, facts: Facts, read: Read, world: World) -> None:
+def check_ranks(
+    recipe: Recipe, config: TrainingConfig, facts: Facts, read: Read, world: World
+) -> None:
     """Check that this rank has the configuration and the data of rank 0. Every rank calls it.
 
     Args:
@@ -70,16 +81,24 @@ def check_ranks(recipe: Recipe, config: TrainingConfig, facts: Facts, read: Read
     Raises:
         ConfigError: it has not; names the field and the rank.
     """
-    mine = {**{f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()}, **facts}
+    mine = {
+        **{f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()},
+        **facts,
+    }
     if found := find_difference(world.broadcast_object(mine), mine, read):
         name, expected, got = found
-        remedy, place = ("", "") if name not in facts else (f": {REMEDY}", f"{locate(recipe, 'datasets')}: ")
+        remedy, place = (
+            ("", "") if name not in facts else (f": {REMEDY}", f"{locate(recipe, 'datasets')}: ")
+        )
         expected = f"expected {expected} on all ranks, as on rank 0"
         raise ConfigError(f"{place}{name}: {expected}, got {got} on rank {world.rank}{remedy}")
 
 
-def check_in_store(facts: Facts, read: Read, store: Store, key: str, rank: int, ranks: Sequence[int]) -> None:
-    """Check the facts of a data set of `session.batches`, for which no rank waits: another one may never call.
+def check_in_store(
+    facts: Facts, read: Read, store: Store, key: str, rank: int, ranks: Sequence[int]
+) -> None:
+    """Check the facts of a data set of `session.batches`, for which no rank waits: another one may
+    never call.
 
     Each rank writes its own facts before it looks at those of others. So of two one sees both.
 
@@ -100,11 +119,16 @@ def check_in_store(facts: Facts, read: Read, store: Store, key: str, rank: int, 
             name, expected, got = found
             expected = f"expected {expected} on all ranks, as on rank {ranks[0]}"
             got = f"got {got} on rank {other if rank == ranks[0] else rank}"
-            remedy = "every rank reads the whole data set and keeps its own part, so do not split it by rank, "
+            remedy = (
+                "every rank reads the whole data set and keeps its own part, so do not split "
+                "it by rank, "
+            )
             raise ConfigError(f"session.batches: {name}: {expected}, {got}: {remedy}{REMEDY}")
 
 
-def check_checkpoint(recipe: Recipe, facts: Facts, read: Read, checkpoint: Mapping[str, Any], url: str) -> None:
+def check_checkpoint(
+    recipe: Recipe, facts: Facts, read: Read, checkpoint: Mapping[str, Any], url: str
+) -> None:
     """Check that a checkpoint was written with the same data and the same options of the recipe.
 
     Raises:
@@ -115,26 +139,36 @@ def check_checkpoint(recipe: Recipe, facts: Facts, read: Read, checkpoint: Mappi
         name, expected, got = found
         expected = f"expected {expected}, with which {url} was written, got {got}: {REMEDY}"
         raise ConfigError(
-            f"{locate(recipe, 'datasets')}: {name}: {expected}; other data need another place for the checkpoints"
+            f"{locate(recipe, 'datasets')}: {name}: {expected}; other data need another place "
+            "for "
+            "the checkpoints"
         )
 
 
 def check_position(expected: Facts, got: Facts, read: Read) -> None:
-    """Check that a data set of `session.batches` has the samples of the checkpoint. Raises ConfigError if not."""
+    """Check that a data set of `session.batches` has the samples of the checkpoint. Raises
+    ConfigError if not.
+    """
     if found := find_difference(expected, got, read):
         expected_one = f"{found[0]}: expected {found[1]}, with which the checkpoint was written"
         raise ConfigError(f"session.batches: {expected_one}, got {found[2]}: {REMEDY}")
 
 
 def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, str] | None:
-    """Return the name of the first fact that differs, and its values as an error shows them; None if there is none.
+    """Return the name of the first fact that differs, and its values as an error shows them; None
+    if there is none.
 
-    What differs between two readings in this process, by a generator that nobody can seed, is left out.
+    What differs between two readings in this process, by a generator that nobody can seed, is left
+    out.
     """
-    names = [name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))]
+    names = [
+        name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))
+    ]
     again = [read(), read()] if any(isinstance(got.get(name), list) for name in names) else [{}, {}]
     # By their places in a sample: two numbers of one may be alike by chance.
-    readings = [(value, again[1].get(name)) for name, value in again[0].items() if isinstance(value, list)]
+    readings = [
+        (value, again[1].get(name)) for name, value in again[0].items() if isinstance(value, list)
+    ]
     unsteady = {place for one, other in readings for place in _differing(one, other)}
     for name in names:
         one, other = expected.get(name), got.get(name)
@@ -151,7 +185,9 @@ def _differing(one: list[Any], other: Any) -> list[int]:
 
 
 def summarize(sample: Any) -> list[Any]:
-    """Return plain values that are equal for equal samples, one for each tensor, array or number in them."""
+    """Return plain values that are equal for equal samples, one for each tensor, array or number in
+    them.
+    """
     return [_summarize_part(part) for part in _parts(sample)]
 
 
@@ -170,7 +206,10 @@ def _summarize_part(part: Any) -> Any:
         try:
             part = torch.as_tensor(numpy.asarray(part))
         except (TypeError, ValueError, RuntimeError):  # text, or an object
-            return [type(part).__name__, zlib.crc32(str(part).encode()) if isinstance(part, (str, bytes)) else 0]
+            return [
+                type(part).__name__,
+                zlib.crc32(str(part).encode()) if isinstance(part, (str, bytes)) else 0,
+            ]
     part = part.detach().cpu()
     if part.layout is not torch.strided or part.is_quantized or not part.numel():
         return str(part)

@@ -1,4 +1,6 @@
-"""BatchNorm is the one layer that depends on how a batch is shared. All that is done about it is here."""
+"""BatchNorm is the one layer that depends on how a batch is shared. All that is done about it is
+here.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ def synchronize(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
 def accept_single_values(model: nn.Module) -> None:
     """Make each BatchNorm of `model` accept a batch with one value per channel.
 
-    Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it: the run would end
-    after it has trained nearly a whole epoch. It is normalized by the running statistics. A module without them, which
-    normalizes each batch by itself even in an evaluation, returns its bias: the value less its own mean is zero.
-    SyncBatchNorm has the samples of the other ranks in training.
+    Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it:
+    the run would end after it has trained nearly a whole epoch. It is normalized by the running
+    statistics. A module without them, which normalizes each batch by itself even in an evaluation,
+    returns its bias: the value less its own mean is zero. SyncBatchNorm has the samples of the
+    other ranks in training.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -56,7 +59,8 @@ def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:
 def keep_frozen_statistics(model: nn.Module) -> None:
     """Put each BatchNorm of `model` whose parameters are not trained in evaluation mode.
 
-    If its statistics moved on, the frozen weights after it would no longer be the function that was kept.
+    If its statistics moved on, the frozen weights after it would no longer be the function that was
+    kept.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):

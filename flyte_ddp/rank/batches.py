@@ -1,4 +1,5 @@
-"""The samples of a loop of a user's own, shared as a recipe's: the same batches at any number of ranks.
+"""The samples of a loop of a user's own, shared as a recipe's: the same batches at any number of
+ranks.
 
 `session.batches` is the way in. Knows neither the session nor checkpoints.
 """
@@ -19,7 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
-from flyte_ddp.rank.data import SeededDataset, derived_seed, epoch_order, isolate_draws, seed_generators
+from flyte_ddp.rank.data import (
+    SeededDataset,
+    derived_seed,
+    epoch_order,
+    isolate_draws,
+    seed_generators,
+)
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.rank.snapshot import unchanged
 
@@ -34,8 +41,8 @@ class EpochBatches:
     """The global batches of one epoch, of which each rank gets its part.
 
     Raises:
-        ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be shuffled or has several
-            loader processes.
+        ConfigError: `global_batch_size` has not a sample for each rank, or an iterable is to be
+            shuffled or has several loader processes.
     """
 
     dataset: Any  # with a length and items, or an iterable of samples, which every rank reads whole
@@ -43,36 +50,52 @@ class EpochBatches:
     epoch: int | None  # seeds the order and what samples draw; None for the data set's own order
     seed: int
     num_workers: int
-    collate_fn: Callable[[Sequence[Any]], Any] | None  # makes a batch of samples; None for that of recipes
+    # makes a batch of samples; None for that of recipes
+    collate_fn: Callable[[Sequence[Any]], Any] | None
     shuffle: bool = True
     first: int = 0  # samples of the epoch that are done
     mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
-    # Takes some samples by their numbers, before the first batch, and a function that reads them once more.
+    # Takes some samples by their numbers, before the first batch, and a function that reads them
+    # once more.
     check: Check | None = None
 
     def __post_init__(self) -> None:
-        for name, minimum in (("global_batch_size", 1), ("epoch", 0), ("seed", 0), ("num_workers", 0)):
+        for name, minimum in (
+            ("global_batch_size", 1),
+            ("epoch", 0),
+            ("seed", 0),
+            ("num_workers", 0),
+        ):
             if (value := getattr(self, name)) is not None or name != "epoch":
-                object.__setattr__(self, name, whole_number(f"session.batches: {name}", value, minimum))
+                object.__setattr__(
+                    self, name, whole_number(f"session.batches: {name}", value, minimum)
+                )
         _, num_shares = self.share
         if self.global_batch_size < num_shares:
             expected = f"expected at least {num_shares}, a sample for each rank"
-            raise ConfigError(f"session.batches: global_batch_size: {expected}, got {self.global_batch_size}")
+            raise ConfigError(
+                f"session.batches: global_batch_size: {expected}, got {self.global_batch_size}"
+            )
         if self.length is None and self.num_workers > 1:
-            expected = "expected at most 1 for an iterable data set, which each of them would read whole"
+            expected = (
+                "expected at most 1 for an iterable data set, which each of them would read whole"
+            )
             raise ConfigError(f"session.batches: num_workers: {expected}, got {self.num_workers}")
 
     @property
     def length(self) -> int | None:
         """Samples of an epoch; None for an iterable."""
-        is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        is_stream = isinstance(self.dataset, IterableDataset) or not hasattr(
+            self.dataset, "__getitem__"
+        )
         return None if is_stream else len(self.dataset)
 
     @property
     def readers(self) -> list[int] | None:
         """The ranks that read the same samples; None for all.
 
-        With a part of a mesh they are those of the whole mesh: the ranks of a tensor-parallel group see the same ones.
+        With a part of a mesh they are those of the whole mesh: the ranks of a tensor-parallel group
+        see the same ones.
         """
         root = getattr(self.mesh, "_get_root_mesh", lambda: None)()
         return None if root is None else sorted(root.mesh.flatten().tolist())
@@ -88,14 +111,21 @@ class EpochBatches:
         return index, self.mesh.size()
 
     def __iter__(self) -> Iterator[tuple[Any, float, int]]:
-        """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as `session.batches`."""
+        """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as
+        `session.batches`.
+        """
         return self._from_items(self.length) if self.length is not None else self._from_stream()
 
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
         is_shuffled = self.shuffle and self.epoch is not None
-        order = epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
+        order = (
+            epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
+        )
         starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
-        shares = [self._take_share(order[start : start + self.global_batch_size].tolist()) for start in starts]
+        shares = [
+            self._take_share(order[start : start + self.global_batch_size].tolist())
+            for start in starts
+        ]
         epoch = self.epoch or 0
         if self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
@@ -107,23 +137,29 @@ class EpochBatches:
             yield batch, weight, done
 
     def _check_items(self, check: Check, chosen: list[int]) -> None:
-        """Read these samples for `check`, by a loader process where there are some: what it opens is its own."""
+        """Read these samples for `check`, by a loader process where there are some: what it opens
+        is its own.
+        """
         plan, num_workers = [[(0, index) for index in chosen]], min(1, self.num_workers)
 
         def read(times: int) -> Iterator[dict[int, Any]]:
             for samples in self._load(times * plan, list, num_workers):
                 yield dict(zip(chosen, samples, strict=True))
 
-        again = read(2)  # by one process, which goes on with what it draws by a generator without a seed
+        # by one process, which goes on with what it draws by a generator without a seed
+        again = read(2)
         with unchanged(torch.nn.Module(), self.dataset):
             check(next(read(1)), lambda: next(again))
 
-    def _load(self, plan: list[list[tuple[int, int]]], collate_fn: Any, num_workers: int) -> DataLoader[Any]:
+    def _load(
+        self, plan: list[list[tuple[int, int]]], collate_fn: Any, num_workers: int
+    ) -> DataLoader[Any]:
         return DataLoader(
             _IsolatedDataset(self.dataset, self.seed),
             batch_sampler=plan,
             collate_fn=collate_fn,
-            # Forked, as is torch's default: the data set of a script or a notebook cannot always be pickled.
+            # Forked, as is torch's default: the data set of a script or a notebook cannot always be
+            # pickled.
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else it draws from the loop's
@@ -134,7 +170,10 @@ class EpochBatches:
         with isolate_draws(draws):
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
-            expected = f"expected at least the {self.first} samples that the checkpoint's epoch had done, got {done}"
+            expected = (
+                f"expected at least the {self.first} samples that the checkpoint's epoch "
+                f"had done, got {done}"
+            )
             raise ConfigError(f"session.batches: dataset: {expected}")
         while True:
             with isolate_draws(draws):
@@ -143,12 +182,18 @@ class EpochBatches:
                 break
             if self.check and done == self.first:
                 numbers = range(done, done + min(len(batch), NUM_SAMPLES))
-                self.check(dict(zip(numbers, batch, strict=False)), functools.partial(self._read_again, numbers))
+                self.check(
+                    dict(zip(numbers, batch, strict=False)),
+                    functools.partial(self._read_again, numbers),
+                )
             mine, weight, size = self._take_share(batch)
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
         if not done:
-            expected = "expected an iterable that begins anew in each epoch, as a generator does not, got an empty one"
+            expected = (
+                "expected an iterable that begins anew in each epoch, as a generator does "
+                "not, got an empty one"
+            )
             raise ConfigError(f"session.batches: dataset: {expected}")
 
     def _open_stream(self) -> Iterator[Any]:
@@ -157,20 +202,29 @@ class EpochBatches:
         samples: IterableDataset[Any] | DataLoader[Any]
         samples = _SeededStream(self.dataset, derived_seed(self.seed, self.epoch or 0))
         if self.num_workers:
-            samples = DataLoader(samples, batch_size=None, num_workers=1, generator=torch.Generator())
+            samples = DataLoader(
+                samples, batch_size=None, num_workers=1, generator=torch.Generator()
+            )
         return iter(samples)
 
     def _read_again(self, numbers: range) -> dict[int, Any]:
         if isinstance(self.dataset, Iterator):
             return {}
         with isolate_draws([]):
-            return dict(zip(numbers, itertools.islice(self._open_stream(), numbers.start, None), strict=False))
+            return dict(
+                zip(
+                    numbers,
+                    itertools.islice(self._open_stream(), numbers.start, None),
+                    strict=False,
+                )
+            )
 
     def _take_share(self, batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
         """Return this rank's part of a global batch, the weight of its mean, and the batch's size.
 
-        The first ranks get one sample more of a batch that does not divide. A rank that gets none has the first one of
-        all with weight 0, because its forward and backward passes may be collectives.
+        The first ranks get one sample more of a batch that does not divide. A rank that gets none
+        has the first one of all with weight 0, because its forward and backward passes may be
+        collectives.
         """
         index, num_shares = self.share
         least, rest = divmod(len(batch), num_shares)
@@ -183,12 +237,14 @@ Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
 
 
 class Batches(IterableDataset[tuple[Any, float]]):
-    """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's data module has.
+    """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's
+    data module has.
 
     Each pass over it begins where `track` says. It has no state, because that is the session's.
 
     Args:
-        track: notes how far a pass is, and leaves out what was done before a restart; None where nobody asks.
+        track: notes how far a pass is, and leaves out what was done before a restart; None where
+            nobody asks.
     """
 
     def __init__(self, batches: EpochBatches, track: Track | None) -> None:
@@ -197,7 +253,9 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         if get_worker_info() is not None:
-            expected = "expected 0 of a DataLoader around it: session.batches has its own num_workers"
+            expected = (
+                "expected 0 of a DataLoader around it: session.batches has its own num_workers"
+            )
             raise ConfigError(f"session.batches: num_workers: {expected}")
         if self._track is not None:
             yield from self._track(self.batches)
@@ -212,7 +270,9 @@ class Batches(IterableDataset[tuple[Any, float]]):
         return -(-self.batches.length // self.batches.global_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: with a state, even an empty one, torchdata's StatefulDataLoader skips no batches itself."""
+        """Return nothing: with a state, even an empty one, torchdata's StatefulDataLoader skips no
+        batches itself.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -220,14 +280,18 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's place among the ranks, by the process group or torchrun's variables; else it is alone."""
+    """Return this process's place among the ranks, by the process group or torchrun's variables;
+    else it is alone.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class _IsolatedDataset(SeededDataset):
-    """Leaves the loop's own random draws alone: in a loader without processes they share their generators."""
+    """Leaves the loop's own random draws alone: in a loader without processes they share their
+    generators.
+    """
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
         with isolate_draws([]):
@@ -235,7 +299,9 @@ class _IsolatedDataset(SeededDataset):
 
 
 class _SeededStream(IterableDataset[Any]):
-    """Draws the same on every rank, in a loader process or not: each rank takes its part of the same samples."""
+    """Draws the same on every rank, in a loader process or not: each rank takes its part of the
+    same samples.
+    """
 
     def __init__(self, samples: Iterable[Any], seed: int) -> None:
         self.samples = samples

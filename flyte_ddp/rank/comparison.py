@@ -1,8 +1,8 @@
 """The comparison of two models on the same held-out samples, with an interval for their difference.
 
-The held-out samples are one draw of those that there could be. The paired bootstrap repeats the draw: it takes as many
-samples with replacement, the same for both models, and computes the difference anew (Efron and Tibshirani, "An
-Introduction to the Bootstrap", 1993, chapters 8 and 13).
+The held-out samples are one draw of those that there could be. The paired bootstrap repeats the
+draw: it takes as many samples with replacement, the same for both models, and computes the
+difference anew (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13).
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ from flyte_ddp.recipes import Recipe
 NUM_DRAWS = 1000
 CONFIDENCE = 0.95
 MAX_BLOCKS = 100  # of samples, for a metric of torchmetrics, which has no value for each sample
-MIN_PARTS = 6  # five are all better by chance, of equal models, in one case of 32, which is more than 2.5 %
+# five are all better by chance, of equal models, in one case of 32, which is more than 2.5 %
+MIN_PARTS = 6
 
 
 class Measurement:
-    """A model's figures on the held-out data, and what the monitored one is made of. On the GPU if there is one.
+    """A model's figures on the held-out data, and what the monitored one is made of. On the GPU if
+    there is one.
 
     Raises:
         ConfigError: the state is not one of the recipe's model.
         NonFiniteLoss: the loss is NaN or infinite.
     """
 
-    def __init__(self, recipe: Recipe, config: TrainingConfig, state: Mapping[str, Any], directory: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, config: TrainingConfig, state: Mapping[str, Any], directory: Path
+    ) -> None:
         self.config = config
         self._recipe = recipe
         self._metrics = HeldOutMetrics(recipe, torch.device("cpu"))
@@ -50,8 +54,8 @@ class Measurement:
         nearest = (key for key in self._metrics.objects if f"{name}_".startswith(f"{key}_"))
         self._metric_name = "" if name in functions else max(nearest, key=len, default="")
         self._metric = self._metrics.objects.get(self._metric_name)
-        # Of each sample: its sums over the targets by name, and their number. Or of each block of samples: the
-        # metric's state, or where states cannot be merged what the metric is made of.
+        # Of each sample: its sums over the targets by name, and their number. Or of each block of
+        # samples: the metric's state, or where states cannot be merged what the metric is made of.
         self._functions = {name: functions[name]} if name in functions else functions
         self._sums: dict[str, list[Tensor]] = {each: [] for each in self._functions}
         self._counts: list[Tensor] = []
@@ -66,7 +70,8 @@ class Measurement:
             size = min(config.evaluation_batch_size, math.ceil(num_samples / MAX_BLOCKS))
             config = dataclasses.replace(config, evaluation_batch_size=size)
         result = evaluate_state(recipe, config, state, directory, self._add)
-        # test_loss and the recipe's metrics, by name, and the monitored figure if it follows from these.
+        # test_loss and the recipe's metrics, by name, and the monitored figure if it follows from
+        # these.
         self.values = self._with_figures({"test_loss": result.loss, **result.metrics})
 
     @property
@@ -80,7 +85,8 @@ class Measurement:
         return len(self._states) or len(self._batches) or sum(map(len, self._counts))
 
     def score_draws(self) -> Iterator[float]:
-        """Yield the score of each draw of parts, infinite where the figure has no value. All models get the same draws.
+        """Yield the score of each draw of parts, infinite where the figure has no value. All models
+        get the same draws.
 
         One draw at a time: all of them take 8 kB for each part.
         """
@@ -94,7 +100,10 @@ class Measurement:
                 yield self._score_blocks(draw.tolist())
                 continue
             num_targets = self._counts[0][draw].sum()
-            values = {name: float(parts[0][draw].sum() / num_targets) for name, parts in self._sums.items()}
+            values = {
+                name: float(parts[0][draw].sum() / num_targets)
+                for name, parts in self._sums.items()
+            }
             yield self.config.monitor.score(self._with_figures(values))
 
     def _add(self, outputs: Any, targets: Any) -> None:
@@ -130,7 +139,9 @@ class Measurement:
         return self.config.monitor.score(read_value(self._metric_name, value))
 
     def _with_figures(self, values: dict[str, float]) -> dict[str, float]:
-        """Add the monitored one of the recipe's figures, such as a perplexity; they follow from loss and metrics."""
+        """Add the monitored one of the recipe's figures, such as a perplexity; they follow from
+        loss and metrics.
+        """
         name = self.config.monitor.metric
         if name in values or self._metric is not None:
             return values
@@ -140,7 +151,9 @@ class Measurement:
 
 
 def _can_merge(metric: Any) -> bool:
-    """Return whether the states of a metric of torchmetrics add up: a mean, for example, would need their weights."""
+    """Return whether the states of a metric of torchmetrics add up: a mean, for example, would need
+    their weights.
+    """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
     reductions = set(metric._reductions.values())
@@ -149,10 +162,12 @@ def _can_merge(metric: Any) -> bool:
 
 
 def compare(challenger: Measurement, champion: Measurement) -> tuple[float, float]:
-    """Return the interval that has the challenger's advantage with `CONFIDENCE`, in units of the monitored figure.
+    """Return the interval that has the challenger's advantage with `CONFIDENCE`, in units of the
+    monitored figure.
 
-    The advantage is positive where the challenger is better. It may be anything, from -inf to inf, where there are too
-    few samples for an interval, or too many draws of them for which the figure has no value.
+    The advantage is positive where the challenger is better. It may be anything, from -inf to inf,
+    where there are too few samples for an interval, or too many draws of them for which the figure
+    has no value.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of draws, such as one that has a class in it only once

@@ -1,7 +1,9 @@
-"""A rank's parts of states in the memory of its node, and their copies in another node's: see launch/process/memory.py.
+"""A rank's parts of states in the memory of its node, and their copies in another node's: see
+launch/process/memory.py.
 
-A copy goes from rank to rank, over a process group that the two have for that alone. It is made directly, over the
-store where all ranks meet: `new_group` would have to be called by all of them, in the order of the program's own calls.
+A copy goes from rank to rank, over a process group that the two have for that alone. It is made
+directly, over the store where all ranks meet: `new_group` would have to be called by all of them,
+in the order of the program's own calls.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Slots:
     """The two files in memory that a rank writes its parts of states to, in turn.
 
     Args:
-        open_store: returns the store where the ranks meet. Called where there is another node for the copies.
+        open_store: returns the store where the ranks meet. Called where there is another node for
+            the copies.
     """
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
@@ -41,12 +44,16 @@ class Slots:
         self._open_store = open_store
         self._turn = 0
         self._complete_turn = 0  # the newest of which the part is here and where it is copied to
-        self._written: queue.SimpleQueue[dict[str, Any]] | None = None  # parts that are to be copied
-        self.written: dict[int, dict[str, Any]] = {}  # by file: the fields of the `Part` in it, but for the attempt
+        # parts that are to be copied
+        self._written: queue.SimpleQueue[dict[str, Any]] | None = None
+        # by file: the fields of the `Part` in it, but for the attempt
+        self.written: dict[int, dict[str, Any]] = {}
 
     @property
     def is_ready(self) -> bool:
-        """True when the last part is here and where it is copied to, so that the one before it may be overwritten."""
+        """True when the last part is here and where it is copied to, so that the one before it may
+        be overwritten.
+        """
         return bool(self._files) and self._complete_turn == self._turn
 
     def begin(self) -> None:
@@ -54,10 +61,17 @@ class Slots:
         self._turn += 1
 
     def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
-        """Write the part that was begun. `save` writes it to a file, and returns its size and checksum."""
+        """Write the part that was begun. `save` writes it to a file, and returns its size and
+        checksum.
+        """
         with self._files[self._turn % NUM_FILES] as file:
             num_bytes, checksum = save(file)
-        where = {"turn": self._turn, "step": step, "number": self._process.rank, "num_parts": num_parts}
+        where = {
+            "turn": self._turn,
+            "step": step,
+            "number": self._process.rank,
+            "num_parts": num_parts,
+        }
         part = {**where, "num_bytes": num_bytes, "checksum": checksum}
         self.written[self._turn % NUM_FILES] = part
         self._process.link.send("part", part)
@@ -66,7 +80,9 @@ class Slots:
             return
         if self._written is None:
             self._written = queue.SimpleQueue()
-            threading.Thread(target=self._send_copies, args=(self._written,), name="copies", daemon=True).start()
+            threading.Thread(
+                target=self._send_copies, args=(self._written,), name="copies", daemon=True
+            ).start()
         self._written.put(part)
 
     def _send_copies(self, written: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -77,19 +93,27 @@ class Slots:
             while True:
                 part = written.get()
                 group.send([_pack(part)], 1, 0).wait()
-                group.send([self._files[part["turn"] % NUM_FILES].view(part["num_bytes"])], 1, 0).wait()
+                group.send(
+                    [self._files[part["turn"] % NUM_FILES].view(part["num_bytes"])], 1, 0
+                ).wait()
                 group.recv([torch.zeros(1)], 1, 0).wait()
                 self._complete_turn = part["turn"]
         except RuntimeError as error:  # nothing is ready any more
             reason = str(error).partition("\n")[0]
-            logger.warning("no more states are kept in memory: they cannot be copied to another node: %s", reason)
+            logger.warning(
+                ("no more states are kept in memory: they cannot be copied to another node: %s"),
+                reason,
+            )
 
 
 def receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
-    """Take the parts of a rank of another node into the memory of this one, for as long as there are any."""
+    """Take the parts of a rank of another node into the memory of this one, for as long as there
+    are any.
+    """
     source = process.node.rank_away(process.rank, -process.node.copy_distance)
     files = [MappedFile(file) for file in process.copies]
-    with contextlib.suppress(RuntimeError):  # one of the two ranks, or that with the store, has ended
+    # one of the two ranks, or that with the store, has ended
+    with contextlib.suppress(RuntimeError):
         store = open_store().clone()
         store.wait([_name_copies(source)], TIMEOUT)
         group = _connect(source, 1, store)
@@ -108,9 +132,13 @@ def _name_copies(source: int) -> str:
 
 
 def _connect(source: int, rank: int, store: Store) -> Any:
-    """Return the process group of the rank `source`, which is rank 0 of it, and of the one that has its copies."""
+    """Return the process group of the rank `source`, which is rank 0 of it, and of the one that has
+    its copies.
+    """
     return ProcessGroupGloo(PrefixStore(f"{_name_copies(source)}/group", store), rank, 2, TIMEOUT)
 
 
 def _pack(part: dict[str, Any]) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(part).ljust(HEADER_BYTES).encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(json.dumps(part).ljust(HEADER_BYTES).encode()), dtype=torch.uint8
+    )

@@ -1,7 +1,8 @@
 """From data sets to batches on the device: which rank sees which sample, and when.
 
-The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So it does not
-depend on the number of ranks, every sample is in exactly one shard, and a run can resume in the middle of an epoch.
+The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So
+it does not depend on the number of ranks, every sample is in exactly one shard, and a run can
+resume in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from flyte_ddp.rank.nested import collate, map_tensors
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
-MAX_GPU_MEMORY_FRACTION = 0.4  # of a GPU's free memory, for all data sets together; the others stay on the host
+# of a GPU's free memory, for all data sets together; the others stay on the host
+MAX_GPU_MEMORY_FRACTION = 0.4
 
 Batch = tuple[
     Any, Any
@@ -34,10 +36,13 @@ Batch = tuple[
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One rank's part of one global batch. All ranks have the same number of micro-batches, none of them empty."""
+    """One rank's part of one global batch. All ranks have the same number of micro-batches, none of
+    them empty.
+    """
 
     micro_batches: Sequence[Tensor]  # indices, one tensor per forward pass
-    weights: Sequence[float]  # of their losses: 1, or 0 for a repeated sample where there are too few for all
+    # of their losses: 1, or 0 for a repeated sample where there are too few for all
+    weights: Sequence[float]
     # What the loss is a mean over; None where only the loaded targets tell:
     own_targets: float | Tensor | None  # of this shard
     num_targets: float | Tensor | None  # of the whole global batch
@@ -51,23 +56,31 @@ class Samples(Protocol):
 
     @property
     def index_device(self) -> torch.device:
-        """The device of the indices that `batches` takes. On another one, each batch would wait for the GPU."""
+        """The device of the indices that `batches` takes. On another one, each batch would wait for
+        the GPU.
+        """
 
     def num_targets(self, indices: Tensor) -> float | Tensor | None:
-        """Return how many targets the samples at `indices` have together; None if that is known once they are read."""
+        """Return how many targets the samples at `indices` have together; None if that is known
+        once they are read.
+        """
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch on the rank's device for each tensor in `indices`, in order."""
 
     @property
     def num_replaced(self) -> int:
-        """Samples read so far, by this rank, that could not be read and were replaced by another."""
+        """Samples read so far, by this rank, that could not be read and were replaced by
+        another.
+        """
 
 
 def open_samples(
     datasets: Iterable[Dataset[Any]], recipe: Recipe, config: TrainingConfig, world: World
 ) -> list[Samples]:
-    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits, else by a loader."""
+    """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits,
+    else by a loader.
+    """
     samples: list[Samples] = []
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
     budget = int(MAX_GPU_MEMORY_FRACTION * free)
@@ -84,7 +97,8 @@ def open_samples(
 
 
 def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
-    """Return the part of the training data that `sample_size` asks for: the same at every world size.
+    """Return the part of the training data that `sample_size` asks for: the same at every world
+    size.
 
     Raises:
         ConfigError: there are fewer samples.
@@ -105,7 +119,9 @@ def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
 
 
 class _Sample(Subset[Any]):
-    """Some of the samples of a data set, with the optional attributes that `Recipe.datasets` describes."""
+    """Some of the samples of a data set, with the optional attributes that `Recipe.datasets`
+    describes.
+    """
 
     def prefetch(self, indices: Sequence[int]) -> None:
         if hasattr(self.dataset, "prefetch"):
@@ -117,7 +133,9 @@ class _Sample(Subset[Any]):
 
 
 class TensorSamples:
-    """Samples that are in memory whole, in bytes if the recipe has them in bytes: a batch is a gather by index."""
+    """Samples that are in memory whole, in bytes if the recipe has them in bytes: a batch is a
+    gather by index.
+    """
 
     num_replaced = 0
 
@@ -151,29 +169,38 @@ class TensorSamples:
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         for index in indices:
             # Ten times as fast as indexing on a CPU, where it copies rows.
-            inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
-            if self.inputs.device != self.device:  # too large for the GPU; non_blocking copies during the step before
+            inputs, targets = (
+                self.inputs.index_select(0, index),
+                self.targets.index_select(0, index),
+            )
+            # too large for the GPU; non_blocking copies during the step before
+            if self.inputs.device != self.device:
                 inputs = inputs.pin_memory().to(self.device, non_blocking=True)
                 targets = targets.pin_memory().to(self.device, non_blocking=True)
             yield inputs, targets
 
 
 class LoadedSamples:
-    """Samples that are read one by one, by `data_workers` processes ahead of the step that needs them."""
+    """Samples that are read one by one, by `data_workers` processes ahead of the step that needs
+    them.
+    """
 
     index_device = torch.device("cpu")
 
-    def __init__(self, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig, world: World
+    ) -> None:
         self.device = world.device
         self.recipe = recipe
         self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
         self.size = len(dataset)  # type: ignore[arg-type]
-        # The samples of the next pass over the loader. One loader serves all passes, so that its processes start once:
-        # each imports torch for seconds.
+        # The samples of the next pass over the loader. One loader serves all passes, so that its
+        # processes start once: each imports torch for seconds.
         self._plan: list[list[tuple[int, int]]] = []
         workers = config.data_workers
         self.dataset = dataset
-        warnings.filterwarnings("ignore", "Got pickle error")  # whose advice, fork, does not help: `batches` gives ours
+        # whose advice, fork, does not help: `batches` gives ours
+        warnings.filterwarnings("ignore", "Got pickle error")
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(dataset, config.seed),
             batch_sampler=self._plan,
@@ -181,7 +208,8 @@ class LoadedSamples:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self.device.type == "cuda",
-            # Not fork: this process has threads (gloo's, CUDA's), and a fork copies their locks in any state.
+            # Not fork: this process has threads (gloo's, CUDA's), and a fork copies their locks in
+            # any state.
             multiprocessing_context="spawn" if workers else None,
         )
 
@@ -201,20 +229,29 @@ class LoadedSamples:
             for batch in self._loader:
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                     got = (
-                        f"a tuple of {len(batch)}" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+                        f"a tuple of {len(batch)}"
+                        if isinstance(batch, (tuple, list))
+                        else (f"a {type(batch).__name__}")
                     )
-                    raise DataError(f"datasets: expected (input, target) pairs as samples, got {got}")
-                yield map_tensors(lambda each: each.to(self.device, non_blocking=True), tuple(batch))
+                    raise DataError(
+                        f"datasets: expected (input, target) pairs as samples, got {got}"
+                    )
+                yield map_tensors(
+                    lambda each: each.to(self.device, non_blocking=True), tuple(batch)
+                )
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             if "pickle" not in str(error) or str(error).startswith("Caught "):
                 raise
             raise ConfigError(
-                f"{locate(self.recipe, 'datasets')}: expected data sets that pickle can send to data_workers, got one "
-                f"that it cannot: {error}; use a function at the top of a module in place of a lambda, make locks and "
+                f"{locate(self.recipe, 'datasets')}: expected data sets that pickle can send to "
+                "data_workers, got one "
+                f"that it cannot: {error}; use a function at the top of a module in place of a "
+                "lambda, make locks and "
                 "open files in __getitem__, or set data_workers to 0"
             ) from error
         except DataError as error:
-            # From a loader process it comes with a traceback for its message, whose last line is its own.
+            # From a loader process it comes with a traceback for its message, whose last line is
+            # its own.
             message = str(error)
             if message.startswith("Caught "):
                 message = message.splitlines()[-1].partition(": ")[2]
@@ -224,9 +261,11 @@ class LoadedSamples:
 
 
 class SeededDataset(Dataset[Any]):
-    """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who loads it or when.
+    """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who
+    loads it or when.
 
-    So the same samples come out for every number of ranks and workers, and after a restart in the middle of an epoch.
+    So the same samples come out for every number of ranks and workers, and after a restart in the
+    middle of an epoch.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -254,7 +293,8 @@ def seed_generators(seed: int) -> None:
 
 @contextlib.contextmanager
 def isolate_draws(draws: list[Any]) -> Iterator[None]:
-    """Leave the process's own random draws alone in the block, which goes on with those of the block before.
+    """Leave the process's own random draws alone in the block, which goes on with those of the
+    block before.
 
     Args:
         draws: the generators' states between two blocks; empty before the first one.
@@ -280,7 +320,9 @@ def _set_generators(states: Sequence[Any]) -> None:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of every world size."""
+    """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of
+    every world size.
+    """
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -288,10 +330,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 def epoch_shards(
     samples: Samples, config: TrainingConfig, world: World, epoch: int, first_batch: int = 0
 ) -> list[BatchShard]:
-    """Return this rank's shards of the epoch's global batches from `first_batch` on, the last and smaller one included.
+    """Return this rank's shards of the epoch's global batches from `first_batch` on, the last and
+    smaller one included.
 
-    A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many micro-batches,
-    because layers such as SyncBatchNorm's communicate in each.
+    A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many
+    micro-batches, because layers such as SyncBatchNorm's communicate in each.
     """
     order = epoch_order(len(samples), config.seed, epoch).to(samples.index_device)
     size = config.batch.size_per_rank(world.world_size)
@@ -318,7 +361,9 @@ def num_batches(samples: Samples, config: TrainingConfig) -> int:
 
 
 def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> Sequence[Tensor]:
-    """Return the held-out samples of this rank, cut into evaluation batches; without repeats, so possibly empty."""
+    """Return the held-out samples of this rank, cut into evaluation batches; without repeats, so
+    possibly empty.
+    """
     mine = torch.arange(len(samples), device=samples.index_device)[world.rank :: world.world_size]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
 
@@ -329,5 +374,8 @@ def num_common_batches(samples: Samples, config: TrainingConfig, world: World) -
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a seed made from several numbers, none of which shows through. The same in every process and Python."""
-    return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF  # of ints, which unlike strings have no per-process salt
+    """Return a seed made from several numbers, none of which shows through. The same in every
+    process and Python.
+    """
+    # of ints, which unlike strings have no per-process salt
+    return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF

@@ -1,4 +1,6 @@
-"""`flyte-ddp estimate`: the seconds of an epoch and the memory of a rank, from one step that this machine trains."""
+"""`flyte-ddp estimate`: the seconds of an epoch and the memory of a rank, from one step that this
+machine trains.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.world import single_process_world
 
-GPU_RESERVE = 0.1  # of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
+# of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
+GPU_RESERVE = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,23 +42,32 @@ class Estimate:
     num_parameters: int
     batch_size: int  # samples of a forward pass
     state_bytes: float  # weights, gradients and optimizer state
-    activation_bytes: float  # what the backward pass needs of the forward pass; with fsdp gathered blocks too
+    # what the backward pass needs of the forward pass; with fsdp gathered blocks too
+    activation_bytes: float
     epoch_seconds: float  # without the exchange of gradients, and without an evaluation
 
     def describe(self, gpu_gib: float = 0.0) -> str:
-        """Return one line, which ends with whether the rank fits into a GPU of so many GiB, unless that is 0."""
+        """Return one line, which ends with whether the rank fits into a GPU of so many GiB, unless
+        that is 0.
+        """
         state, activations = self.state_bytes / 2**30, self.activation_bytes / 2**30
         line = (
             f"{self.num_parameters:,} parameters, {self.batch_size} samples in a forward pass: "
-            f"{state + activations:.3f} GiB a rank (state {state:.3f}, activations {activations:.3f}), "
+            f"{state + activations:.3f} GiB a rank (state {state:.3f}, activations "
+            f"{activations:.3f}), "
             f"{self.epoch_seconds:.3g} s an epoch on {self.device}"
         )
         fits = state + activations <= (1 - GPU_RESERVE) * gpu_gib
-        return f"{line}; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB" if gpu_gib else line
+        return (
+            f"{line}; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB"
+            if gpu_gib
+            else line
+        )
 
 
 def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks: int) -> Estimate:
-    """Train one step on a rank's first micro-batch of the prepared data in `directory`, and multiply.
+    """Train one step on a rank's first micro-batch of the prepared data in `directory`, and
+    multiply.
 
     It takes real tensors and so the memory of a whole model, also where `fsdp` is to split it.
     """
@@ -81,10 +93,14 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    for _ in range(2):  # in the second one the optimizer has its state, and libraries have chosen their kernels
+    # in the second one the optimizer has its state, and libraries have chosen their kernels
+    for _ in range(2):
         saved.clear()
         started = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast(config, world.device):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            autocast(config, world.device),
+        ):
             losses = recipe.losses(replica(model_inputs(recipe, config, inputs)), targets)
         losses.sum().backward()
         optimizer.step()
@@ -92,28 +108,50 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+    states = [
+        each
+        for state in optimizer.state.values()
+        for each in state.values()
+        if isinstance(each, torch.Tensor)
+    ]
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    state_bytes = float(sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *gradients, *states]))
+    state_bytes = float(
+        sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *gradients, *states])
+    )
     activation_bytes, num_parameters = float(sum(saved.values())), count_parameters(model)
     if config.parallel == "fsdp" and num_ranks > 1:
-        # The rest of the model is gathered all the time; a block at work, the next one, and the gradient of one.
+        # The rest of the model is gathered all the time; a block at work, the next one, and the
+        # gradient of one.
         rest, largest = num_parameters - sum(blocks), max(blocks, default=0)
         activation_bytes += FP32_BYTES * (2 * rest + 3 * largest)
         state_bytes /= num_ranks
     num_batches = math.ceil(len(samples) / config.global_batch_size) * config.gradient_accumulation
-    return Estimate(world.device.type, num_parameters, size, state_bytes, activation_bytes, seconds * num_batches)
+    return Estimate(
+        world.device.type,
+        num_parameters,
+        size,
+        state_bytes,
+        activation_bytes,
+        seconds * num_batches,
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the estimate and return the exit status."""
-    text = "estimate the seconds of an epoch and the memory of a rank, from one step that this machine trains"
+    text = (
+        "estimate the seconds of an epoch and the memory of a rank, from one step that this "
+        "machine trains"
+    )
     parser = argparse.ArgumentParser(prog="flyte-ddp estimate", description=text)
     parser.add_argument("--recipe", required=True, help="name of the recipe")
-    parser.add_argument("--config", default="{}", help="fields that differ from its defaults: JSON, or a file")
+    parser.add_argument(
+        "--config", default="{}", help=("fields that differ from its defaults: JSON, or a file")
+    )
     parser.add_argument("--data", default="", help="source of the data, as of a run")
     parser.add_argument("--gpus", type=int, default=1, help="ranks in all (default 1)")
-    parser.add_argument("--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.0, help=("GiB of each GPU (default: not compared)")
+    )
     options = parser.parse_args(arguments)
     try:
         num_ranks = whole_number("--gpus", options.gpus, 1)

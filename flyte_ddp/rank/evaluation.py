@@ -1,4 +1,6 @@
-"""Measures of a model: its results on held-out samples, and the share of the devices' speed that its training uses."""
+"""Measures of a model: its results on held-out samples, and the share of the devices' speed that
+its training uses.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.world import World, single_process_world
 
-# 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from NVIDIA's data sheets. The
-# first part that is in the name counts.
+# 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from
+# NVIDIA's data sheets. The first part that is in the name counts.
 TERAFLOPS = {
     "MIG ": (0.0, 0.0),  # a slice, of any size
     "B200": (2250.0, 75.0),
@@ -65,16 +67,18 @@ def evaluate(
     on_batch: Callable[[], None] = lambda: None,
     on_outputs: Callable[[Any, Any], None] = lambda outputs, targets: None,
 ) -> Evaluation:
-    """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same result.
+    """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same
+    result.
 
     The ranks' buffers must be the same: see `share_buffers`.
 
-    Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a forward pass of DDP is
-    a collective, and the ranks' shares may differ in length. That of a split model is one too, so all ranks make
-    equally many.
+    Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a
+    forward pass of DDP is a collective, and the ranks' shares may differ in length. That of a split
+    model is one too, so all ranks make equally many.
 
     Args:
-        on_batch: called after each batch, equally often on all ranks, so that it may be a collective.
+        on_batch: called after each batch, equally often on all ranks, so that it may be a
+            collective.
         on_outputs: called with the outputs and the targets of each batch of this rank.
     """
     started = time.perf_counter()
@@ -85,17 +89,22 @@ def evaluate(
     num_common = num_common_batches(samples, config, world)
     splits = is_sharded(model)
     with evaluating(model):
-        for number, (index, (inputs, targets)) in enumerate(zip(shard, samples.batches(shard, epoch=0), strict=True)):
+        for number, (index, (inputs, targets)) in enumerate(
+            zip(shard, samples.batches(shard, epoch=0), strict=True)
+        ):
             with nullcontext() if splits else autocast(config, world.device):
                 outputs = model(model_inputs(recipe, config, inputs))
             loss_sum += recipe.losses(outputs, targets).sum()
             metrics.update(outputs, targets)
             on_outputs(outputs, targets)
             counted = samples.num_targets(index)
-            num_targets += count_targets(recipe, targets).to(world.device) if counted is None else counted
+            num_targets += (
+                count_targets(recipe, targets).to(world.device) if counted is None else counted
+            )
             if number < num_common:
                 on_batch()
-        if splits and len(shard) < max(world.all_gather(len(shard))):  # the others need this rank's part of the weights
+        # the others need this rank's part of the weights
+        if splits and len(shard) < max(world.all_gather(len(shard))):
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
             for inputs, _ in samples.batches([first], epoch=0):
                 model(model_inputs(recipe, config, inputs))
@@ -111,30 +120,40 @@ def evaluate_state(
     directory: Path,
     on_outputs: Callable[[Any, Any], None],
 ) -> Evaluation:
-    """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU if it has one.
+    """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU
+    if it has one.
 
-    By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's epochs.
+    By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's
+    epochs.
 
     Raises:
-        ConfigError: the state is not one of the recipe's model; names the keys, or the classes, that do not fit.
+        ConfigError: the state is not one of the recipe's model; names the keys, or the classes,
+            that do not fit.
         NonFiniteLoss: the loss is NaN or infinite.
     """
     world = single_process_world()
-    config = dataclasses.replace(config, compile=False)  # which takes longer than one pass over the data
+    # which takes longer than one pass over the data
+    config = dataclasses.replace(config, compile=False)
     _, test = open_datasets(recipe, directory, config)
     (samples,) = open_samples([test], recipe, config, world)
     model = recipe.model()
     if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
-        raise ConfigError(f"state: expected one of the recipe's model, got one that does not fit: {problem}")
+        raise ConfigError(
+            f"state: expected one of the recipe's model, got one that does not fit: {problem}"
+        )
     model.load_state_dict(state)
-    result = evaluate(place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs)
+    result = evaluate(
+        place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs
+    )
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
     return result
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are saved."""
+    """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are
+    saved.
+    """
     if world.world_size > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
@@ -143,10 +162,13 @@ def share_buffers(model: nn.Module, world: World) -> None:
 class FlopsUtilization:
     """Compares a training's operations per second with what its GPUs can do at most.
 
-    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table. All ranks make one at once.
+    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table. All
+    ranks make one at once.
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World) -> None:
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World
+    ) -> None:
         self.flops_per_sample = recipe.flops_per_sample(model)
         peaks = world.all_gather(peak_flops(config, world)) if self.flops_per_sample else [0.0]
         self.peak_flops = sum(peaks) if all(peaks) else 0.0
@@ -155,11 +177,17 @@ class FlopsUtilization:
         """Return the epoch's utilization as a metric by name; none where it is not known."""
         if not self.peak_flops:
             return {}
-        return {"model_flops_utilization": self.flops_per_sample * epoch.samples_per_second / self.peak_flops}
+        return {
+            "model_flops_utilization": self.flops_per_sample
+            * epoch.samples_per_second
+            / self.peak_flops
+        }
 
 
 def peak_flops(config: TrainingConfig, world: World) -> float:
-    """Return the operations per second of this rank's GPU in the configured precision; 0 for an unknown device."""
+    """Return the operations per second of this rank's GPU in the configured precision; 0 for an
+    unknown device.
+    """
     if world.device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(world.device)

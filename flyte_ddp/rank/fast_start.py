@@ -1,4 +1,5 @@
-"""Private names of torch, which make a rank start and step faster or show what it does. All can be missing.
+"""Private names of torch, which make a rank start and step faster or show what it does. All can be
+missing.
 
 A torch without these names never ends a run: each function says what happens then, and
 tests/test_fast_start.py shows that each name still helps.
@@ -18,12 +19,14 @@ from torch.optim import SGD, Adam, Optimizer
 
 
 def avoid_importing_dynamo() -> None:
-    """Keep torch from importing its compiler (4 s of CPU and 150 MB) in a process that compiles nothing.
+    """Keep torch from importing its compiler (4 s of CPU and 150 MB) in a process that compiles
+    nothing.
 
-    Three places in torch 2.15 import torch._dynamo only to query or set a flag: functions that it must not trace
-    (they remember the answer in `__dynamo_disable`, so it can be put there first: themselves, unchanged), the
-    wrapper of every optimizer's `step`, which breaks the graph, and the constructor of DistributedDataParallel,
-    which reads a setting. A torch that does this in another way just imports its compiler as before.
+    Three places in torch 2.15 import torch._dynamo only to query or set a flag: functions that it
+    must not trace (they remember the answer in `__dynamo_disable`, so it can be put there first:
+    themselves, unchanged), the wrapper of every optimizer's `step`, which breaks the graph, and the
+    constructor of DistributedDataParallel, which reads a setting. A torch that does this in another
+    way just imports its compiler as before.
     """
     for owner in (Optimizer, DistributedDataParallel):
         for function in vars(owner).values():
@@ -35,12 +38,16 @@ def avoid_importing_dynamo() -> None:
         if getattr(step, "__code__", None) and step.__code__.co_name == "_use_grad":
             optimizer.step = torch.no_grad()(step.__wrapped__)  # type: ignore[method-assign]
     if "torch._dynamo" not in sys.modules:
-        utils = _LazyModule("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # torch's default
-        vars(torch)["_dynamo"] = _LazyModule("torch._dynamo", utils=utils)  # an import of the real one replaces it
+        # torch's default
+        utils = _LazyModule("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        # an import of the real one replaces it
+        vars(torch)["_dynamo"] = _LazyModule("torch._dynamo", utils=utils)
 
 
 class _LazyModule(types.ModuleType):
-    """Stand-in for a module, with some of its attributes. Reading another attribute imports the module."""
+    """Stand-in for a module, with some of its attributes. Reading another attribute imports the
+    module.
+    """
 
     def __init__(self, name: str, **attributes: object) -> None:
         super().__init__(name)
@@ -53,7 +60,8 @@ class _LazyModule(types.ModuleType):
 def call_around_compilations(start: Callable[[], object], end: Callable[[], object]) -> None:
     """Call `start` before and `end` after each compilation by torch in this process.
 
-    A torch without these callbacks calls neither: a cold compilation then counts as a stall after `stall_timeout`.
+    A torch without these callbacks calls neither: a cold compilation then counts as a stall after
+    `stall_timeout`.
     """
     try:
         handler = importlib.import_module("torch._dynamo.callback").callback_handler
@@ -64,7 +72,9 @@ def call_around_compilations(start: Callable[[], object], end: Callable[[], obje
 
 
 def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
-    """Make DDP time its exchange of gradients every `num_steps` steps; without a setter, its interval of 100 stays."""
+    """Make DDP time its exchange of gradients every `num_steps` steps; without a setter, its
+    interval of 100 stays.
+    """
     set_rate = getattr(replica, "_set_ddp_runtime_logging_sample_rate", None)
     if set_rate is not None:
         set_rate(num_steps)
@@ -73,11 +83,13 @@ def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
 def ddp_exchange_seconds(replica: Any) -> tuple[float, float] | None:
     """Return DDP's mean (exchange, overlap) per timed step; None where it has no timers.
 
-    The exchange lasts from the first bucket's departure to the last one's arrival; the overlap is the part of it that
-    the backward pass covered.
+    The exchange lasts from the first bucket's departure to the last one's arrival; the overlap is
+    the part of it that the backward pass covered.
     """
     read = getattr(getattr(replica, "_orig_mod", replica), "_get_ddp_logging_data", None)
     if read is None:
         return None
     data = read()
-    return data.get("avg_backward_comm_time", 0) / 1e9, data.get("avg_backward_compute_comm_overlap_time", 0) / 1e9
+    return data.get("avg_backward_comm_time", 0) / 1e9, data.get(
+        "avg_backward_compute_comm_overlap_time", 0
+    ) / 1e9

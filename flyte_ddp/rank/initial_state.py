@@ -27,7 +27,8 @@ from flyte_ddp.storage.weights import (
 
 MAX_CLASSES = 20  # in an error
 
-# The fields that must stay as they are in the checkpoint. The others may change: more epochs, other intervals, ranks.
+# The fields that must stay as they are in the checkpoint. The others may change: more epochs, other
+# intervals, ranks.
 FIXED_BY_CHECKPOINT = (
     "seed",
     "sample_size",
@@ -54,7 +55,8 @@ def check_same_run(
     initial_state: str,
     changeable_options: Collection[str] = (),
 ) -> None:
-    """Check that a run of these hyperparameters, data and initial state may resume from `checkpoint`, read at `url`.
+    """Check that a run of these hyperparameters, data and initial state may resume from
+    `checkpoint`, read at `url`.
 
     Args:
         changeable_options: of the recipe's options, those that may differ.
@@ -66,10 +68,12 @@ def check_same_run(
     num_epochs = progress["epoch"] if progress["batch"] else progress["epoch"] - 1
     if config.epochs < num_epochs:
         raise ConfigError(
-            f"epochs: expected at least {num_epochs}, got {config.epochs}: {url} was written in epoch {num_epochs}; "
+            f"epochs: expected at least {num_epochs}, got {config.epochs}: {url} was written in "
+            f"epoch {num_epochs}; "
             "fewer epochs need another place for the checkpoints"
         )
-    theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])  # in the form that is stored
+    # in the form that is stored
+    theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])
     fixed = [(name, theirs.get(name), ours[name]) for name in FIXED_BY_CHECKPOINT]
     options, our_options = theirs["recipe_options"], ours["recipe_options"]
     fixed += [
@@ -80,7 +84,8 @@ def check_same_run(
     for name, their_value, our_value in fixed:
         if their_value != our_value:
             raise ConfigError(
-                f"{name}: expected {their_value!r}, with which {url} was written, got {our_value!r}; "
+                f"{name}: expected {their_value!r}, with which {url} was written, got "
+                f"{our_value!r}; "
                 "another value needs another place for the checkpoints"
             )
     if checkpoint["data_fingerprint"] != data_fingerprint:
@@ -91,7 +96,8 @@ def check_same_run(
     started_from, initial_state = redact_values([checkpoint["initial_state"], initial_state])
     if not is_same_state(started_from, initial_state):
         raise ConfigError(
-            f"initial_model_state: expected {started_from!r}, from which the run of {url} started, got "
+            f"initial_model_state: expected {started_from!r}, from which the run of {url} "
+            "started, got "
             f"{initial_state!r}; another one needs another place for the checkpoints"
         )
 
@@ -105,19 +111,20 @@ def load_initial_state(
 ) -> None:
     """Load the weights and buffers of the state dict at `url` into `model`, all of them or none.
 
-    Their file must have the checksum that `pin_state` noted in `url`. `torchvision:NAME` stands for weights that
-    torchvision publishes, as of `load_torchvision_state`.
+    Their file must have the checksum that `pin_state` noted in `url`. `torchvision:NAME` stands for
+    weights that torchvision publishes, as of `load_torchvision_state`.
 
     Args:
         timeout: seconds to wait for a store that cannot be reached.
-        fresh_layers: layers of either model, by the beginnings of their names, that are left as they are. A model of
-            other classes fits where they have the layer that tells the classes apart.
+        fresh_layers: layers of either model, by the beginnings of their names, that are left as
+            they are. A model of other classes fits where they have the layer that tells the classes
+            apart.
         class_names: of the model.
 
     Raises:
         StorageUnavailable: the store could not be reached.
-        ConfigError: there is no state dict, or not one of this very model, apart from its fresh layers; names the keys
-            that do not fit.
+        ConfigError: there is no state dict, or not one of this very model, apart from its fresh
+            layers; names the keys that do not fit.
     """
     expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
     if fresh_layers:
@@ -131,17 +138,26 @@ def load_initial_state(
             found = hashlib.sha256(contents).hexdigest() if sha256 else ""
             if found != sha256:
                 raise ConfigError(
-                    f"initial_model_state: expected the contents with SHA-256 {sha256}, which {url!r} had when it was "
+                    f"initial_model_state: expected the contents with SHA-256 {sha256}, which "
+                    f"{url!r} had when it was "
                     f"given, got others with {found}: start again"
                 )
             state = from_bytes(contents)
     except StorageUnavailable:
         raise
-    except (FileNotFoundError, pickle.UnpicklingError, RuntimeError, EOFError) as error:  # the middle two are torch's
+    except (
+        FileNotFoundError,
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+    ) as error:  # the middle two are torch's
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}") from error
+        raise ConfigError(
+            f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"
+        ) from error
     own = model.state_dict()
-    if isinstance(state, dict):  # some of torchvision's states are from before torch had these counters
+    # some of torchvision's states are from before torch had these counters
+    if isinstance(state, dict):
         for key in [key for key in own if key.endswith(".num_batches_tracked")]:
             state.setdefault(key, own[key])
     for layer in fresh_layers:
@@ -151,17 +167,27 @@ def load_initial_state(
         class_names = ()  # the weights of these classes are not loaded
     if fresh_layers and isinstance(state, Mapping):
         own, state = (
-            with_class_names({key: each[key] for key in each if not is_in(key, fresh_layers)}, class_names_of(each))
+            with_class_names(
+                {key: each[key] for key in each if not is_in(key, fresh_layers)},
+                class_names_of(each),
+            )
             for each in (own, state)
         )
     if problem := mismatch(own, state, class_names):
-        remedy = "; layers that may differ are named by config.fresh_layers" if isinstance(state, Mapping) else ""
-        raise ConfigError(f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}")
+        remedy = (
+            "; layers that may differ are named by config.fresh_layers"
+            if isinstance(state, Mapping)
+            else ""
+        )
+        raise ConfigError(
+            f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}"
+        )
     load_model(model, state, is_whole=not fresh_layers)
 
 
 def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:
-    """Exclude the parameters of these layers, given by the beginnings of their names, from training.
+    """Exclude the parameters of these layers, given by the beginnings of their names, from
+    training.
 
     Raises:
         ConfigError: there is no such layer, or all are frozen.
@@ -174,27 +200,36 @@ def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     if layers and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
-            f"frozen_layers: expected a layer that is left to train, got all of them: {', '.join(layers)}"
+            "frozen_layers: expected a layer that is left to train, got all of them: "
+            f"{', '.join(layers)}"
         )
 
 
 def is_in(name: str, layers: Sequence[str]) -> bool:
-    """Return whether a parameter or buffer belongs to one of `layers`: encoder.1 has encoder.1.bias, not encoder.10."""
+    """Return whether a parameter or buffer belongs to one of `layers`: encoder.1 has
+    encoder.1.bias, not encoder.10.
+    """
     return any(f"{name}.".startswith(f"{layer.rstrip('.')}.") for layer in layers)
 
 
 def _check_layer(field: str, layer: str, names: Iterable[str]) -> None:
     if not any(is_in(name, [layer]) for name in names):
-        known = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+        known = {
+            ".".join(name.split(".")[:depth])
+            for name in names
+            for depth in range(1, name.count(".") + 2)
+        }
         top = sorted({name.partition(".")[0] for name in names})
         raise ConfigError(
-            f"{field}: expected beginnings of names of the model's layers, such as {abbreviate(top)}, got {layer!r}"
+            f"{field}: expected beginnings of names of the model's layers, such as "
+            f"{abbreviate(top)}, got {layer!r}"
             f"{suggest(layer, known)}"
         )
 
 
 def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str] = ()) -> str:
-    """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it can.
+    """Describe why `state` cannot be loaded into a model with the state dict `expected`; "" if it
+    can.
 
     Args:
         class_names: of the model; compared where both sides have names.
@@ -213,7 +248,14 @@ def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str]
     found = [f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys]
     theirs, ours = class_names_of(state), list(class_names)
     if theirs and ours and theirs != ours:
-        number = next((index for index, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), 0)
+        number = next(
+            (
+                index
+                for index, pair in enumerate(zip(theirs, ours, strict=False))
+                if pair[0] != pair[1]
+            ),
+            0,
+        )
         start = number if number >= MAX_CLASSES else 0
         shown = [abbreviate(names[start:], MAX_CLASSES) for names in (theirs, ours)]
         since = f" from number {start} on" if start else ""

@@ -1,4 +1,6 @@
-"""Views of a model for people to look at: its layers, the distribution of its weights, its predictions."""
+"""Views of a model for people to look at: its layers, the distribution of its weights, its
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe
 
 NUM_BINS = 64
-PIECE = 1 << 16  # values that are counted at once: their copies take memory that malloc keeps and uses again
+# values that are counted at once: their copies take memory that malloc keeps and uses again
+PIECE = 1 << 16
 PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
 
 
 def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
-    """Return the leaf modules that a forward pass of `sample`, a batch of one, visits, in this order."""
+    """Return the leaf modules that a forward pass of `sample`, a batch of one, visits, in this
+    order.
+    """
     layers: list[LayerDescribed] = []
     handles = []
 
@@ -54,13 +59,17 @@ def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> A
     return model_inputs(recipe, config, batch)
 
 
-def take_histograms(model: nn.Module, is_needed: bool = True) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
-    """Return the histograms of each parameter and of its last gradient, by name. Waits for the device.
+def take_histograms(
+    model: nn.Module, is_needed: bool = True
+) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
+    """Return the histograms of each parameter and of its last gradient, by name. Waits for the
+    device.
 
     They count the finite values; a tensor without any has none.
 
     Args:
-        is_needed: False on ranks that only take part in the collectives of a split model; they get none.
+        is_needed: False on ranks that only take part in the collectives of a split model; they get
+            none.
     """
     reshard(model)
     parameters: dict[str, Histogram] = {}
@@ -73,20 +82,32 @@ def take_histograms(model: nn.Module, is_needed: bool = True) -> tuple[dict[str,
     return parameters, gradients
 
 
-def make_predictions(model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig) -> list[Prediction]:
-    """Return the predictions of `model` for the first of `samples`, as the recipe shows them. Changes no state."""
-    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(PREDICTION_BATCH)
+def make_predictions(
+    model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig
+) -> list[Prediction]:
+    """Return the predictions of `model` for the first of `samples`, as the recipe shows them.
+    Changes no state.
+    """
+    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(
+        PREDICTION_BATCH
+    )
     predictions: list[Prediction] = []
     with unchanged(model, recipe, getattr(samples, "dataset", None)), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = model(model_inputs(recipe, config, batch))
-            shown = (map_tensors(Tensor.cpu, batch), map_tensors(_on_cpu, outputs), map_tensors(Tensor.cpu, targets))
+            shown = (
+                map_tensors(Tensor.cpu, batch),
+                map_tensors(_on_cpu, outputs),
+                map_tensors(Tensor.cpu, targets),
+            )
             predictions += recipe.predictions(*shown)
     return predictions
 
 
 def generate_sample(model: nn.Module, recipe: Recipe) -> str:
-    """Return the recipe's sample text. What its forward passes change is put back: the other ranks make none."""
+    """Return the recipe's sample text. What its forward passes change is put back: the other ranks
+    make none.
+    """
     if getattr(recipe.generate_sample, "__func__", None) is Recipe.generate_sample:
         return recipe.generate_sample(model)
     with unchanged(model, recipe):
@@ -98,8 +119,8 @@ def _on_cpu(output: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor) -> Histogram | None:
-    # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the range of float32
-    # values need not fit into a float32.
+    # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the
+    # range of float32 values need not fit into a float32.
     # Piece by piece, because the copies of a large tensor would take several times its memory.
     pieces = values.flatten().split(PIECE)
 

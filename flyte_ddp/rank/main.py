@@ -45,13 +45,17 @@ from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
 from flyte_ddp.world import World, process_group
 
-BEAT_INTERVAL = 1.0  # seconds between two reports of progress during an operation that reports none itself
+# seconds between two reports of progress during an operation that reports none itself
+BEAT_INTERVAL = 1.0
 MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
-EXPORT_TIMEOUT = 60.0  # seconds for a store that is away, or a disk that is full: the model state is safe already
+# seconds for a store that is away, or a disk that is full: the model state is safe already
+EXPORT_TIMEOUT = 60.0
 
 
 def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
-    """Join the other ranks of this process's session, and train a recipe. Arguments as of `recipe_program`."""
+    """Join the other ranks of this process's session, and train a recipe. Arguments as of
+    `recipe_program`.
+    """
     current = session.current()
     program = current.process.job.program
     program.check_compiler()  # on a Dask worker, whose image the driver has not seen
@@ -65,7 +69,9 @@ def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
         if world.world_size > 1:
             store = current.open_store()
             store.set_timeout(timedelta(seconds=config.collective_timeout))
-            stack.enter_context(process_group(world, config.backend, store, config.collective_timeout))
+            stack.enter_context(
+                process_group(world, config.backend, store, config.collective_timeout)
+            )
             peers = Peers(world, store) if config.parallel == "fsdp" else None
         train(recipe, config, initial_state, world, current, peers)
 
@@ -88,13 +94,19 @@ def _prepare_process(config: TrainingConfig, num_threads: int) -> None:
         return_freed_memory()
     torch.set_num_threads(num_threads)
     if config.deterministic:
-        torch.use_deterministic_algorithms(True)  # also the call with False imports torch's compiler
+        # also the call with False imports torch's compiler
+        torch.use_deterministic_algorithms(True)
     if not config.compile and config.parallel == "ddp":
         avoid_importing_dynamo()
 
 
 def train(
-    name: str, config: TrainingConfig, initial_state: str, world: World, current: Session, peers: Peers | None
+    name: str,
+    config: TrainingConfig,
+    initial_state: str,
+    world: World,
+    current: Session,
+    peers: Peers | None,
 ) -> None:
     """Train the recipe, and report and save its results.
 
@@ -108,7 +120,9 @@ def train(
     train_data, test_data = open_datasets(recipe, directory, config)
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     read = functools.partial(describe_samples, recipe, config, train, test)
-    with unchanged(nn.Module(), recipe, *(getattr(samples, "dataset", None) for samples in (train, test))):
+    with unchanged(
+        nn.Module(), recipe, *(getattr(samples, "dataset", None) for samples in (train, test))
+    ):
         facts = read()
         check_ranks(recipe, config, facts, read, world)
     current.beat(0)
@@ -119,7 +133,19 @@ def train(
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
     version = data["recipe_version"]
-    trainer = Trainer(recipe, config, world, model, train, test, current, fingerprint, initial_state, version, facts)
+    trainer = Trainer(
+        recipe,
+        config,
+        world,
+        model,
+        train,
+        test,
+        current,
+        fingerprint,
+        initial_state,
+        version,
+        facts,
+    )
     if config.compile:
         beat_while_compiling(trainer.beat)
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
@@ -127,8 +153,12 @@ def train(
     if trainer.progress.step == 0:
         check_contract(recipe, model, train, config, world, test)
     if world.is_first or trainer.is_sharded:
-        current.emit_start(initial_state=redact_url(initial_state), **_describe(trainer, data, current.process))
-        current.emit(events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped))
+        current.emit_start(
+            initial_state=redact_url(initial_state), **_describe(trainer, data, current.process)
+        )
+        current.emit(
+            events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped)
+        )
 
     # Go!
     trainer.fit()
@@ -139,7 +169,8 @@ def train(
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if world.is_first or trainer.is_sharded:
-        with log_failures("predictions"), keep_beating(trainer.beat):  # a large model takes its time
+        # a large model takes its time
+        with log_failures("predictions"), keep_beating(trainer.beat):
             predictions = make_predictions(model, recipe, test, config)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
@@ -155,12 +186,16 @@ def train(
             "model_state_url": model_state,
             **exported,
             "best_epoch": best.epoch,
-            "best": {name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")},
+            "best": {
+                name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")
+            },
             "model_state_epoch": kept.epoch,
             "peak_memory_bytes": peak_memory[0],
             "rank_peak_memory_bytes": peak_memory,
             "rank_num_parameters": num_parameters,
-            "memory_interval": trainer.memory_interval.steps if trainer.memory_interval.is_on else 0,
+            "memory_interval": trainer.memory_interval.steps
+            if trainer.memory_interval.is_on
+            else 0,
             "first_step_seconds": max(0.0, trainer.first_step_at - current.process.job.launched_at),
         }
 
@@ -186,17 +221,19 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         "data": data["description"],
         "data_fingerprint": data["fingerprint"],
         "class_names": list_class_names(recipe),
-        "data_license": data.get("license", ""),  # absent from data that an earlier version has prepared
+        # absent from data that an earlier version has prepared
+        "data_license": data.get("license", ""),
         "recipe_version": data["recipe_version"],
     }
 
 
 def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> dict[str, Any]:
-    """Write the state as safetensors and the files of `Recipe.export`; return the fields of `RunFinished` about them.
+    """Write the state as safetensors and the files of `Recipe.export`; return the fields of
+    `RunFinished` about them.
 
-    The files are written from the state's own memory, which may leave none for a copy. The model is trained and safe by
-    now. So a state that has no such form, a mistake in the recipe's `export`, and a store that takes no more are named
-    in the results and end nothing.
+    The files are written from the state's own memory, which may leave none for a copy. The model is
+    trained and safe by now. So a state that has no such form, a mistake in the recipe's `export`,
+    and a store that takes no more are named in the results and end nothing.
 
     Args:
         checkpoints: URL of the directory beside whose files they are kept.
@@ -223,7 +260,8 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
 
 @contextlib.contextmanager
 def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
-    """Call `beat` every second, from a thread, for the length of a block that is known to take long.
+    """Call `beat` every second, from a thread, for the length of a block that is known to take
+    long.
 
     No longer than `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
     """
@@ -245,7 +283,9 @@ def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
 
 
 def beat_while_compiling(beat: Callable[[], None]) -> None:
-    """Call `beat` every second while torch compiles something in this process, such as the first step of a model."""
+    """Call `beat` every second while torch compiles something in this process, such as the first
+    step of a model.
+    """
     running = contextlib.ExitStack()
     call_around_compilations(lambda: running.enter_context(keep_beating(beat)), running.close)
 
@@ -253,4 +293,6 @@ def beat_while_compiling(beat: Callable[[], None]) -> None:
 def _peak_memory(world: World) -> int:
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -1,4 +1,6 @@
-"""States in the memory of nodes: how often they are saved there, and how a run finds them and goes on from one."""
+"""States in the memory of nodes: how often they are saved there, and how a run finds them and goes
+on from one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from flyte_ddp.world import World
 
 MAX_SHARE = 0.01  # of the training's time that states in memory may take
 NUM_MEASURED = 5  # newest states, of which the medians count
-MIN_CHANGE = 1.25  # factor by which what was measured has to differ from the interval, so that another one is chosen
+# factor by which what was measured has to differ from the interval, so that another one is chosen
+MIN_CHANGE = 1.25
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,13 @@ logger = logging.getLogger(__name__)
 class MemoryInterval:
     """The optimizer steps between two states in memory, the same on every rank.
 
-    An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step after another: the
-    first `NUM_FILES` of them take new memory, and so are not measured.
+    An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step
+    after another: the first `NUM_FILES` of them take new memory, and so are not measured.
     """
 
-    def __init__(self, config: TrainingConfig, process: RankProcess, world: World, model: nn.Module) -> None:
+    def __init__(
+        self, config: TrainingConfig, process: RankProcess, world: World, model: nn.Module
+    ) -> None:
         self.is_automatic = config.memory_interval < 0
         self.steps = config.memory_interval  # 0: there are none
         if self.is_automatic:
@@ -52,31 +57,39 @@ class MemoryInterval:
         self._model = model
         self._num_steps = 0  # of this process
         self._num_kept = 0
-        self._previous: tuple[int, float] = 0, 0.0  # number of the step after which one was due, and when it was over
-        self._copy_seconds: deque[float] = deque(maxlen=NUM_MEASURED)  # for which a state held the loop
+        # number of the step after which one was due, and when it was over
+        self._previous: tuple[int, float] = 0, 0.0
+        # for which a state held the loop
+        self._copy_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
         self._step_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
 
     def is_due(self, step: int) -> bool:
         """Return whether a state is kept after this step. Every rank calls it, after each step.
 
-        Not after this process's first step, which gives the optimizer its memory: so it is known what is left.
+        Not after this process's first step, which gives the optimizer its memory: so it is known
+        what is left.
         """
         self._num_steps += 1
         if not self.steps or step % self.steps or self._num_steps == 1:
             return False
         if not self.is_on:
-            self.is_on = has_memory("memory_interval", self._count_bytes(), self._process, self._world)
+            self.is_on = has_memory(
+                "memory_interval", self._count_bytes(), self._process, self._world
+            )
             self.steps = self.steps if self.is_on else 0
         return self.is_on
 
     def _count_bytes(self) -> int:
         """Return the bytes of what the ranks of this node save of a state."""
-        num_values = count_own_parameters(self._model) * (1 + OPTIMIZER_STATES[self._config.optimizer])
+        num_values = count_own_parameters(self._model) * (
+            1 + OPTIMIZER_STATES[self._config.optimizer]
+        )
         num_bytes = 4 * num_values + sum(each.nbytes for each in self._model.buffers())
         return num_bytes * (self._process.node.num_ranks if is_sharded(self._model) else 1)
 
     def measure(self, started: float, is_kept: bool) -> None:
-        """Note when keeping a state began, by `time.perf_counter`, and that it is over. Every rank calls it.
+        """Note when keeping a state began, by `time.perf_counter`, and that it is over. Every rank
+        calls it.
 
         Args:
             is_kept: it was not left out on this rank, which is one that writes.
@@ -91,7 +104,9 @@ class MemoryInterval:
             found, self._num_kept = 1.0, self._num_kept + 1
             if self._num_kept > NUM_FILES:
                 self._copy_seconds.append(time.perf_counter() - started)
-                found = math.ceil(median(self._copy_seconds) / (MAX_SHARE * median(self._step_seconds)))
+                found = math.ceil(
+                    median(self._copy_seconds) / (MAX_SHARE * median(self._step_seconds))
+                )
         found = max(self._world.all_gather(found))
         if found > MIN_CHANGE * self.steps or 0 < MIN_CHANGE * found < self.steps:
             self.steps = int(found)
@@ -99,13 +114,18 @@ class MemoryInterval:
 
 
 def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World) -> bool:
-    """Return whether states fit into the memory of each node; warn on rank 0 if not. Every rank of `world` calls it.
+    """Return whether states fit into the memory of each node; warn on rank 0 if not. Every rank of
+    `world` calls it.
 
     Args:
         setting: the name of what asks for it, for the warning.
         num_bytes: of what the ranks of this node save of a state.
     """
-    lacking = lacking_memory(num_bytes, process.node) if process.slots else "expected Linux, with memfd_create"
+    lacking = (
+        lacking_memory(num_bytes, process.node)
+        if process.slots
+        else ("expected Linux, with memfd_create")
+    )
     if not any(lacks := world.all_gather(float(bool(lacking)))):
         return True
     lacking = world.broadcast_object(lacking, lacks.index(1.0))
@@ -149,15 +169,23 @@ def find_states(process: RankProcess, world: World) -> list[MemoryState]:
     return states
 
 
-def read_state(state: MemoryState, process: RankProcess, world: World, box_of: BoxOf) -> dict[str, Any]:
+def read_state(
+    state: MemoryState, process: RankProcess, world: World, box_of: BoxOf
+) -> dict[str, Any]:
     """Return a state, of which each rank reads the parts that are on its node. Every rank calls it.
 
     Raises:
         Damaged: on every rank, if a part is damaged.
     """
-    own = {each.number: each for each in process.parts if each.state == (state.step, state.attempt, state.turn)}
+    own = {
+        each.number: each
+        for each in process.parts
+        if each.state == (state.step, state.attempt, state.turn)
+    }
     entries = [{"file": str(number), "number": number} for number in range(len(state.readers))]
-    return assemble(entries, lambda entry: _read(own[entry["number"]]), world, box_of, state.readers)
+    return assemble(
+        entries, lambda entry: _read(own[entry["number"]]), world, box_of, state.readers
+    )
 
 
 def name_place(readers: Sequence[int], process: RankProcess, world: World) -> str:
@@ -168,7 +196,9 @@ def name_place(readers: Sequence[int], process: RankProcess, world: World) -> st
 
 @dataclass
 class LoadedState:
-    """The state that was loaded from memory, and its place; or None. `skipped` says why others were refused."""
+    """The state that was loaded from memory, and its place; or None. `skipped` says why others were
+    refused.
+    """
 
     state: dict[str, Any] | None = None
     place: str = ""
@@ -183,12 +213,15 @@ def load_from_memory(
     box_of: BoxOf,
     needed_step: Callable[[dict[str, Any]], int],
 ) -> LoadedState:
-    """Return the newest state in the memory of the nodes, unless the store has one as new. Every rank calls it.
+    """Return the newest state in the memory of the nodes, unless the store has one as new. Every
+    rank calls it.
 
-    A store that is away is not waited for. What it is known to have counts only as the checkpoint of the best epoch.
+    A store that is away is not waited for. What it is known to have counts only as the checkpoint
+    of the best epoch.
 
     Args:
-        needed_step: returns the step of the checkpoint that a run from this state will ask the store for; 0 for none.
+        needed_step: returns the step of the checkpoint that a run from this state will ask the
+            store for; 0 for none.
     """
     # The driver has asked the store since the last attempt ended, so this does not ask again.
     stored = process.job.stored
@@ -214,9 +247,14 @@ def load_from_memory(
 
 
 def load_for_function(
-    process: RankProcess, open_store: Callable[[], Store], key: str, checkpoints: CheckpointStore, box_of: BoxOf
+    process: RankProcess,
+    open_store: Callable[[], Store],
+    key: str,
+    checkpoints: CheckpointStore,
+    box_of: BoxOf,
 ) -> LoadedState:
-    """Return the newest state in memory as `load_from_memory` does, for ranks that may have no process group.
+    """Return the newest state in memory as `load_from_memory` does, for ranks that may have no
+    process group.
 
     Args:
         open_store: returns the store where the ranks meet, in which `key` is this call's alone.
@@ -225,8 +263,11 @@ def load_for_function(
     rank, world_size = process.rank, process.node.world_size
     group = None
     if world_size > 1:
-        store = PrefixStore(key, open_store().clone())  # other threads use the connection of the first one
-        group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=process.job.program.stall_timeout))
+        # other threads use the connection of the first one
+        store = PrefixStore(key, open_store().clone())
+        group = ProcessGroupGloo(
+            store, rank, world_size, timedelta(seconds=process.job.program.stall_timeout)
+        )
     world = World(rank, process.local_rank, world_size, torch.device("cpu"), group)
     loaded = load_from_memory(world, process, checkpoints, box_of, lambda state: 0)
     process.free_parts(*loaded.saved)
@@ -236,6 +277,9 @@ def load_for_function(
 def _read(part: Part) -> dict[str, Any]:
     """Return the contents of a part of a state. Raises Damaged if they are not what was written."""
     if check_file(part.file.path) != (part.num_bytes, part.checksum):
-        raise Damaged(f"the checksum of part {part.number} is not the one that was recorded when it was written")
+        raise Damaged(
+            f"the checksum of part {part.number} is not the one that was recorded when "
+            "it was written"
+        )
     contents: dict[str, Any] = torch.load(part.file.path, map_location="cpu", weights_only=True)
     return contents

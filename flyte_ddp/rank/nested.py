@@ -1,4 +1,6 @@
-"""Tensors in tuples, lists, dicts and dataclasses, nested: what a sample, a batch or a model's output may be."""
+"""Tensors in tuples, lists, dicts and dataclasses, nested: what a sample, a batch or a model's
+output may be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from flyte_ddp.errors import DataError
 
 
 def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> Any:
-    """Return a value of the shape that all `values` have, with `function` of their parts at each place.
+    """Return a value of the shape that all `values` have, with `function` of their parts at each
+    place.
 
     Args:
         values: alike: with the same keys, fields and lengths.
@@ -21,7 +24,9 @@ def map_parts(function: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -
     first = values[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        parts = {name: map_parts(function, [getattr(value, name) for value in values]) for name in names}
+        parts = {
+            name: map_parts(function, [getattr(value, name) for value in values]) for name in names
+        }
         return dataclasses.replace(first, **parts)
     if isinstance(first, Mapping):
         return {key: map_parts(function, [value[key] for value in values]) for key in first}
@@ -35,7 +40,8 @@ def collate(samples: Sequence[Any]) -> Any:
     """Return a batch of `samples`, as a DataLoader's own function does, and of dataclasses as well.
 
     Raises:
-        DataError: their tensors differ in shape, or they have something that no batch can be made of.
+        DataError: their tensors differ in shape, or they have something that no batch can be made
+            of.
     """
     try:
         return map_parts(lambda parts: default_collate(list(parts)), samples)
@@ -44,13 +50,16 @@ def collate(samples: Sequence[Any]) -> Any:
         if "</torch_" in reason:  # of /dev/shm, by which a loader process hands a batch over
             raise
         raise DataError(
-            f"datasets: expected samples of tensors or numbers, each of the same shape, got {reason}"
+            "datasets: expected samples of tensors or numbers, each of the same shape, got "
+            f"{reason}"
         ) from error
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return `value` with `function` of each tensor in it; everything else stays."""
-    return map_parts(lambda parts: function(parts[0]) if isinstance(parts[0], Tensor) else parts[0], [value])
+    return map_parts(
+        lambda parts: function(parts[0]) if isinstance(parts[0], Tensor) else parts[0], [value]
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

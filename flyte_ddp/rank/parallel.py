@@ -1,4 +1,6 @@
-"""A recipe's model on its device, and its replicas or shards on all ranks. The model itself never sees a rank."""
+"""A recipe's model on its device, and its replicas or shards on all ranks. The model itself never
+sees a rank.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ from flyte_ddp.world import World
 
 logger = logging.getLogger(__name__)
 
-TIMED_INTERVAL = 10  # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
+# steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
+TIMED_INTERVAL = 10
 
 
 def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Module:
-    """Return the recipe's model as `place_model` does; without contents if it is split and can be filled afterwards."""
+    """Return the recipe's model as `place_model` does; without contents if it is split and can be
+    filled afterwards.
+    """
     splits = config.parallel == "fsdp" and world.world_size > 1
     fills_by_tensor = type(recipe).initial_value is not Recipe.initial_value
     with torch.device("meta") if splits and fills_by_tensor else nullcontext():
@@ -38,7 +43,8 @@ def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Modu
 
 
 def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
-    """Return `model` on the rank's device, in the configured memory format and with the configured BatchNorm.
+    """Return `model` on the rank's device, in the configured memory format and with the configured
+    BatchNorm.
 
     One that is to be split stays on the CPU: the device need not hold all of it.
 
@@ -51,23 +57,29 @@ def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Mo
         check_memory(model, config, world.world_size if splits else 1, memory)
     model = synchronize(model if splits else model.to(world.device), config, world)
     accept_single_values(model)
-    if config.channels_last and not splits:  # FSDP takes only tensors whose memory is in the order of their dimensions
-        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions. Not by `contiguous`,
-        # which leaves the strides of a weight with one input channel, and so the slower kernels.
+    # FSDP takes only tensors whose memory is in the order of their dimensions
+    if config.channels_last and not splits:
+        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions.
+        # Not by `contiguous`, which leaves the strides of a weight with one input channel, and so
+        # the slower kernels.
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dim() == 4:
                 tensor.data = tensor.data.to(memory_format=torch.channels_last)
     return model
 
 
-def replicate(model: nn.Module, config: TrainingConfig, world: World, recipe: Recipe | None = None) -> tuple[Any, Any]:
-    """Return `model` as it evaluates and as it trains: compiled if configured, the latter under DDP on several ranks.
+def replicate(
+    model: nn.Module, config: TrainingConfig, world: World, recipe: Recipe | None = None
+) -> tuple[Any, Any]:
+    """Return `model` as it evaluates and as it trains: compiled if configured, the latter under DDP
+    on several ranks.
 
-    A forward pass of the replica that trains is a collective; one of the model that evaluates is not, unless the model
-    is split (`parallel: fsdp`): then both are the model itself.
+    A forward pass of the replica that trains is a collective; one of the model that evaluates is
+    not, unless the model is split (`parallel: fsdp`): then both are the model itself.
 
     Args:
-        recipe: of the model; names its blocks, and fills one that `build_model` has left without contents.
+        recipe: of the model; names its blocks, and fills one that `build_model` has left without
+            contents.
     """
     blocks: Sequence[nn.Module] = recipe.blocks(model) if recipe else ()
     replica: Any = model
@@ -115,10 +127,12 @@ class _Zero(nn.Module):
 
 
 def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
-    """Have DDP arrange the gradients in buckets as it does after its first backward pass, by one that changes nothing.
+    """Have DDP arrange the gradients in buckets as it does after its first backward pass, by one
+    that changes nothing.
 
-    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the first step of every
-    attempt would have another order than the same step of an undisturbed run, whose weights it could not repeat.
+    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the
+    first step of every attempt would have another order than the same step of an undisturbed run,
+    whose weights it could not repeat.
     """
     replica.module = _Zero(model)  # not the model itself, which may have hooks
     replica().backward()
@@ -127,7 +141,9 @@ def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
 
 
 def exchange_seconds(replica: Any, world: World) -> dict[str, Any]:
-    """Return each rank's mean seconds per step of the exchange of gradients, as fields of `EpochFinished`."""
+    """Return each rank's mean seconds per step of the exchange of gradients, as fields of
+    `EpochFinished`.
+    """
     seconds = ddp_exchange_seconds(replica) if world.world_size > 1 else None
     if seconds is None:
         return {}

@@ -1,4 +1,6 @@
-"""Forward and backward passes: inputs, precision, random draws, the model's mode, and the gradient of a step."""
+"""Forward and backward passes: inputs, precision, random draws, the model's mode, and the gradient
+of a step.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextMan
 def seed_forward(config: TrainingConfig, world: World, step: int, micro_batch: int) -> None:
     """Seed dropout by the step, not by what came before, so that a restart repeats its draws.
 
-    Call it after the batch is loaded, because loading in this process draws from the same generator.
+    Call it after the batch is loaded, because loading in this process draws from the same
+    generator.
     """
     seed = derived_seed(config.seed, step, world.rank, micro_batch)
     torch.default_generator.manual_seed(seed)
@@ -74,7 +77,8 @@ def compute_gradients(
     step: int,
     timer: StepTimer,
 ) -> tuple[Tensor, float | Tensor, float | Tensor]:
-    """Add the gradient of the global batch's mean loss to the parameters of `replica`, one micro-batch after another.
+    """Add the gradient of the global batch's mean loss to the parameters of `replica`, one
+    micro-batch after another.
 
     Args:
         batches: yields the micro-batches of `shard` next.
@@ -98,13 +102,17 @@ def compute_gradients(
         if splits:
             set_gradient_sync(replica, exchanges)
         with nullcontext() if exchanges or splits else replica.no_sync():
-            with nullcontext() if splits else autocast(config, world.device):  # its precision is part of the shards
+            # its precision is part of the shards
+            with nullcontext() if splits else autocast(config, world.device):
                 outputs = replica(model_inputs(recipe, config, inputs))
             loss_sum = recipe.losses(outputs, targets).sum() * weight
             timer.begin(BACKWARD)
-            # DDP averages over the ranks. Times their number that is the sum, and over the targets of the whole global
-            # batch the mean, however the batch was shared: the uneven last one included.
-            (loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))).backward()
+            # DDP averages over the ranks. Times their number that is the sum, and over the targets
+            # of the whole global batch the mean, however the batch was shared: the uneven last one
+            # included.
+            (
+                loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))
+            ).backward()
             timer.end()
         if num_targets is None:
             counted += count_targets(recipe, targets).cpu() * weight
@@ -130,5 +138,13 @@ def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Return the L2 norm of the whole gradient. Waits for the device; a collective if the model is split."""
-    return float(whole(nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])))
+    """Return the L2 norm of the whole gradient. Waits for the device; a collective if the model is
+    split.
+    """
+    return float(
+        whole(
+            nn.utils.get_total_norm(
+                [each.grad for each in model.parameters() if each.grad is not None]
+            )
+        )
+    )

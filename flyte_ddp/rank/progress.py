@@ -16,20 +16,23 @@ from flyte_ddp.events import EpochFinished
 
 @dataclass
 class Progress:
-    """The position of a run. With the weights and the optimizer's state, it is all that a checkpoint holds.
+    """The position of a run. With the weights and the optimizer's state, it is all that a
+    checkpoint holds.
 
-    It has no random state. Every draw is seeded by its purpose (epoch, step, rank, sample), so a resumed run repeats
-    the draws of an uninterrupted one.
+    It has no random state. Every draw is seeded by its purpose (epoch, step, rank, sample), so a
+    resumed run repeats the draws of an uninterrupted one.
     """
 
     step: int = 0  # optimizer steps since the start of the run
     epoch: int = 1  # the current one, from 1
     batch: int = 0  # global batches of it that are done
-    loss_sum: float = 0.0  # of the current epoch, over the targets of all ranks, up to the last checkpoint
+    # of the current epoch, over the targets of all ranks, up to the last checkpoint
+    loss_sum: float = 0.0
     num_targets: float = 0.0  # likewise
     seconds: float = 0.0  # likewise, wall-clock
     epochs: list[EpochFinished] = field(default_factory=list)
-    _lines: str = ""  # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
+    # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
+    _lines: str = ""
 
     def finish_epoch(self, finished: EpochFinished) -> None:
         """Note the current epoch's results and advance to the next epoch."""
@@ -54,7 +57,9 @@ class Progress:
 
 @dataclass
 class MetricSums:
-    """Sums over the samples of a stretch of training. The loss stays on the device: reading it would wait for it."""
+    """Sums over the samples of a stretch of training. The loss stays on the device: reading it
+    would wait for it.
+    """
 
     loss_sum: Tensor
     own_targets: float | Tensor = 0.0  # of this rank
@@ -63,7 +68,13 @@ class MetricSums:
     num_steps: int = 0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss_sum: Tensor, own_targets: float | Tensor, num_targets: float | Tensor, num_samples: int) -> None:
+    def add(
+        self,
+        loss_sum: Tensor,
+        own_targets: float | Tensor,
+        num_targets: float | Tensor,
+        num_samples: int,
+    ) -> None:
         """Add one optimizer step."""
         self.loss_sum += loss_sum
         self.own_targets += own_targets

@@ -1,8 +1,9 @@
-"""A model in shards: each rank holds a part of every parameter, its gradient and its optimizer state (FSDP2).
+"""A model in shards: each rank holds a part of every parameter, its gradient and its optimizer
+state (FSDP2).
 
-A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads it, split or not
-(resharding.py). The trained weights are one file, the same as without shards. Nothing else in the package knows how a
-parameter is split.
+A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads
+it, split or not (resharding.py). The trained weights are one file, the same as without shards.
+Nothing else in the package knows how a parameter is split.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ from flyte_ddp.world import World
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
 FP32_BYTES = 4
 OPTIMIZER_STATES = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of the parameters' size
-KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options of an optimizer that change no result
-MEMORY_SHARE = 0.9  # of a GPU's memory that weights, gradients and optimizer may take; activations come on top
+# options of an optimizer that change no result
+KERNELS = ("fused", "foreach", "capturable", "differentiable")
+# of a GPU's memory that weights, gradients and optimizer may take; activations come on top
+MEMORY_SHARE = 0.9
 
 
-def shard_model(model: nn.Module, blocks: Sequence[nn.Module], config: TrainingConfig, world: World) -> None:
-    """Split the parameters of `model` over all ranks, in place, and move this rank's part to its device.
+def shard_model(
+    model: nn.Module, blocks: Sequence[nn.Module], config: TrainingConfig, world: World
+) -> None:
+    """Split the parameters of `model` over all ranks, in place, and move this rank's part to its
+    device.
 
     Args:
-        blocks: the units that are gathered for their forward and backward pass, one after another; where the recipe
-            names none, those of `large_blocks`.
+        blocks: the units that are gathered for their forward and backward pass, one after another;
+            where the recipe names none, those of `large_blocks`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     inner = outer = MixedPrecisionPolicy()
-    if config.precision == "bf16":  # weights and optimizer stay fp32, and gradients are summed in it
+    # weights and optimizer stay fp32, and gradients are summed in it
+    if config.precision == "bf16":
         inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     for block in blocks:
@@ -48,7 +55,9 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], config: TrainingC
     fully_shard(model, mesh=mesh, mp_policy=outer)
 
 
-def fill_model(model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device) -> None:
+def fill_model(
+    model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device
+) -> None:
     """Give a split model its fresh weights by `Recipe.initial_value`, one tensor after another."""
     model.to_empty(device=device)
     with torch.no_grad():
@@ -61,7 +70,9 @@ def fill_model(model: nn.Module, initial_value: Callable[[str, torch.Size], Tens
 
 
 def large_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the large modules in the lists and sequences of `model`, where its recipe names no blocks."""
+    """Return the large modules in the lists and sequences of `model`, where its recipe names no
+    blocks.
+    """
     blocks = []
     for child in model.children():
         is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
@@ -73,32 +84,41 @@ def large_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether the parameters of `model` are split over the ranks, so that its forward pass is a collective."""
+    """Return whether the parameters of `model` are split over the ranks, so that its forward pass
+    is a collective.
+    """
     # By the class, because while the weights are gathered the parameters look like any others.
     return _is_instance(model, "torch.distributed.fsdp", "FSDPModule")
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop the weights that a forward pass without a backward pass has gathered; without effect on an unsplit model."""
+    """Drop the weights that a forward pass without a backward pass has gathered; without effect on
+    an unsplit model.
+    """
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """Sum gradients over the ranks, and drop gathered weights, only after the last micro-batch of a step."""
+    """Sum gradients over the ranks, and drop gathered weights, only after the last micro-batch of a
+    step.
+    """
     split: Any = model
     split.set_requires_gradient_sync(is_last)
     split.set_reshard_after_backward(is_last)
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return the whole of a tensor, which may be split over the ranks: then this is a collective."""
+    """Return the whole of a tensor, which may be split over the ranks: then this is a
+    collective.
+    """
     return value.full_tensor() if is_split(value) else value  # type: ignore[attr-defined]
 
 
 def whole_state(state: Any, keep: bool) -> Any:
-    """Return a copy of nested dicts and lists in which each split tensor is whole, and on the CPU. A collective then.
+    """Return a copy of nested dicts and lists in which each split tensor is whole, and on the CPU.
+    A collective then.
 
     One tensor after another, so that no device holds more than one of them besides its part.
 
@@ -116,10 +136,11 @@ def whole_state(state: Any, keep: bool) -> Any:
 
 
 def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
-    """Return what one rank writes of `state`: its part of every split tensor, and on the first rank all the rest.
+    """Return what one rank writes of `state`: its part of every split tensor, and on the first rank
+    all the rest.
 
-    The first rank's has a tensor without contents in the place of each split one. A part that several ranks have is
-    written by the first of them; the others write an empty one.
+    The first rank's has a tensor without contents in the place of each split one. A part that
+    several ranks have is written by the first of them; the others write an empty one.
     """
     shards: list[tuple[list[int], Tensor]] = []
 
@@ -129,7 +150,9 @@ def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
         if tensor.dim() == 0:  # of which every rank has a copy
             return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
         starts, part = [each.start for each in own_box(tensor)], tensor.to_local()  # type: ignore[attr-defined]
-        shards.append((starts, part if _is_first_copy(tensor) else part.new_empty((0, *tensor.shape[1:]))))
+        shards.append(
+            (starts, part if _is_first_copy(tensor) else part.new_empty((0, *tensor.shape[1:])))
+        )
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     outline = map_tensors(state, take_part)
@@ -137,7 +160,9 @@ def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
 
 
 def own_boxes(model: nn.Module, optimizer: Optimizer) -> BoxOf:
-    """Return a function of a tensor's place in a checkpoint that returns the box of it that this rank keeps."""
+    """Return a function of a tensor's place in a checkpoint that returns the box of it that this
+    rank keeps.
+    """
     weights = model.state_dict()
     parameters = _parameters(optimizer)
 
@@ -147,35 +172,51 @@ def own_boxes(model: nn.Module, optimizer: Optimizer) -> BoxOf:
             own = weights.get(place[1])
         elif place[:2] == ("optimizer", "state") and place[2] < len(parameters):
             own = parameters[place[2]]
-        return own_box(own) if own is not None and is_split(own) and own.shape == tensor.shape else None
+        return (
+            own_box(own)
+            if own is not None and is_split(own) and own.shape == tensor.shape
+            else None
+        )
 
     return box_of
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
-    """Load a state dict of whole tensors, or of this rank's parts, into `model`. Raises as `load_state_dict`.
+    """Load a state dict of whole tensors, or of this rank's parts, into `model`. Raises as
+    `load_state_dict`.
 
     Args:
         is_whole: it has all of the model's keys.
     """
     own = model.state_dict()
-    model.load_state_dict({name: _part_like(value, own.get(name)) for name, value in state.items()}, strict=is_whole)
+    model.load_state_dict(
+        {name: _part_like(value, own.get(name)) for name, value in state.items()}, strict=is_whole
+    )
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, of whole tensors or of this rank's parts. How it computes stays its own."""
+    """Load the state of an optimizer, of whole tensors or of this rank's parts. How it computes
+    stays its own.
+    """
     parameters = _parameters(optimizer)
     parts = {
         number: {name: _part_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
-    own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
+    own = [
+        {name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups
+    ]
     given = state["param_groups"]  # torch refuses another number of them
-    groups = [{**group, **kernels} for group, kernels in zip(given, [*own, *([{}] * len(given))], strict=False)]
+    groups = [
+        {**group, **kernels}
+        for group, kernels in zip(given, [*own, *([{}] * len(given))], strict=False)
+    ]
     optimizer.load_state_dict({"state": parts, "param_groups": groups})
 
 
-def check_memory(model: nn.Module, config: TrainingConfig, num_shards: int, device_bytes: int) -> None:
+def check_memory(
+    model: nn.Module, config: TrainingConfig, num_shards: int, device_bytes: int
+) -> None:
     """Check that weights, gradients and optimizer state fit into the memory of a device.
 
     Args:
@@ -186,7 +227,9 @@ def check_memory(model: nn.Module, config: TrainingConfig, num_shards: int, devi
         ConfigError: they do not; names what would make them fit.
     """
     num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    needed = FP32_BYTES * (count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[config.optimizer]))
+    needed = FP32_BYTES * (
+        count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[config.optimizer])
+    )
     allowed = MEMORY_SHARE * device_bytes
     if needed / num_shards <= allowed:
         return
@@ -197,7 +240,8 @@ def check_memory(model: nn.Module, config: TrainingConfig, num_shards: int, devi
         remedy = f"at least {enough} ranks, on more GPUs or nodes"
     raise ConfigError(
         f"parallel: expected {remedy}: weights, gradients and the state of {config.optimizer} take "
-        f"{needed / num_shards / 2**30:.1f} GiB per rank, got a device with {device_bytes / 2**30:.1f} GiB"
+        f"{needed / num_shards / 2**30:.1f} GiB per rank, got a device with "
+        f"{device_bytes / 2**30:.1f} GiB"
     )
 
 
@@ -207,7 +251,9 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_own_parameters(model: nn.Module) -> int:
-    """Count the parameters that this rank holds: of a split model its part. Drops gathered weights."""
+    """Count the parameters that this rank holds: of a split model its part. Drops gathered
+    weights.
+    """
     reshard(model)
     own = (each.to_local() if is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
     return sum(tensor.numel() for tensor in own)
@@ -218,7 +264,9 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _part_like(value: Any, own: Any) -> Any:
-    """Return a whole tensor, or this rank's part of it, split as `own` is; anything else as it is."""
+    """Return a whole tensor, or this rank's part of it, split as `own` is; anything else as it
+    is.
+    """
     if not is_split(own) or not isinstance(value, Tensor):
         return value
     if value.shape == own.shape:
@@ -229,11 +277,14 @@ def _part_like(value: Any, own: Any) -> Any:
 
     local = value.to(own.device)
     mesh, placements = own.device_mesh, own.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
+    )
 
 
 def own_box(split: Any) -> Box:
-    """Return the part that this rank has of a split tensor, over any mesh; an empty one where the mesh is without it.
+    """Return the part that this rank has of a split tensor, over any mesh; an empty one where the
+    mesh is without it.
 
     Raises:
         ConfigError: it is a part of a sum.
@@ -241,10 +292,15 @@ def own_box(split: Any) -> Box:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(each.is_partial() for each in split.placements):
-        raise ConfigError(f"state: expected tensors that are split or copied, got a part of a sum: {split.placements}")
+        raise ConfigError(
+            "state: expected tensors that are split or copied, got a part of a "
+            f"sum: {split.placements}"
+        )
     if not in_mesh(split):
         return [range(0)] * split.dim()
-    shape, starts = compute_local_shape_and_global_offset(split.shape, split.device_mesh, split.placements)
+    shape, starts = compute_local_shape_and_global_offset(
+        split.shape, split.device_mesh, split.placements
+    )
     assert tuple(split.to_local().shape) == tuple(shape)
     return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
 
@@ -253,12 +309,16 @@ def _is_first_copy(split: Any) -> bool:
     """Return whether this rank is the first of those that have the same part."""
     place = split.device_mesh.get_coordinate()
     return place is not None and all(
-        coordinate == 0 for coordinate, each in zip(place, split.placements, strict=True) if each.is_replicate()
+        coordinate == 0
+        for coordinate, each in zip(place, split.placements, strict=True)
+        if each.is_replicate()
     )
 
 
 def in_mesh(value: Any) -> bool:
-    """Return whether this rank is one of those over which a tensor is split; True for a whole one."""
+    """Return whether this rank is one of those over which a tensor is split; True for a whole
+    one.
+    """
     return not is_split(value) or value.device_mesh.get_coordinate() is not None
 
 

@@ -1,7 +1,9 @@
-"""Put back what a look at a model leaves behind, so that a run with the look ends as one without it.
+"""Put back what a look at a model leaves behind, so that a run with the look ends as one without
+it.
 
-A module may keep anything between two batches: a hidden state, a counter, a target network. It is put back in place,
-not tried on a deep copy: locks, CUDA graphs and split models have no copy, and a hook may refer to the original.
+A module may keep anything between two batches: a hidden state, a counter, a target network. It is
+put back in place, not tried on a deep copy: locks, CUDA graphs and split models have no copy, and a
+hook may refer to the original.
 """
 
 from __future__ import annotations
@@ -33,26 +35,34 @@ MAX_ENTRIES, MAX_OBJECTS = 10_000, 1_000_000  # of one container, and of all tha
 OWN = (nn.Module, Recipe, Optimizer, Dataset)  # wherever their classes come from
 # What these define, other than `OWN`, may be compiled code, or the run itself.
 CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "flyte_ddp"} - {"types"}
-THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}  # an object with these may change by itself
-LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)  # the first pass makes them what they are
+# an object with these may change by itself
+THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}
+# the first pass makes them what they are
+LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)
 MODULE_FIELDS = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
-    """Restore `model`, `others` and the random generators after the block, with all that Python can reach of them.
+    """Restore `model`, `others` and the random generators after the block, with all that Python can
+    reach of them.
 
-    That is weights, buffers, gradients, hooks, modes, and the values of attributes, closures, classes, and variables of
-    the user's modules. Generators, files and large arrays that are no weights stay as the block leaves them.
+    That is weights, buffers, gradients, hooks, modes, and the values of attributes, closures,
+    classes, and variables of the user's modules. Generators, files and large arrays that are no
+    weights stay as the block leaves them.
     """
     reshard(model)
     weights = [*model.parameters(), *model.buffers()]
     snapshot = _Snapshot(weights)
-    if is_sharded(model):  # torch keeps there what it has gathered, and adds hooks in the first forward pass
+    # torch keeps there what it has gathered, and adds hooks in the first forward pass
+    if is_sharded(model):
         for module in model.modules():
-            snapshot.seen |= {id(each): each for name, each in vars(module).items() if name in MODULE_FIELDS}
-    hidden: Any = (random.random, numpy.random.rand)  # methods of the generators that these modules hide
+            snapshot.seen |= {
+                id(each): each for name, each in vars(module).items() if name in MODULE_FIELDS
+            }
+    # methods of the generators that these modules hide
+    hidden: Any = (random.random, numpy.random.rand)
     generators = [torch.default_generator, *(method.__self__ for method in hidden)]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -71,7 +81,8 @@ class _Snapshot:
 
     def __init__(self, weights: list[Tensor]) -> None:
         self.undo: list[Callable[[], object]] = []
-        self.seen: dict[int, Any] = {}  # objects by their ids, which no others get while these are here
+        # objects by their ids, which no others get while these are here
+        self.seen: dict[int, Any] = {}
         self.weights = {id(each) for each in weights}
         num_bytes = sum(each.numel() * each.element_size() for each in weights if each.is_cuda)
         self.uses_cpu = bool(num_bytes) and 2 * num_bytes > torch.cuda.mem_get_info()[0]
@@ -82,7 +93,8 @@ class _Snapshot:
             value = waiting.pop()
             if id(value) not in self.seen:
                 self.seen[id(value)] = value
-                with contextlib.suppress(Exception):  # an object of another library may refuse to be looked at
+                # an object of another library may refuse to be looked at
+                with contextlib.suppress(Exception):
                     waiting += self._take(value)
 
     def _take(self, value: Any) -> Iterable[Any]:
@@ -103,23 +115,37 @@ class _Snapshot:
             found: Any = value
             self.undo.append(partial(found.set_state, found.get_state()))
         elif isinstance(value, numpy.random.Generator):
-            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self.undo.append(
+                partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+            )
         elif isinstance(value, partial):
             parts = value.func, value.args, value.keywords
         elif isinstance(value, types.MethodType):
             parts = value.__self__, value.__func__
         elif isinstance(value, types.FunctionType):
-            parts = () if _is_closed(value) else (*(value.__closure__ or ()), value.__defaults__, vars(value))
+            parts = (
+                ()
+                if _is_closed(value)
+                else (*(value.__closure__ or ()), value.__defaults__, vars(value))
+            )
         elif isinstance(value, types.CellType):
             with contextlib.suppress(ValueError):  # it is empty
                 parts = (value.cell_contents,)
                 self.undo.append(partial(setattr, value, "cell_contents", value.cell_contents))
         elif isinstance(value, type):
             if not _is_closed(value):
-                parts = [*self._take_variables(value), *value.__mro__, sys.modules.get(value.__module__)]
+                parts = [
+                    *self._take_variables(value),
+                    *value.__mro__,
+                    sys.modules.get(value.__module__),
+                ]
         elif isinstance(value, types.ModuleType):
             if not any(path in str(getattr(value, "__file__", "")) for path in LIBRARIES):
-                parts = [each for each in self._take_variables(value) if isinstance(each, (dict, list, Tensor, *OWN))]
+                parts = [
+                    each
+                    for each in self._take_variables(value)
+                    if isinstance(each, (dict, list, Tensor, *OWN))
+                ]
         else:
             parts = self._take_object(value)
         return parts
@@ -140,7 +166,11 @@ class _Snapshot:
         return [*hooks, tensor.__dict__]
 
     def _take_container(self, value: Any) -> Iterable[Any]:
-        copied: Any = {key: _fork(each) for key, each in value.items()} if isinstance(value, dict) else list(value)
+        copied: Any = (
+            {key: _fork(each) for key, each in value.items()}
+            if isinstance(value, dict)
+            else list(value)
+        )
         self.undo.append(partial(_restore_container, value, copied))
         return () if len(value) > MAX_ENTRIES or isinstance(value, bytearray) else _entries(value)
 
@@ -152,9 +182,16 @@ class _Snapshot:
     def _take_object(self, value: Any) -> Iterable[Any]:
         kind, attributes = type(value), getattr(value, "__dict__", {})
         is_own = isinstance(value, OWN) and not isinstance(value, LAZY)
-        if not is_own and (_is_closed(kind) or THREADS & {_package(type(each)) for each in attributes.values()}):
+        if not is_own and (
+            _is_closed(kind) or THREADS & {_package(type(each)) for each in attributes.values()}
+        ):
             return ()
-        names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ()) if hasattr(value, name)]
+        names = [
+            name
+            for each in kind.__mro__
+            for name in getattr(each, "__slots__", ())
+            if hasattr(value, name)
+        ]
         slots = {name: getattr(value, name) for name in names if not name.startswith("__")}
         for name, each in slots.items():
             self.undo.append(partial(object.__setattr__, value, name, each))
@@ -170,7 +207,9 @@ def _is_closed(owner: Any) -> bool:
 
 
 def _fork(value: Any) -> Any:
-    """Return an iterator in C from where `value` is, such as a count, if it can be copied; any other value itself."""
+    """Return an iterator in C from where `value` is, such as a count, if it can be copied; any
+    other value itself.
+    """
     if isinstance(value, Iterator) and _package(type(value)) in ("itertools", "builtins"):
         with contextlib.suppress(TypeError):
             return copy.copy(value)
@@ -192,9 +231,14 @@ def _variables(owner: Any) -> dict[str, Any]:
 
 
 def _restore_tensor(tensor: Any, data: Tensor, copied: Tensor) -> None:
-    with contextlib.suppress(RuntimeError):  # of entries that share their memory, such as those of `expand`
+    # of entries that share their memory, such as those of `expand`
+    with contextlib.suppress(RuntimeError):
         data.copy_(copied)
-    if tensor.layout is torch.strided and not is_split(tensor) and tensor.data_ptr() != data.data_ptr():
+    if (
+        tensor.layout is torch.strided
+        and not is_split(tensor)
+        and tensor.data_ptr() != data.data_ptr()
+    ):
         tensor.data = data
 
 

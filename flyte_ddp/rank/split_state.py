@@ -1,7 +1,9 @@
-"""The state of a function whose tensors are split over the ranks, for `session.save` and `session.load`.
+"""The state of a function whose tensors are split over the ranks, for `session.save` and
+`session.load`.
 
-Split are the DTensors of FSDP2, tensor parallelism or `torch.distributed.checkpoint.state_dict`. Each rank writes its
-own part, and reads what it needs of the others', at another number of ranks and over another mesh as well.
+Split are the DTensors of FSDP2, tensor parallelism or `torch.distributed.checkpoint.state_dict`.
+Each rank writes its own part, and reads what it needs of the others', at another number of ranks
+and over another mesh as well.
 """
 
 from __future__ import annotations
@@ -32,24 +34,33 @@ def has_split(state: Any) -> bool:
 def function_world() -> World:
     """Return this rank's place in the process group that its function has made."""
     on_gpu = dist.get_backend() == "nccl"
-    return World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cuda" if on_gpu else "cpu"))
+    return World(
+        dist.get_rank(), 0, dist.get_world_size(), torch.device("cuda" if on_gpu else "cpu")
+    )
 
 
 def collective_timeout(world: World) -> float:
-    """Return the seconds after which a collective that waits for a rank fails; years where the backend has none."""
+    """Return the seconds after which a collective that waits for a rank fails; years where the
+    backend has none.
+    """
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(world.device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", timedelta.max)
     return timeout.total_seconds()
 
 
-def check_call(state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float) -> None:
-    """Check that every rank saves the same step in the same place, of a state with the same keys, which are one state.
+def check_call(
+    state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float
+) -> None:
+    """Check that every rank saves the same step in the same place, of a state with the same keys,
+    which are one state.
 
-    A tensor may be split over a part of the ranks, and each group of ranks then has all of it. That these copies are
-    equal is known by their values alone: stages of a pipeline have other values under the same keys.
+    A tensor may be split over a part of the ranks, and each group of ranks then has all of it. That
+    these copies are equal is known by their values alone: stages of a pipeline have other values
+    under the same keys.
 
-    By the store, because a collective would wait for a rank that does not call for as long as the others' do.
+    By the store, because a collective would wait for a rank that does not call for as long as the
+    others' do.
 
     Args:
         number: of the save, the same on all ranks.
@@ -58,19 +69,29 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
     Raises:
         ConfigError: they do not; names rank and key.
     """
-    outline = {str(place): [list(each.shape), str(each.dtype), _layout(each)] for place, each in find_tensors(state)}
+    outline = {
+        str(place): [list(each.shape), str(each.dtype), _layout(each)]
+        for place, each in find_tensors(state)
+    }
     digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
     call = json.dumps([step, in_memory, digest, _checksums(state, world)])
-    prefix, store = f"flyte_ddp/save-{number}", store.clone()  # another thread uses the connection of the first one
+    # another thread uses the connection of the first one
+    prefix, store = f"flyte_ddp/save-{number}", store.clone()
     store.set(f"{prefix}/{world.rank}", call)
-    store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")  # all have read it: they have begun the one after it
+    # all have read it: they have begun the one after it
+    store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")
     for rank in range(world.world_size):
         key = f"{prefix}/{rank}"
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError:
-            expected = f"expected a call on every rank, because the state is split, got none on rank {rank}"
-            raise ConfigError(f"session.save: {expected} for {timeout:g} s, at step {step}") from None
+            expected = (
+                "expected a call on every rank, because the state is split, got none on "
+                f"rank {rank}"
+            )
+            raise ConfigError(
+                f"session.save: {expected} for {timeout:g} s, at step {step}"
+            ) from None
     calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
     others = [rank for rank in range(world.world_size) if calls[rank][:-1] != calls[0][:-1]]
     if not others:
@@ -84,19 +105,31 @@ def check_call(state: Any, step: int, in_memory: bool, number: int, world: World
     first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
     for key in [*first, *other]:
         if first.get(key) != other.get(key):
-            expected = f"state: {key}: expected {_describe(first.get(key))} on all ranks, as on rank 0"
-            raise ConfigError(f"session.save: {expected}, got {_describe(other.get(key))} on rank {others[0]}")
-    raise ConfigError(f"session.save: state: expected keys in rank 0's order, got another one on rank {others[0]}")
+            expected = (
+                f"state: {key}: expected {_describe(first.get(key))} on all ranks, as on rank 0"
+            )
+            raise ConfigError(
+                f"session.save: {expected}, got {_describe(other.get(key))} on rank {others[0]}"
+            )
+    raise ConfigError(
+        f"session.save: state: expected keys in rank 0's order, got another one on rank {others[0]}"
+    )
 
 
 def _layout(tensor: Tensor) -> str:
     """Return how a tensor is split, over which kind of mesh; "" for a whole one."""
     split: Any = tensor
-    return f"{list(split.placements)} over {tuple(split.device_mesh.shape)} ranks" if is_split(tensor) else ""
+    return (
+        f"{list(split.placements)} over {tuple(split.device_mesh.shape)} ranks"
+        if is_split(tensor)
+        else ""
+    )
 
 
 def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]], str]]:
-    """Return key, box and checksum of this rank's part of each tensor that is split over a part of the ranks."""
+    """Return key, box and checksum of this rank's part of each tensor that is split over a part of
+    the ranks.
+    """
     found = []
     for place, tensor in find_tensors(state):
         split: Any = tensor
@@ -109,26 +142,34 @@ def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]
 
 
 def _compare_copies(checksums: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
-    """Compare the ranks' `_checksums`, of which each part has one. Raises ConfigError, which names key and ranks."""
+    """Compare the ranks' `_checksums`, of which each part has one. Raises ConfigError, which names
+    key and ranks.
+    """
     known: dict[str, tuple[int, str]] = {}
     for rank, parts in enumerate(checksums):
         for place, box, checksum in parts:
             first, expected = known.setdefault(f"{place} {box}", (rank, checksum))
             if not box and first > 0:  # rank 0 writes numbers
                 raise ConfigError(
-                    f"session.save: state: {place}: expected a number that rank 0 has, got rank {first}'s"
+                    f"session.save: state: {place}: expected a number that rank 0 has, got "
+                    "rank "
+                    f"{first}'s"
                 )
             if checksum != expected:
                 raise ConfigError(
-                    f"session.save: state: {place}: expected one tensor, got other values on rank {rank} than on rank "
-                    f"{first} for the same part of it; of a pipeline's stages, save tensors that rank 0 has gathered"
+                    f"session.save: state: {place}: expected one tensor, got other values on rank "
+                    f"{rank} than on rank "
+                    f"{first} for the same part of it; of a pipeline's stages, save tensors that "
+                    "rank 0 has gathered"
                 )
 
 
 def own_boxes(into: Any) -> BoxOf:
-    """Return a function of a tensor's place in a checkpoint that returns the box that `into` has of it on this rank.
+    """Return a function of a tensor's place in a checkpoint that returns the box that `into` has of
+    it on this rank.
 
-    It raises ConfigError where `into` has no such tensor, or one of another shape. Below a key with None all is whole.
+    It raises ConfigError where `into` has no such tensor, or one of another shape. Below a key with
+    None all is whole.
     """
     own = dict(find_tensors(into))
 
@@ -143,7 +184,8 @@ def own_boxes(into: Any) -> BoxOf:
 
 
 def fill(into: Any, state: Any, place: Place = ()) -> Any:
-    """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it with these.
+    """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it
+    with these.
 
     Raises:
         ConfigError: they have other keys or shapes, or a type that cannot hold all values.
@@ -151,13 +193,18 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
     if isinstance(state, Mapping) and isinstance(into, Mapping):
         if missing := [key for key in [*state, *into] if key not in into or key not in state]:
             where = "the checkpoint" if missing[0] in state else "into"
-            raise ConfigError(f"session.load: {_name(place)}: expected the same keys, only {where} has {missing[0]!r}")
+            raise ConfigError(
+                f"session.load: {_name(place)}: expected the same keys, only "
+                f"{where} has {missing[0]!r}"
+            )
         return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)):
         if len(state) != len(into):
             sizes = f"expected a list of {len(state)} as in the checkpoint, got one of {len(into)}"
             raise ConfigError(f"session.load: {_name(place)}: {sizes}")
-        return type(state)(fill(into[index], value, (*place, index)) for index, value in enumerate(state))
+        return type(state)(
+            fill(into[index], value, (*place, index)) for index, value in enumerate(state)
+        )
     if not isinstance(state, Tensor) or not in_mesh(into):
         return into if isinstance(state, Tensor) else state
     target = into.to_local() if is_split(into) else into
@@ -168,13 +215,17 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
 
 
 def _check(place: Place, target: Any, saved: Tensor) -> None:
-    """Check that `target` has the shape of what was saved, and its type or, of floating-point numbers, a wider one."""
+    """Check that `target` has the shape of what was saved, and its type or, of floating-point
+    numbers, a wider one.
+    """
     got: Any = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
     expected: Any = tuple(saved.shape)
     if got != expected:
         expected = f"expected a tensor of shape {expected}, as the checkpoint has"
         raise ConfigError(f"session.load: {_name(place)}: {expected}, got {got}")
-    is_wider = saved.is_floating_point() and torch.promote_types(saved.dtype, target.dtype) == target.dtype
+    is_wider = (
+        saved.is_floating_point() and torch.promote_types(saved.dtype, target.dtype) == target.dtype
+    )
     if saved.dtype != target.dtype and not (is_wider and target.is_floating_point()):
         expected = f"expected a tensor of {saved.dtype}, as the checkpoint has"
         raise ConfigError(f"session.load: {_name(place)}: {expected}, got {target.dtype}")
@@ -188,4 +239,6 @@ def _describe(tensor: Any) -> str:
     if tensor is None:
         return "no tensor"
     shape, dtype, layout = tensor
-    return f"a {'split ' if layout else ''}tensor {tuple(shape)} of {dtype}" + f", {layout}" * bool(layout)
+    return f"a {'split ' if layout else ''}tensor {tuple(shape)} of {dtype}" + f", {layout}" * bool(
+        layout
+    )

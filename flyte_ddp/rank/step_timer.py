@@ -1,9 +1,10 @@
 """A rank's own time per step, by phase, without what it waits for other ranks.
 
-The phases of a recipe are `data` (until a batch is there), `forward`, and `backward` up to its last gradient: what
-follows is the exchange of gradients, which ends for all ranks together. A function has one, `step`, from report to
-report. Collectives that Python waits for count in no phase.
-The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be compared.
+The phases of a recipe are `data` (until a batch is there), `forward`, and `backward` up to its last
+gradient: what follows is the exchange of gradients, which ends for all ranks together. A function
+has one, `step`, from report to report. Collectives that Python waits for count in no phase.
+The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be
+compared.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _waited = 0.0  # seconds that Python has waited for collectives in this process
 class StepTimer:
     """Adds up the time of one rank in each phase."""
 
-    publish: Callable[[int, list[float]], None]  # gets the steps and the seconds of each phase, since the start
-    device: torch.device  # on which the passes run; on a GPU they are timed by events, which no step waits for
-    waiting: Collection[int] = ()  # phases in which waits for other ranks cannot be told from work: not published
+    # gets the steps and the seconds of each phase, since the start
+    publish: Callable[[int, list[float]], None]
+    # on which the passes run; on a GPU they are timed by events, which no step waits for
+    device: torch.device
+    # phases in which waits for other ranks cannot be told from work: not published
+    waiting: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.seconds = [0.0] * len(PHASES)
@@ -38,15 +42,18 @@ class StepTimer:
         self._on_gpu = self.device.type == "cuda"
         self._phase = -1
         self._since: Any = 0.0
-        self._pending: deque[tuple[int, Any, Any]] = deque()  # phases on the GPU that may not have ended
+        # phases on the GPU that may not have ended
+        self._pending: deque[tuple[int, Any, Any]] = deque()
         self._is_watching = False
         self._gradient_at: Any = None
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:
-        """Have a backward pass count up to the gradient of the model's first trained parameter, which comes last.
+        """Have a backward pass count up to the gradient of the model's first trained parameter,
+        which comes last.
 
-        A pass without that gradient does not count. Of a model that is not watched the whole pass does.
+        A pass without that gradient does not count. Of a model that is not watched the whole pass
+        does.
         """
         self._is_watching = True
         for parameter in [each for each in model.parameters() if each.requires_grad][:1]:
@@ -76,7 +83,9 @@ class StepTimer:
         while self._pending and self._pending[0][2].query():
             phase, since, until = self._pending.popleft()
             self.seconds[phase] += since.elapsed_time(until) / 1e3
-        seconds = [0.0 if phase in self.waiting else each for phase, each in enumerate(self.seconds)]
+        seconds = [
+            0.0 if phase in self.waiting else each for phase, each in enumerate(self.seconds)
+        ]
         self.publish(self.num_steps, seconds)
 
     def _note_gradient(self, parameter: Tensor) -> None:
@@ -93,7 +102,8 @@ class StepTimer:
 
 def _count_waits() -> None:
     """Count the seconds that Python waits for collectives in this process, from now on."""
-    from torch._C._distributed_c10d import Work  # torch.distributed's own, which it does not export for type checkers
+    # torch.distributed's own, which it does not export for type checkers
+    from torch._C._distributed_c10d import Work
 
     wait: Any = Work.wait
     if hasattr(wait, "is_counted"):

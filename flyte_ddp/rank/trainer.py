@@ -1,7 +1,7 @@
 """The training loop of one rank: the page to read first.
 
-`fit` trains, evaluates and checkpoints, epoch by epoch. Nothing here knows what started the rank, on how many machines
-its peers are, or what becomes of the events that it emits.
+`fit` trains, evaluates and checkpoints, epoch by epoch. Nothing here knows what started the rank,
+on how many machines its peers are, or what becomes of the events that it emits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
 from flyte_ddp.world import World, call_together
 
-REMEDY = "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds such values"
+REMEDY = (
+    "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds "
+    "such values"
+)
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 
 logger = logging.getLogger(__name__)
@@ -61,13 +64,15 @@ class Trainer:
     model: nn.Module  # from `build_model`, with the same weights on every rank
     train: Samples  # samples that the ranks share
     test: Samples
-    session: Session  # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
+    # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
+    session: Session
     data_fingerprint: str = ""  # noted in checkpoints, so that none is continued on other data
-    # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint yet; "" leaves the
-    # model's own weights. Noted in checkpoints likewise.
+    # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint
+    # yet; "" leaves the model's own weights. Noted in checkpoints likewise.
     initial_state: str = ""
     recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
-    data_facts: Facts = dataclasses.field(default_factory=dict)  # of `describe_samples`; noted there as well
+    # of `describe_samples`; noted there as well
+    data_facts: Facts = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe, config, world, model = self.recipe, self.config, self.world, self.model
@@ -76,13 +81,16 @@ class Trainer:
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.progress = Progress()
         self.evaluated_model, self.replica = replicate(model, config, world, recipe)
-        self.is_sharded = is_sharded(model)  # then every forward pass, and every look at the weights, is a collective
+        # then every forward pass, and every look at the weights, is a collective
+        self.is_sharded = is_sharded(model)
         self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]  # which the schedule scales
+        # which the schedule scales
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
         # Neither a sharded nor a compiled model gives gradients to hooks of parameters one by one.
         waiting = [BACKWARD] * config.compile
         if self.is_sharded:
-            waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []  # elsewhere Python sees the waits
+            # elsewhere Python sees the waits
+            waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []
         elif any(True for _ in model.buffers()):
             waiting = [FORWARD, *waiting]  # DDP gives every rank the buffers of rank 0 first
         self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
@@ -90,7 +98,8 @@ class Trainer:
             self.timer.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
         self.memory_interval = MemoryInterval(config, self.session.process, world, model)
-        self._best_is_unsaved = False  # the run goes on from the state of the best epoch, which the store lacks
+        # the run goes on from the state of the best epoch, which the store lacks
+        self._best_is_unsaved = False
         self.first_step_at = 0.0  # seconds since the epoch
         self._num_replaced = 0  # before the current epoch, of this rank
 
@@ -126,12 +135,15 @@ class Trainer:
     def is_done(self) -> bool:
         """Whether all epochs are trained, or `patience` of them were not better than one before."""
         num_done, patience = self.progress.epoch - 1, self.config.patience
-        return num_done >= self.config.epochs or bool(patience and num_done and num_done - self.best.epoch >= patience)
+        return num_done >= self.config.epochs or bool(
+            patience and num_done and num_done - self.best.epoch >= patience
+        )
 
     def load_model_state(self) -> EpochFinished:
         """Go back to the weights that the run returns, and return their epoch. Every rank calls it.
 
-        They are the last epoch's also where the checkpoint of the best one is missing or damaged, with a warning.
+        They are the last epoch's also where the checkpoint of the best one is missing or damaged,
+        with a warning.
         """
         last, best = self.progress.epochs[-1], self.best
         if self.config.model_state == "last" or best is last:
@@ -139,7 +151,9 @@ class Trainer:
         try:
             state = self.store.load(best.step, self.world, own_boxes(self.model, self.optimizer))
         except CheckpointError as error:
-            logger.warning("the model state is that of epoch %d, and not of the best: %s", last.epoch, error)
+            logger.warning(
+                "the model state is that of epoch %d, and not of the best: %s", last.epoch, error
+            )
             return last
         load_model(self.model, state["model"])
         return best
@@ -148,14 +162,20 @@ class Trainer:
         """Take the optimizer steps of the current epoch that are not done yet.
 
         Returns:
-            The sums over these steps, and the mean seconds per step that this rank spent on its own part of them,
-            without its waits for the others: a straggler's are more.
+            The sums over these steps, and the mean seconds per step that this rank spent on its own
+            part of them, without its waits for the others: a straggler's are more.
         """
         config, progress = self.config, self.progress
         shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch)
-        batches = self.train.batches([index for shard in shards for index in shard.micro_batches], progress.epoch)
+        batches = self.train.batches(
+            [index for shard in shards for index in shard.micro_batches], progress.epoch
+        )
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
-        epoch_sums, log_sums, own_seconds = self._new_sums(), self._new_sums(), sum(self.timer.seconds)
+        epoch_sums, log_sums, own_seconds = (
+            self._new_sums(),
+            self._new_sums(),
+            sum(self.timer.seconds),
+        )
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)
@@ -163,11 +183,19 @@ class Trainer:
         for shard in shards:
             self.optimizer.zero_grad()
             loss_sum, own_targets, num_targets = compute_gradients(
-                self.replica, self.recipe, config, self.world, shard, batches, progress.step, self.timer
+                self.replica,
+                self.recipe,
+                config,
+                self.world,
+                shard,
+                batches,
+                progress.step,
+                self.timer,
             )
             log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
-            if is_logged or self.world.device.type == "cpu":  # a GPU would wait for each loss that is read
+            # a GPU would wait for each loss that is read
+            if is_logged or self.world.device.type == "cpu":
                 self._check_loss(log_sums)
             norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
             factor = learning_rate_factor(config, progress.step, self.num_steps)
@@ -186,10 +214,13 @@ class Trainer:
                 self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
             stops = self.session.stop_requested
-            to_store = stops or bool(config.checkpoint_interval and progress.step % config.checkpoint_interval == 0)
+            to_store = stops or bool(
+                config.checkpoint_interval and progress.step % config.checkpoint_interval == 0
+            )
             is_due = self.memory_interval.is_due(progress.step)
             if to_store or is_due:
-                self.world.all_reduce(0.0)  # to wait for what is queued and for other ranks is no part of the cost
+                # to wait for what is queued and for other ranks is no part of the cost
+                self.world.all_reduce(0.0)
                 started = time.perf_counter()
                 self._update_progress(epoch_sums, earlier)
                 is_kept = self.save_checkpoint(best=False, to_store=to_store)
@@ -202,7 +233,8 @@ class Trainer:
         return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
     def evaluate(self) -> Evaluation:
-        """Measure the model on the held-out data. What was trained before is saved if that takes long, or on a stop.
+        """Measure the model on the held-out data. What was trained before is saved if that takes
+        long, or on a stop.
 
         Raises:
             NonFiniteLoss: the last step has spoiled the weights.
@@ -214,7 +246,8 @@ class Trainer:
             nonlocal is_saved
             self.beat()
             stops = self.session.stop_requested
-            # Its length differs between the ranks, and a save of a split model needs all of them at once.
+            # Its length differs between the ranks, and a save of a split model needs all of them at
+            # once.
             is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
             if not is_saved and (stops or is_long):
                 self.save_checkpoint(best=False)
@@ -224,7 +257,9 @@ class Trainer:
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
-        result = evaluate(self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch)
+        result = evaluate(
+            self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch
+        )
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
@@ -233,7 +268,8 @@ class Trainer:
         return result
 
     def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
-        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split model every rank.
+        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split
+        model every rank.
 
         Args:
             to_store: else in memory alone, where it may be left out.
@@ -247,7 +283,9 @@ class Trainer:
         state = self._state()
         if self.is_sharded:
             state = split_state(state, self.world.is_first)
-        return self.session.write(state, self.progress.step, best, started, to_store, self.memory_interval.is_on)
+        return self.session.write(
+            state, self.progress.step, best, started, to_store, self.memory_interval.is_on
+        )
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -262,21 +300,25 @@ class Trainer:
         }
 
     def resume(self) -> tuple[str, list[str]]:
-        """Go on from the newest state, in memory or in the store, or start from the initial one, if one is given.
+        """Go on from the newest state, in memory or in the store, or start from the initial one, if
+        one is given.
 
-        Every rank calls it; each file is read by one rank, and the others get from that rank what they need of it.
+        Every rank calls it; each file is read by one rank, and the others get from that rank what
+        they need of it.
 
         Returns:
-            The checkpoint's URL or where in memory the state was, "" for none; and on rank 0 why each newer one was
-            skipped.
+            The checkpoint's URL or where in memory the state was, "" for none; and on rank 0 why
+            each newer one was skipped.
 
         Raises:
-            ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or another initial
-                state; the initial state is not one of this model.
+            ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or
+                another initial state; the initial state is not one of this model.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
         boxes = own_boxes(self.model, self.optimizer)
-        loaded = load_from_memory(self.world, self.session.process, self.store, boxes, self._needed_step)
+        loaded = load_from_memory(
+            self.world, self.session.process, self.store, boxes, self._needed_step
+        )
         state, url, skipped = loaded.state, loaded.place, loaded.skipped
         if state is None:
             state, url, others = self.store.load_latest(self.world, boxes)
@@ -291,25 +333,46 @@ class Trainer:
                 self.initial_state,
                 self.recipe.changeable_options,
             )
-            theirs, ours = state.get("recipe"), [type(self.recipe).__qualname__, self.recipe_version]
-            if theirs not in (None, ours) and self.world.is_first:  # it may be a mistake that was corrected
-                logger.warning("the run of %s goes on with other code: recipe %s %s, before %s %s", url, *ours, *theirs)
+            theirs, ours = (
+                state.get("recipe"),
+                [type(self.recipe).__qualname__, self.recipe_version],
+            )
+            # it may be a mistake that was corrected
+            if theirs not in (None, ours) and self.world.is_first:
+                logger.warning(
+                    ("the run of %s goes on with other code: recipe %s %s, before %s %s"),
+                    url,
+                    *ours,
+                    *theirs,
+                )
             if state["config"]["recipe_options"] == redact_values(
                 self.config.recipe_options
             ):  # augmentation may change
-                read = functools.partial(describe_samples, self.recipe, self.config, self.train, self.test)
+                read = functools.partial(
+                    describe_samples, self.recipe, self.config, self.train, self.test
+                )
                 check_checkpoint(self.recipe, self.data_facts, read, state, url)
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
-            self._best_is_unsaved = bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
+            self._best_is_unsaved = (
+                bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
+            )
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            options = self.config.store_timeout, self.config.fresh_layers, list_class_names(self.recipe)
-            call_together(lambda: load_initial_state(self.model, self.initial_state, *options), self.world)
+            options = (
+                self.config.store_timeout,
+                self.config.fresh_layers,
+                list_class_names(self.recipe),
+            )
+            call_together(
+                lambda: load_initial_state(self.model, self.initial_state, *options), self.world
+            )
         return url, skipped
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:
-        """Return the step of the checkpoint to which a run from `state` will go back at its end; 0 for none."""
+        """Return the step of the checkpoint to which a run from `state` will go back at its end; 0
+        for none.
+        """
         best = find_best(Progress.from_dict(state["progress"]).epochs, self.config.monitor)
         return best.step if best and self.config.model_state == "best" else 0
 
@@ -321,7 +384,8 @@ class Trainer:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
 
     def _check_loss(self, sums: MetricSums) -> None:
-        """Check the losses of this rank since the last report, before the optimizer step of the last of them.
+        """Check the losses of this rank since the last report, before the optimizer step of the
+        last of them.
 
         Raises:
             NonFiniteLoss: one of them is NaN or infinite, and so is their sum.
@@ -329,8 +393,15 @@ class Trainer:
         value, step, epoch = float(sums.loss_sum), self.progress.step + 1, self.progress.epoch
         if not math.isfinite(value):
             is_exact = self.world.device.type == "cpu" or sums.num_steps == 1
-            where = f"step {step}" if is_exact else f"one of the steps {step - sums.num_steps + 1} to {step}"
-            raise NonFiniteLoss(f"the loss is {value} at {where} (epoch {epoch}) on rank {self.world.rank}; {REMEDY}")
+            where = (
+                f"step {step}"
+                if is_exact
+                else (f"one of the steps {step - sums.num_steps + 1} to {step}")
+            )
+            raise NonFiniteLoss(
+                f"the loss is {value} at {where} (epoch {epoch}) on rank "
+                f"{self.world.rank}; {REMEDY}"
+            )
 
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
         """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
@@ -342,10 +413,16 @@ class Trainer:
         progress.loss_sum = earlier.loss_sum + self.world.all_reduce(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.seconds = earlier.seconds + sums.seconds
-        checked = {"loss summed over all ranks": progress.loss_sum, "gradient's norm": gradient_norm(self.model)}
+        checked = {
+            "loss summed over all ranks": progress.loss_sum,
+            "gradient's norm": gradient_norm(self.model),
+        }
         for name, value in checked.items():
             if not math.isfinite(value):
-                raise NonFiniteLoss(f"the {name} is {value} at step {progress.step} (epoch {progress.epoch}); {REMEDY}")
+                raise NonFiniteLoss(
+                    f"the {name} is {value} at step {progress.step} (epoch "
+                    f"{progress.epoch}); {REMEDY}"
+                )
 
     def _last_learning_rate(self) -> float:
         """Return the rate of the last optimizer step, also if an earlier attempt took it."""
@@ -365,7 +442,9 @@ class Trainer:
             )
         )
 
-    def _finish_epoch(self, sums: MetricSums, own_seconds: float, evaluation: Evaluation) -> EpochFinished:
+    def _finish_epoch(
+        self, sums: MetricSums, own_seconds: float, evaluation: Evaluation
+    ) -> EpochFinished:
         """Report the epoch's results and advance to the next epoch."""
         progress, world = self.progress, self.world
         finished = EpochFinished(
@@ -380,7 +459,9 @@ class Trainer:
             rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
             rank_step_seconds=world.all_gather(own_seconds),
             num_replaced=int(
-                world.all_reduce(self.train.num_replaced + self.test.num_replaced - self._num_replaced)[0]
+                world.all_reduce(
+                    self.train.num_replaced + self.test.num_replaced - self._num_replaced
+                )[0]
             ),
             metrics=evaluation.metrics,
             **exchange_seconds(self.replica, world),
@@ -391,11 +472,15 @@ class Trainer:
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if world.is_first or self.is_sharded:
             with log_failures("sample"):
-                finished = dataclasses.replace(finished, sample=inspection.generate_sample(self.model, self.recipe))
+                finished = dataclasses.replace(
+                    finished, sample=inspection.generate_sample(self.model, self.recipe)
+                )
             self.session.emit(finished)
             with log_failures("histograms"):
                 self.session.emit(
-                    HistogramsTaken(progress.step, *inspection.take_histograms(self.model, self.world.is_first))
+                    HistogramsTaken(
+                        progress.step, *inspection.take_histograms(self.model, self.world.is_first)
+                    )
                 )
         progress.finish_epoch(finished)
         return finished

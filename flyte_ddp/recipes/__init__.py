@@ -1,7 +1,9 @@
-"""The recipes by name. A recipe is named, not passed: a string starts it in any process on any machine.
+"""The recipes by name. A recipe is named, not passed: a string starts it in any process on any
+machine.
 
-Two kinds of names: those in `BUILTIN`, and the dotted name of a `Recipe` in any importable module, such as
-`my_project.flowers.Flowers`. To add a recipe to this package, write one file here and one line in `BUILTIN`.
+Two kinds of names: those in `BUILTIN`, and the dotted name of a `Recipe` in any importable module,
+such as `my_project.flowers.Flowers`. To add a recipe to this package, write one file here and one
+line in `BUILTIN`.
 """
 
 from __future__ import annotations
@@ -39,13 +41,25 @@ BUILTIN = {
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
 # Names by which other frameworks call what a recipe defines.
 OF_OTHERS = {
-    **dict.fromkeys(("loss", "loss_fn", "compute_loss", "criterion", "training_step", "train_step"), "losses"),
-    **dict.fromkeys(("validation_step", "test_step", "compute_metrics", "configure_metrics"), "metrics"),
-    **dict.fromkeys(("configure_optimizers", "create_optimizer", "optimizer", "optimizers"), "optimizer_groups"),
+    **dict.fromkeys(
+        ("loss", "loss_fn", "compute_loss", "criterion", "training_step", "train_step"), "losses"
+    ),
+    **dict.fromkeys(
+        ("validation_step", "test_step", "compute_metrics", "configure_metrics"), "metrics"
+    ),
+    **dict.fromkeys(
+        ("configure_optimizers", "create_optimizer", "optimizer", "optimizers"), "optimizer_groups"
+    ),
     **dict.fromkeys(("param_groups", "get_optimizer"), "optimizer_groups"),
-    **dict.fromkeys(("forward", "configure_model", "build_model", "get_model", "model_init"), "model"),
-    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader", "collate_fn", "setup"), "datasets"),
-    **dict.fromkeys(("train_dataset", "eval_dataset", "get_train_dataloader", "get_eval_dataloader"), "datasets"),
+    **dict.fromkeys(
+        ("forward", "configure_model", "build_model", "get_model", "model_init"), "model"
+    ),
+    **dict.fromkeys(
+        ("train_dataloader", "val_dataloader", "test_dataloader", "collate_fn", "setup"), "datasets"
+    ),
+    **dict.fromkeys(
+        ("train_dataset", "eval_dataset", "get_train_dataloader", "get_eval_dataloader"), "datasets"
+    ),
     **dict.fromkeys(("prepare_data", "download"), "prepare"),
     **dict.fromkeys(("hparams", "config", "hyperparameters"), "defaults"),
     **dict.fromkeys(("classes", "labels", "label_names"), "class_names"),
@@ -55,11 +69,20 @@ OF_OTHERS = {
 }
 NEAR = 0.85  # of difflib's ratios: a plural, a misspelling
 
-__all__ = ["BUILTIN", "DataError", "Recipe", "config_of", "get_recipe", "list_class_names", "locate"]
+__all__ = [
+    "BUILTIN",
+    "DataError",
+    "Recipe",
+    "config_of",
+    "get_recipe",
+    "list_class_names",
+    "locate",
+]
 
 
 def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
-    """Return the config of a run of recipe `name`: the user's `overrides` over the recipe's defaults, with all options.
+    """Return the config of a run of recipe `name`: the user's `overrides` over the recipe's
+    defaults, with all options.
 
     Raises:
         ConfigError: an unknown recipe, field or option, or a value of the wrong type or range.
@@ -74,8 +97,9 @@ def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
     """Return the recipe called `name` with `options`, which are values of fields of its class.
 
     Raises:
-        ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be imported; it has no such
-            option, or refuses the value; or one of its methods is missing, has another name, or takes other parameters.
+        ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be
+            imported; it has no such option, or refuses the value; or one of its methods is missing,
+            has another name, or takes other parameters.
     """
     recipe = _with_options(_find(name), name, options or {})
     _check_methods(recipe)
@@ -89,9 +113,16 @@ def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str
     for option, value in given.items():
         if option not in types:
             expected = f"one of {', '.join(types)}" if types else "no options"
-            hint = f": {instead}" if (instead := recipe.replaced_options.get(option)) else suggest(option, types)
-            raise ConfigError(f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{hint}")
-        if types[option] in (int, float, bool, str):  # values of other types are checked by the recipe
+            hint = (
+                f": {instead}"
+                if (instead := recipe.replaced_options.get(option))
+                else suggest(option, types)
+            )
+            raise ConfigError(
+                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{hint}"
+            )
+        # values of other types are checked by the recipe
+        if types[option] in (int, float, bool, str):
             given[option] = check(f"recipe_options.{option}", value, types[option])
     try:
         if isinstance(recipe, Recipe):
@@ -99,7 +130,10 @@ def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str
         return recipe(**given)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # a missing option without a default, or a value that the class refuses
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # a missing option without a default, or a value that the class refuses
         raise ConfigError(f"recipe_options: recipe {name!r} refuses {given!r}: {error}") from error
 
 
@@ -108,9 +142,15 @@ def _check_methods(recipe: Recipe) -> None:
     for name, base in methods.items():
         own: Any = getattr(recipe, name)
         if name in REQUIRED and getattr(type(recipe), name) is base:
-            others = [other for other in dir(recipe) if other not in methods and callable(getattr(recipe, other))]
+            others = [
+                other
+                for other in dir(recipe)
+                if other not in methods and callable(getattr(recipe, other))
+            ]
             expected = "expected a method of this name"
-            raise ConfigError(f"{locate(recipe, name)}: {expected}, got none{suggest(name, others)}")
+            raise ConfigError(
+                f"{locate(recipe, name)}: {expected}, got none{suggest(name, others)}"
+            )
         parameters = list(inspect.signature(base).parameters)[1:]  # without self
         got: Any = own
         try:
@@ -124,8 +164,14 @@ def _check_methods(recipe: Recipe) -> None:
 
 
 def _check_names(recipe: Recipe) -> None:
-    """Refuse a name that nothing reads, and that is nearly one of `Recipe`'s or stands for one in other frameworks."""
-    own = [kind for kind in type(recipe).__mro__ if issubclass(kind, Recipe) and _package(kind) != "flyte_ddp"]
+    """Refuse a name that nothing reads, and that is nearly one of `Recipe`'s or stands for one in
+    other frameworks.
+    """
+    own = [
+        kind
+        for kind in type(recipe).__mro__
+        if issubclass(kind, Recipe) and _package(kind) != "flyte_ddp"
+    ]
     known = {name.replace("_", ""): name for name in dir(Recipe) if not name.startswith("_")}
     names = {name for owner in (recipe, *own) for name in vars(owner) if not name.startswith("_")}
     names -= {name for kind in type(recipe).__mro__ if kind not in own for name in vars(kind)}
@@ -134,7 +180,8 @@ def _check_names(recipe: Recipe) -> None:
         meant = OF_OTHERS.get(name.lower()) or (known[near[0]] if near else "")
         if meant and all(name not in (names_read(kind.__module__) or [name]) for kind in own):
             raise ConfigError(
-                f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which nothing reads (did you mean "
+                f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which "
+                "nothing reads (did you mean "
                 f"{meant}?); a helper's name may begin with _"
             )
 
@@ -158,7 +205,10 @@ def _path(name: str) -> str:
 def _find(name: str) -> Recipe | type[Recipe]:
     path = _path(name)
     module_name, _, attribute = path.rpartition(".")
-    expected = f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as my_module.MyRecipe"
+    expected = (
+        f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as "
+        "my_module.MyRecipe"
+    )
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         raise ConfigError(f"recipe: {expected}, got {name!r}{suggest(name, BUILTIN)}")
     try:
@@ -167,23 +217,36 @@ def _find(name: str) -> Recipe | type[Recipe]:
         # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"recipe: {expected}, got {name!r}: there is no module {error.name!r}{_suggest_module(error.name)}"
+                f"recipe: {expected}, got {name!r}: there is no module "
+                f"{error.name!r}{_suggest_module(error.name)}"
             ) from None
         package = str(error.name).partition(".")[0]
-        own = f"expected the package {package}: pip install it, in a project by a line in requirements-own.txt"
+        own = (
+            f"expected the package {package}: pip install it, in a project by a line in "
+            "requirements-own.txt"
+        )
         hint = how_to_install(package) if package in EXTRAS else own
         place = _last_place(error)
         raise ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}") from error
     except Exception as error:  # of any kind: the module is the user's
-        place = "" if isinstance(error, SyntaxError) else _last_place(error)  # of a SyntaxError it is in the text
+        # of a SyntaxError it is in the text
+        place = "" if isinstance(error, SyntaxError) else _last_place(error)
         raise ConfigError(
-            f"recipe: {name!r} cannot be imported: {place}{type(error).__name__}: {error}; correct its module"
+            f"recipe: {name!r} cannot be imported: {place}{type(error).__name__}: {error}; "
+            "correct its module"
         ) from error
     found = getattr(module, attribute, None)
-    if not isinstance(found, Recipe) and not (isinstance(found, type) and issubclass(found, Recipe)):
-        known = [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Recipe)]
+    if not isinstance(found, Recipe) and not (
+        isinstance(found, type) and issubclass(found, Recipe)
+    ):
+        known = [
+            name
+            for name, each in vars(module).items()
+            if isinstance(each, type) and issubclass(each, Recipe)
+        ]
         raise ConfigError(
-            f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}{suggest(attribute, known)}"
+            f"recipe: {expected}, got {name!r}, which is no Recipe in module "
+            f"{module_name}{suggest(attribute, known)}"
         )
     return found
 
@@ -201,7 +264,9 @@ def _suggest_module(missing: str) -> str:
 
 
 def locate(recipe: Recipe, method: str) -> str:
-    """Return the place of a recipe's method: file, line and name; of its class where it has that of a base class."""
+    """Return the place of a recipe's method: file, line and name; of its class where it has that of
+    a base class.
+    """
     own = getattr(type(recipe), method, None)
     is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
     code: Any = type(recipe) if is_inherited or not callable(own) else inspect.unwrap(own)

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 def load_arrays(file: Path) -> Dataset[Any]:
-    """Return the arrays that `numpy.savez` wrote to `file`, inputs and then targets, as a TensorDataset."""
+    """Return the arrays that `numpy.savez` wrote to `file`, inputs and then targets, as a
+    TensorDataset.
+    """
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset

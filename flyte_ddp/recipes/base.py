@@ -1,8 +1,10 @@
-"""The base class of recipes. A recipe is a model with its data; it never sees a rank, a device or a launcher.
+"""The base class of recipes. A recipe is a model with its data; it never sees a rank, a device or a
+launcher.
 
-This module and the built-in recipes import torch inside their methods. The supervisor of the ranks only reads
-`defaults` and calls `prepare`, and the import of torch would cost it 3.5 s of processor time that the ranks could use.
-Your own recipes may import anything at the top of the file; their runs start a little later.
+This module and the built-in recipes import torch inside their methods. The supervisor of the ranks
+only reads `defaults` and calls `prepare`, and the import of torch would cost it 3.5 s of processor
+time that the ranks could use. Your own recipes may import anything at the top of the file; their
+runs start a little later.
 """
 
 from __future__ import annotations
@@ -23,32 +25,41 @@ IGNORED = -100  # target that torch's cross-entropy leaves out
 
 
 class Recipe:
-    """A model with its data. Define `prepare`, `datasets` and `model`; the rest has defaults for classification.
+    """A model with its data. Define `prepare`, `datasets` and `model`; the rest has defaults for
+    classification.
 
-    Every method may be called in another process, so methods pass data to each other by files in `directory`, not by
+    Every method may be called in another process, so methods pass data to each other by files in
+    `directory`, not by attributes.
+
+    A recipe with options is a frozen dataclass with one field for each, of a type that JSON has.
+    Users set them in the config by `{"recipe_options": {"field": value}}`; the methods read them as
     attributes.
-
-    A recipe with options is a frozen dataclass with one field for each, of a type that JSON has. Users set them in the
-    config by `{"recipe_options": {"field": value}}`; the methods read them as attributes.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this recipe for fields of `TrainingConfig`."""
 
     changeable_options: ClassVar[Sequence[str]] = ()
-    """Options that change neither the model nor its training on the same data: a run resumes with other values."""
+    """Options that change neither the model nor its training on the same data.
+
+    A run resumes with other values of them.
+    """
 
     replaced_options: ClassVar[Mapping[str, str]] = {}
     """Options that there are no more, each with what takes its place, for the error."""
 
     slow_imports: ClassVar[Sequence[str]] = ()
-    """Modules that the ranks import and that take seconds: a machine then imports them once for all of its ranks."""
+    """Modules that the ranks import and that take seconds.
+
+    A machine then imports them once for all of its ranks.
+    """
 
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Fetch and check the data, once per run, and write to `directory` the files that `datasets` reads.
+        """Fetch and check the data, once per run, and write to `directory` the files that
+        `datasets` reads.
 
         Args:
             source: the path or URL given by the user, or "" for the recipe's own data. Read it with
@@ -64,23 +75,28 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} does not define prepare")
 
     def data_license(self, source: str) -> str:
-        """Return the licence of the data that `prepare` reads from `source`, for the run card; "" where not known."""
+        """Return the licence of the data that `prepare` reads from `source`, for the run card; ""
+        where not known.
+        """
         return ""
 
     def adapt_to(self, initial_state: str) -> Recipe:
-        """Return the recipe that prepares data for a model with the state dict at this URL; by default itself."""
+        """Return the recipe that prepares data for a model with the state dict at this URL; by
+        default itself.
+        """
         return self
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the training and the held-out data; each sample is an (input, target) pair.
 
-        Input and target are tensors or numbers, or tuples, lists, dicts or dataclasses of them, nested. A batch has the
-        same shape, of tensors whose first dimension is the batch.
+        Input and target are tensors or numbers, or tuples, lists, dicts or dataclasses of them,
+        nested. A batch has the same shape, of tensors whose first dimension is the batch.
 
-        A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index. Any other data set
-        with `__len__` and `__getitem__` is read through a DataLoader. It may also have `prefetch(indices)`, which is
-        called with the samples of a batch before they are read one by one, and `num_replaced`, the number of samples so
-        far that could not be read and were replaced by others.
+        A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index.
+        Any other data set with `__len__` and `__getitem__` is read through a DataLoader. It may
+        also have `prefetch(indices)`, which is called with the samples of a batch before they are
+        read one by one, and `num_replaced`, the number of samples so far that could not be read and
+        were replaced by others.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define datasets")
 
@@ -92,18 +108,22 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} does not define model")
 
     def initial_value(self, name: str, shape: Size) -> Tensor:
-        """Return the fresh value of one parameter or buffer of the model, the same that `model` gives it.
+        """Return the fresh value of one parameter or buffer of the model, the same that `model`
+        gives it.
 
-        Optional. With it a sharded model is built inside `torch.device("meta")` and filled tensor by tensor, so that no
-        rank ever holds the whole model. The random generator has been seeded as for `model`, but the order of the calls
-        differs: derive a generator from `torch.initial_seed()` and the name.
+        Optional. With it a sharded model is built inside `torch.device("meta")` and filled tensor
+        by tensor, so that no rank ever holds the whole model. The random generator has been seeded
+        as for `model`, but the order of the calls differs: derive a generator from
+        `torch.initial_seed()` and the name.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define initial_value")
 
     def inputs(self, batch: Tensor) -> Tensor:
-        """Convert a batch of `datasets` to the model's input, on the device; for example normalize it.
+        """Convert a batch of `datasets` to the model's input, on the device; for example normalize
+        it.
 
-        By default images in bytes, (B, H, W) or (B, C, H, W), become floats in [0, 1] of shape (B, C, H, W).
+        By default images in bytes, (B, H, W) or (B, C, H, W), become floats in [0, 1] of shape (B,
+        C, H, W).
         """
         import torch
 
@@ -131,80 +151,96 @@ class Recipe:
         return outputs.argmax(dim=1) == targets
 
     def num_targets(self, targets: Tensor) -> Tensor | None:
-        """Return the number of targets of each of the N samples, (N,); None for one each. Losses are means over these.
+        """Return the number of targets of each of the N samples, (N,); None for one each. Losses
+        are means over these.
 
-        Called once with all targets of a `TensorDataset`, and with those of each batch that a DataLoader reads.
+        Called once with all targets of a `TensorDataset`, and with those of each batch that a
+        DataLoader reads.
         """
         return None
 
     def optimizer_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups in the form of `torch.optim`, by default all parameters in one group.
+        """Return the optimizer's parameter groups in the form of `torch.optim`, by default all
+        parameters in one group.
 
-        A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. Its `lr`, by default the
-        config's `learning_rate`, is the rate that the schedule scales, as `torch.optim.lr_scheduler.LambdaLR` does.
+        A group may have settings of its own, such as `{"params": [...], "weight_decay": 0.0}`. Its
+        `lr`, by default the config's `learning_rate`, is the rate that the schedule scales, as
+        `torch.optim.lr_scheduler.LambdaLR` does.
         """
         return [{"params": list(model.parameters())}]
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks that `model` repeats, such as the layers of a Transformer, in their order; none by default.
+        """Return the blocks that `model` repeats, such as the layers of a Transformer, in their
+        order; none by default.
 
         They are the units in which a model is sharded.
         """
         return []
 
     def flops_per_sample(self, model: nn.Module) -> float:
-        """Return the floating-point operations that training takes per sample, forward and backward; 0 for unknown.
+        """Return the floating-point operations that training takes per sample, forward and
+        backward; 0 for unknown.
 
         Where it is known, the report has the model FLOPs utilization.
         """
         return 0.0
 
     def metrics(self) -> Mapping[str, nn.Module | Callable[[Any, Any], Tensor]]:
-        """Return the metrics of the held-out data by name; by default the accuracy, as `num_correct` counts it.
+        """Return the metrics of the held-out data by name; by default the accuracy, as
+        `num_correct` counts it.
 
-        Each is a `torchmetrics.Metric` whose value is one number or a dict of them, or a function of outputs and
-        targets that returns its value for each sample, (B,): summed over the sample's targets, as `losses`, and the
-        metric is the mean per target. All of them are over all held-out samples, the same at any number of ranks.
-        Called for each evaluation.
+        Each is a `torchmetrics.Metric` whose value is one number or a dict of them, or a function
+        of outputs and targets that returns its value for each sample, (B,): summed over the
+        sample's targets, as `losses`, and the metric is the mean per target. All of them are over
+        all held-out samples, the same at any number of ranks. Called for each evaluation.
         """
         return {"accuracy": self.num_correct}
 
     def predict(self, outputs: Any) -> Any:
-        """Convert the model's outputs to what the metrics of torchmetrics compare with the targets; by default nothing.
+        """Convert the model's outputs to what the metrics of torchmetrics compare with the targets;
+        by default nothing.
 
-        It is also the place for a sigmoid: torchmetrics guesses by each batch's values if they are probabilities.
+        It is also the place for a sigmoid: torchmetrics guesses by each batch's values if they are
+        probabilities.
         """
         return outputs
 
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return further figures that follow from those of a finished epoch, by name; none by default."""
+        """Return further figures that follow from those of a finished epoch, by name; none by
+        default.
+        """
         return {}
 
     def generate_sample(self, model: nn.Module) -> str:
         """Return a text that `model` generates, shown after each epoch; "" by default.
 
-        Rank 0 calls it; all ranks do, and must call the model equally often, where the model is sharded over them.
+        Rank 0 calls it; all ranks do, and must call the model equally often, where the model is
+        sharded over them.
         """
         return ""
 
     def export(self, state: Mapping[str, Any], directory: Path) -> None:
         """Write files by which other programs load the model with this state dict, by default none.
 
-        They are kept beside the safetensors file with the whole state. Rank 0 calls it, with tensors on the CPU.
+        They are kept beside the safetensors file with the whole state. Rank 0 calls it, with
+        tensors on the CPU.
 
         Args:
-            directory: empty. What lies in directories of it, such as onnx/model.onnx, is kept under that name.
+            directory: empty. What lies in directories of it, such as onnx/model.onnx, is kept under
+                that name.
         """
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.
 
-        By default it is the truth, the best guess and the score of every class, with the image if `batch` has bytes;
-        nothing where outputs and targets are no logits (B, C) and classes (B,).
+        By default it is the truth, the best guess and the score of every class, with the image if
+        `batch` has bytes; nothing where outputs and targets are no logits (B, C) and classes (B,).
         """
         import torch
 
-        shapes = [each.dim() if isinstance(each, torch.Tensor) else 0 for each in (outputs, targets)]
+        shapes = [
+            each.dim() if isinstance(each, torch.Tensor) else 0 for each in (outputs, targets)
+        ]
         if shapes != [2, 1] or targets.is_floating_point():
             return []
         scores = outputs.float().softmax(dim=1)
@@ -216,7 +252,9 @@ class Recipe:
                 scores=dict(zip(names, score.tolist(), strict=True)),
                 image=image,
             )
-            for image, score, target in zip(to_pngs(batch, len(targets)), scores, targets, strict=True)
+            for image, score, target in zip(
+                to_pngs(batch, len(targets)), scores, targets, strict=True
+            )
         ]
 
 
@@ -228,12 +266,15 @@ def list_class_names(recipe: Recipe) -> list[str]:
     found: Any = recipe.class_names() if callable(recipe.class_names) else recipe.class_names
     if isinstance(found, Mapping):
         is_by_number = any(isinstance(each, str) for each in found.values())
-        found = list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
+        found = (
+            list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
+        )
     return [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found or ())]
 
 
 def check_classes(outputs: Any, targets: Any) -> None:
-    """Check targets against the logits (B, C, ...) of a cross-entropy. Raises DataError if one is no class of them.
+    """Check targets against the logits (B, C, ...) of a cross-entropy. Raises DataError if one is
+    no class of them.
 
     On a GPU the cross-entropy itself ends the process, some steps later and without the target.
     """
@@ -241,18 +282,25 @@ def check_classes(outputs: Any, targets: Any) -> None:
 
     if isinstance(targets, (list, tuple)) and targets and isinstance(targets[0], str):
         raise DataError(
-            f"data: expected the numbers of classes as targets, got {targets[0]!r}: number the classes in a fixed "
+            f"data: expected the numbers of classes as targets, got {targets[0]!r}: number the "
+            "classes in a fixed "
             "order, such as by sorted(names).index(name)"
         )
-    if not isinstance(outputs, torch.Tensor) or outputs.dim() < 2 or not isinstance(targets, torch.Tensor):
+    if (
+        not isinstance(outputs, torch.Tensor)
+        or outputs.dim() < 2
+        or not isinstance(targets, torch.Tensor)
+    ):
         return
     if targets.is_floating_point() or not len(classes := targets.long()[targets.long() != IGNORED]):
         return
     lowest, highest = (int(each) for each in classes.aminmax())
     if lowest < 0 or highest >= outputs.shape[1]:
         raise DataError(
-            f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the model has "
-            f"{outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: number the classes from 0, or give "
+            f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the "
+            "model has "
+            f"{outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: number the "
+            "classes from 0, or give "
             "the model an output for each"
         )
 
@@ -261,7 +309,11 @@ def to_pngs(batch: Any, num_samples: int) -> list[bytes]:
     """Return the samples of a batch as `to_png` does, b"" of a batch that is no tensor."""
     import torch
 
-    return [to_png(sample) for sample in batch] if isinstance(batch, torch.Tensor) else [b""] * num_samples
+    return (
+        [to_png(sample) for sample in batch]
+        if isinstance(batch, torch.Tensor)
+        else [b""] * num_samples
+    )
 
 
 def to_png(sample: Tensor) -> bytes:

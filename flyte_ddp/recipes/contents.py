@@ -1,4 +1,6 @@
-"""Detect the kind of a file from its first bytes, and report the files that a recipe left out. Imports no torch."""
+"""Detect the kind of a file from its first bytes, and report the files that a recipe left out.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from collections.abc import Mapping
 
 HEAD = 1 << 16  # bytes that tell text from other contents; every other kind shows in the first 512
 
-IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = "image", "gzip", "Parquet", "empty", "not in UTF-8", "no text"
+IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = (
+    "image",
+    "gzip",
+    "Parquet",
+    "empty",
+    "not in UTF-8",
+    ("no text"),
+)
 
 _KINDS = {  # in this order
     EMPTY: rb"\Z",
@@ -35,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 def kind_of(head: bytes) -> str:
-    """Return what a file is that begins with `head`: an encoding of text, another kind, `NO_UTF8` or `OTHER`."""
+    """Return what a file is that begins with `head`: an encoding of text, another kind, `NO_UTF8`
+    or `OTHER`.
+    """
     for kind, pattern in _KINDS.items():
         if re.match(pattern, head, re.DOTALL):
             return kind
@@ -55,7 +66,9 @@ def report_left_out(counts: Mapping[str, int], what: str = "file") -> str:
         counts: of what was left out, by its reason; the result is "" where nothing was.
         what: was left out, in the singular.
     """
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in Counter(counts).most_common() if count)
+    reasons = ", ".join(
+        f"{count:,} {reason}" for reason, count in Counter(counts).most_common() if count
+    )
     if not reasons:
         return ""
     total = sum(counts.values())

@@ -1,4 +1,6 @@
-"""Recipe `digits`: scikit-learn's bundled handwritten digits, 1,797 images of 8x8 pixels. Real data, no download."""
+"""Recipe `digits`: scikit-learn's bundled handwritten digits, 1,797 images of 8x8 pixels. Real
+data, no download.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,27 @@ SPLIT_SEED = 0
 
 
 class Digits(Recipe):
-    """A small CNN on scikit-learn's digits; about 99 % of the held-out fifth are recognized after ten epochs."""
+    """A small CNN on scikit-learn's digits; about 99 % of the held-out fifth are recognized after
+    ten epochs.
+    """
 
-    defaults = {"epochs": 10, "global_batch_size": 32, "learning_rate": 3e-3, "schedule": "one_cycle"}
+    defaults = {
+        "epochs": 10,
+        "global_batch_size": 32,
+        "learning_rate": 3e-3,
+        "schedule": "one_cycle",
+    }
 
     def prepare(self, source: str, directory: Path) -> str:
-        """Write `train.npz` and `test.npz`: images (N, 8, 8) in bytes from 0 to 255, labels (N,)."""
+        """Write `train.npz` and `test.npz`: images (N, 8, 8) in bytes from 0 to 255, labels
+        (N,).
+        """
         import numpy as np
 
         if source:
-            raise DataError(f"data: expected none, got {source!r}; recipe digits uses scikit-learn's own")
+            raise DataError(
+                f"data: expected none, got {source!r}; recipe digits uses scikit-learn's own"
+            )
         # The file is read where it lies: importing sklearn.datasets to do the same takes 3 s.
         package = importlib.util.find_spec("sklearn")
         if package is None or package.origin is None:
@@ -41,14 +54,20 @@ class Digits(Recipe):
             with gzip.open(file, "rt", encoding="utf-8") as lines:
                 table = np.loadtxt(lines, delimiter=",", dtype=np.int16)
         except (OSError, ValueError) as error:
-            raise DataError(f"data: {file} cannot be read: {error}; reinstall scikit-learn") from error
-        images = (table[:, :64].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)  # levels 0 to 16 in the file
+            raise DataError(
+                f"data: {file} cannot be read: {error}; reinstall scikit-learn"
+            ) from error
+        # levels 0 to 16 in the file
+        images = (table[:, :64].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
         labels = table[:, 64].astype(np.int64)
         order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
         test, train = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
         np.savez(directory / "train.npz", images=images[train], labels=labels[train])
         np.savez(directory / "test.npz", images=images[test], labels=labels[test])
-        return f"scikit-learn's handwritten digits: {len(train):,} training and {len(test):,} held-out images of 8x8"
+        return (
+            f"scikit-learn's handwritten digits: {len(train):,} training and {len(test):,} "
+            "held-out images of 8x8"
+        )
 
     def data_license(self, source: str) -> str:
         return "CC-BY-4.0"  # the UCI repository's, where scikit-learn has them from

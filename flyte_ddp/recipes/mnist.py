@@ -1,7 +1,8 @@
-"""Recipe `mnist`: the MNIST handwritten digits as torchvision publishes them, and the tutorial's CNN.
+"""Recipe `mnist`: the MNIST handwritten digits as torchvision publishes them, and the tutorial's
+CNN.
 
-The four IDX files come from torchvision's `MNIST` or from a directory or URL that the user gives. Either way their
-contents must have the published checksums.
+The four IDX files come from torchvision's `MNIST` or from a directory or URL that the user gives.
+Either way their contents must have the published checksums.
 """
 
 from __future__ import annotations
@@ -40,14 +41,19 @@ MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [
 class Mnist(Recipe):
     """The tutorial's CNN (conv 20 and 50 of 5x5, fc 500) on MNIST; over 99 % after ten epochs."""
 
-    defaults = {"epochs": 10, "global_batch_size": 128, "learning_rate": 2e-3, "schedule": "one_cycle"}
+    defaults = {
+        "epochs": 10,
+        "global_batch_size": 128,
+        "learning_rate": 2e-3,
+        "schedule": "one_cycle",
+    }
 
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`: images (N, 28, 28) in bytes, labels (N,).
 
         Args:
-            source: a directory or URL that holds the IDX files, packed with gzip or not, directly or in `raw` or
-                `MNIST/raw` below; "" downloads them to the user's cache.
+            source: a directory or URL that holds the IDX files, packed with gzip or not, directly
+                or in `raw` or `MNIST/raw` below; "" downloads them to the user's cache.
         """
         import numpy as np
 
@@ -89,60 +95,83 @@ class Mnist(Recipe):
 
 
 def _download() -> Path:
-    """Return the directory in the user's cache that has the four files, after torchvision has fetched them into it."""
+    """Return the directory in the user's cache that has the four files, after torchvision has
+    fetched them into it.
+    """
     from torchvision import datasets
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyte-ddp" / "mnist"
     if not cache.exists():
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache.parent) as directory:  # no other process sees a part of it
+        # no other process sees a part of it
+        with tempfile.TemporaryDirectory(dir=cache.parent) as directory:
             try:
                 datasets.MNIST(directory, download=True)
             except Exception as error:  # of any kind: a connection may break anywhere
                 why = " ".join(str(error).split())
-                raise DataError(f"data: MNIST could not be downloaded: {why}; give a directory of its files") from error
+                raise DataError(
+                    f"data: MNIST could not be downloaded: {why}; give a directory of its files"
+                ) from error
             with contextlib.suppress(OSError):  # another process was quicker
                 os.replace(Path(directory, "MNIST", "raw"), cache)
     return cache
 
 
 def _file_names(name: str) -> list[str]:
-    """Return what the file may be called; the dotted names come first, as one archive has both, and one is a folder."""
-    return [f"{stem}{packing}" for stem in (name.replace("-idx", ".idx"), name) for packing in ("", ".gz")]
+    """Return what the file may be called; the dotted names come first, as one archive has both, and
+    one is a folder.
+    """
+    return [
+        f"{stem}{packing}"
+        for stem in (name.replace("-idx", ".idx"), name)
+        for packing in ("", ".gz")
+    ]
 
 
 def _read(origin: str, name: str) -> bytes:
-    """Return the unpacked contents of the IDX file `name`, wherever below the directory or URL `origin` it lies."""
+    """Return the unpacked contents of the IDX file `name`, wherever below the directory or URL
+    `origin` it lies.
+    """
     storage = Storage(origin, "data")
-    for file in (f"{folder}{file}" for folder in ("", "raw/", "MNIST/raw/") for file in _file_names(name)):
+    for file in (
+        f"{folder}{file}" for folder in ("", "raw/", "MNIST/raw/") for file in _file_names(name)
+    ):
         try:
             contents = storage.read(file)
         except FileNotFoundError:
             continue
         return _unpack(contents, name, storage.join(file))
     raise DataError(
-        f"data: expected a directory with the four IDX files of MNIST, got {origin}, which holds no {name} "
+        f"data: expected a directory with the four IDX files of MNIST, got {origin}, which holds "
+        f"no {name} "
         f"or {name}.gz, nor do raw/ and MNIST/raw/ in it"
     )
 
 
 def _unpack(contents: bytes, name: str, place: str) -> bytes:
-    """Return `contents`, packed or not, which were read from `place`, once they are what MNIST has as `name`."""
+    """Return `contents`, packed or not, which were read from `place`, once they are what MNIST has
+    as `name`.
+    """
     try:
         contents = gzip.decompress(contents) if kind_of(contents[:HEAD]) == GZIP else contents
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"data: {place} is damaged: {error}; delete it and fetch it again") from None
+        raise DataError(
+            f"data: {place} is damaged: {error}; delete it and fetch it again"
+        ) from None
     found = hashlib.md5(contents, usedforsecurity=False).hexdigest()
     if found != CHECKSUMS[name]:
         raise DataError(
-            f"data: {place} is damaged or not of MNIST: expected contents with the MD5 sum {CHECKSUMS[name]}, "
+            f"data: {place} is damaged or not of MNIST: expected contents with the MD5 sum "
+            f"{CHECKSUMS[name]}, "
             f"got {found}; delete it and fetch it again"
         )
     return contents
 
 
 def _idx(contents: bytes) -> NDArray[Any]:
-    """Return the array in an IDX file: a big-endian header of 4 + 4 * dimensions bytes, then one byte a value."""
+    """Return the array in an IDX file: a big-endian header of 4 + 4 * dimensions bytes, then one
+    byte a value.
+    """
     import numpy as np
 
     num_dimensions = contents[3]

@@ -1,7 +1,8 @@
-"""Prepare a recipe's data once, before any rank starts, and write beside it which data that is. Imports no torch.
+"""Prepare a recipe's data once, before any rank starts, and write beside it which data that is.
+Imports no torch.
 
-Descriptions and errors of recipes name the URL that the user gave. They pass through here, and lose its password or
-signature, before they reach a report, a manifest, a log or W&B.
+Descriptions and errors of recipes name the URL that the user gave. They pass through here, and lose
+its password or signature, before they reach a report, a manifest, a log or W&B.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import json
 import os
 from pathlib import Path
 
-from flyte_ddp.config.source_code import compute_digest_of_files, imported_files, list_packages, source_files
+from flyte_ddp.config.source_code import (
+    compute_digest_of_files,
+    imported_files,
+    list_packages,
+    source_files,
+)
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.storage import redact_errors, redact_url
@@ -21,7 +27,8 @@ NOTE = "data.json"
 
 @redact_errors()
 def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
-    """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data` reads.
+    """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data`
+    reads.
 
     Raises:
         ConfigError: the recipe did not describe its data.
@@ -32,7 +39,9 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     found: object = recipe.prepare(source, directory)
     if not isinstance(found, str):
         place = locate(recipe, "prepare")
-        raise ConfigError(f"{place}: expected a line that describes the data, got {found!r}: return one")
+        raise ConfigError(
+            f"{place}: expected a line that describes the data, got {found!r}: return one"
+        )
     digest = hashlib.sha256()
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         digest.update(file.relative_to(directory).as_posix().encode() + b"\0")
@@ -49,9 +58,13 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
 
 
 def recipe_version(module: str) -> str:
-    """Return a SHA-256 of the library and of the files that decide what a recipe defined in `module` does."""
+    """Return a SHA-256 of the library and of the files that decide what a recipe defined in
+    `module` does.
+    """
     packages = set(list_packages(module)) - {"flyte_ddp"}
-    return compute_digest_of_files({**source_files(["flyte_ddp"]), **imported_files(module, packages)})
+    return compute_digest_of_files(
+        {**source_files(["flyte_ddp"]), **imported_files(module, packages)}
+    )
 
 
 def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
@@ -59,8 +72,9 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
 
     Returns:
         "description": the data, in words; "fingerprint": a SHA-256 of all prepared files;
-        "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and what the recipe
-        imports of its own package and of the packages of recipes in settings.toml; "license": that of the data, or "".
+        "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and
+        what the recipe imports of its own package and of the packages of recipes in settings.toml;
+        "license": that of the data, or "".
     """
     note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text(encoding="utf-8"))
     return note

@@ -1,4 +1,5 @@
-"""Base classes of recipes for tasks other than classification: losses, metrics and predictions of each.
+"""Base classes of recipes for tasks other than classification: losses, metrics and predictions of
+each.
 
 Each imports torch and torchmetrics inside its methods, as base.py.
 """
@@ -20,10 +21,11 @@ IGNORED = -100  # the class of pixels that do not count, as in torch's cross-ent
 
 
 class Regression(Recipe):
-    """A recipe whose targets are numbers: (B,), or several of each sample, (B, ...). The model's outputs are alike.
+    """A recipe whose targets are numbers: (B,), or several of each sample, (B, ...). The model's
+    outputs are alike.
 
-    It minimizes the squared error, and measures the mean absolute error `mae` and the share of the targets' variance
-    that the model explains, `r2`.
+    It minimizes the squared error, and measures the mean absolute error `mae` and the share of the
+    targets' variance that the model explains, `r2`.
     """
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,32 +39,44 @@ class Regression(Recipe):
         from torchmetrics import MeanAbsoluteError, R2Score
 
         class R2(R2Score):
-            """The mean over a sample's numbers, in any shape; torchmetrics takes one dimension of them."""
+            """The mean over a sample's numbers, in any shape; torchmetrics takes one dimension of
+            them.
+            """
 
             def update(self, preds: Tensor, target: Tensor) -> None:
-                super().update(*(each.flatten(1) if each.dim() > 1 else each for each in (preds, target)))
+                super().update(
+                    *(each.flatten(1) if each.dim() > 1 else each for each in (preds, target))
+                )
 
         return {"mae": MeanAbsoluteError(), "r2": R2()}
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the true and the predicted number of each sample; of several the first."""
-        truths, guesses = (values.reshape(len(values), -1)[:, 0].tolist() for values in (targets, outputs))
+        truths, guesses = (
+            values.reshape(len(values), -1)[:, 0].tolist() for values in (targets, outputs)
+        )
         return [
-            Prediction(f"{truth:.4g}", f"{guess:.4g}", {}, numbers=[truth, guess], error=abs(truth - guess))
+            Prediction(
+                f"{truth:.4g}", f"{guess:.4g}", {}, numbers=[truth, guess], error=abs(truth - guess)
+            )
             for truth, guess in zip(truths, guesses, strict=True)
         ]
 
 
 class MultiLabel(Recipe):
-    """A recipe whose targets are 0 or 1 for each of L labels, (B, L). The model's outputs are their logits.
+    """A recipe whose targets are 0 or 1 for each of L labels, (B, L). The model's outputs are their
+    logits.
 
-    It measures the share of the labels that are predicted right, `accuracy`, and `f1` over all labels of all samples.
+    It measures the share of the labels that are predicted right, `accuracy`, and `f1` over all
+    labels of all samples.
     """
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         from torch.nn import functional
 
-        losses = functional.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none")
+        losses = functional.binary_cross_entropy_with_logits(
+            outputs.float(), targets.float(), reduction="none"
+        )
         return losses.sum(dim=1)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +99,9 @@ class MultiLabel(Recipe):
         names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
 
         def label(marks: list[bool]) -> str:
-            return ", ".join(name for name, mark in zip(names, marks, strict=True) if mark) or "(none)"
+            return (
+                ", ".join(name for name, mark in zip(names, marks, strict=True) if mark) or "(none)"
+            )
 
         return [
             Prediction(
@@ -94,21 +110,26 @@ class MultiLabel(Recipe):
                 scores=dict(zip(names, output.sigmoid().tolist(), strict=True)),
                 image=image,
             )
-            for image, output, target in zip(to_pngs(batch, len(targets)), outputs, targets, strict=True)
+            for image, output, target in zip(
+                to_pngs(batch, len(targets)), outputs, targets, strict=True
+            )
         ]
 
 
 class Segmentation(Recipe):
     """A recipe whose targets are a class for each pixel, (B, H, W); -100 does not count.
 
-    The model's outputs are logits (B, C, H, W), and `class_names` has all C. It measures the share of the pixels that
-    are predicted right, `accuracy`, and the intersection over union of each class, averaged over the classes, `miou`.
+    The model's outputs are logits (B, C, H, W), and `class_names` has all C. It measures the share
+    of the pixels that are predicted right, `accuracy`, and the intersection over union of each
+    class, averaged over the classes, `miou`.
     """
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         from torch.nn import functional
 
-        losses = functional.cross_entropy(outputs.float(), targets.long(), reduction="none", ignore_index=IGNORED)
+        losses = functional.cross_entropy(
+            outputs.float(), targets.long(), reduction="none", ignore_index=IGNORED
+        )
         return losses.flatten(1).sum(dim=1)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -123,7 +144,9 @@ class Segmentation(Recipe):
 
         names = list_class_names(self)
         if len(names) < 2:
-            raise ConfigError(f"class_names: expected the names of all classes, at least two, got {names!r}")
+            raise ConfigError(
+                f"class_names: expected the names of all classes, at least two, got {names!r}"
+            )
         index = MulticlassJaccardIndex(len(names), ignore_index=IGNORED)
         return {"accuracy": self.num_correct, "miou": index}
 
@@ -131,12 +154,16 @@ class Segmentation(Recipe):
         return outputs.argmax(dim=1)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """Return a picture of each sample: its first channel, the true and the predicted mask, side by side."""
+        """Return a picture of each sample: its first channel, the true and the predicted mask, side
+        by side.
+        """
         import torch
 
         scale = 255 // max(1, len(list_class_names(self)) - 1)  # from a class to its grey
         shown = []
-        for sample, guess, target in zip(batch.flatten(1, -3)[:, 0], outputs.argmax(dim=1), targets, strict=True):
+        for sample, guess, target in zip(
+            batch.flatten(1, -3)[:, 0], outputs.argmax(dim=1), targets, strict=True
+        ):
             low, high = sample.float().aminmax()
             image = (sample.float() - low) * (255 / (high - low).clamp(min=1e-12))
             masks = [mask.clamp(min=0) * scale for mask in (target, guess)]

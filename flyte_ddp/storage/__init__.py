@@ -1,7 +1,20 @@
-"""The only package that opens a path or an fsspec URL: with the task's credentials and retries. No torch."""
+"""The only package that opens a path or an fsspec URL: with the task's credentials and retries. No
+torch.
+"""
 
-from flyte_ddp.storage.directory import STORE_TIMEOUT, Storage, compute_sha256, fetch_file, read_file, write_file
-from flyte_ddp.storage.environment import adopt_storage_environment, flyte_storage_environment, storage_environment
+from flyte_ddp.storage.directory import (
+    STORE_TIMEOUT,
+    Storage,
+    compute_sha256,
+    fetch_file,
+    read_file,
+    write_file,
+)
+from flyte_ddp.storage.environment import (
+    adopt_storage_environment,
+    flyte_storage_environment,
+    storage_environment,
+)
 from flyte_ddp.storage.filesystem import check_url, open_filesystem
 from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
 

@@ -1,4 +1,6 @@
-"""A directory of files at any path or fsspec URL: whole writes, retries with back-off, one line per outage."""
+"""A directory of files at any path or fsspec URL: whole writes, retries with back-off, one line per
+outage.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,18 @@ ACCESS_CHECK_TIMEOUT = 60.0  # seconds; nothing has been started yet that would 
 logger = logging.getLogger(__name__)
 _jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training
 _lock = threading.Lock()
-_outages: dict[str, float] = {}  # store -> when it went away, so that a whole process logs an outage once
+# store -> when it went away, so that a whole process logs an outage once
+_outages: dict[str, float] = {}
 _full: set[str] = set()  # those of them that are full disks
 _reached: set[str] = set()  # stores that have answered this process
 
 
 class Storage:
-    """The files directly below `url`, such as a run's checkpoints. Names are relative to it; contents are bytes.
+    """The files directly below `url`, such as a run's checkpoints. Names are relative to it;
+    contents are bytes.
 
-    Every operation waits with back-off while the store cannot be reached. One line is logged when a store goes away
-    and one when it is back.
+    Every operation waits with back-off while the store cannot be reached. One line is logged when a
+    store goes away and one when it is back.
 
     Args:
         field: what users call this place; named in errors.
@@ -59,7 +63,9 @@ class Storage:
         StorageUnavailable: the store could not be reached for `timeout` seconds.
     """
 
-    def __init__(self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any) -> None:
+    def __init__(
+        self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any
+    ) -> None:
         check_url(url, field)
         self.url = url if "?" in url else url.rstrip("/") or "/"
         self.field = field
@@ -72,7 +78,8 @@ class Storage:
         self._uploading = ""  # the path that is being written
         self._upload_options = {"chunksize": UPLOAD_PART} if self._kind in ("s3", "gs") else {}
         if self.is_local:
-            self.url = self.root  # absolute: a process with another working directory means the same place
+            # absolute: a process with another working directory means the same place
+            self.url = self.root
 
     def join(self, name: str) -> str:
         """Return the full URL of `name`."""
@@ -92,11 +99,15 @@ class Storage:
         name, contents = f".probe-{uuid.uuid4().hex}", b"written to see that it can be"
         try:
             probe.write(name, contents)
-        except FileNotFoundError as error:  # a directory that cannot be created, below /proc for example
+        except (
+            FileNotFoundError
+        ) as error:  # a directory that cannot be created, below /proc for example
             raise probe._make_denial(error) from None
         try:
             if probe.read(name) != contents:
-                raise StorageDenied(f"{probe.field}: {redact_url(self.url)} does not return what was written to it")
+                raise StorageDenied(
+                    f"{probe.field}: {redact_url(self.url)} does not return what was written to it"
+                )
         finally:
             probe.delete(name)
 
@@ -104,23 +115,29 @@ class Storage:
         """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it.
 
         Args:
-            contents: a local file's if it is a path. For a local place also a function that writes them to a file: they
-                are never in memory at once, and not in the kernel's cache afterwards.
+            contents: a local file's if it is a path. For a local place also a function that writes
+                them to a file: they are never in memory at once, and not in the kernel's cache
+                    afterwards.
         """
         self.retry(lambda: self._write(f"{self.root}/{name}", contents), takes_space=True)
 
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
         """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
 
-        On a local disk under a lock, on S3, Google's and Azure's stores by a conditional put. A store that has neither
-        leaves the moment between the look and the put, some milliseconds in which the last of two writers wins.
+        On a local disk under a lock, on S3, Google's and Azure's stores by a conditional put. A
+        store that has neither leaves the moment between the look and the put, some milliseconds in
+        which the last of two writers wins.
 
         Raises:
             FileChanged: another process has replaced it.
         """
         client = CLIENTS.get(self._kind)
         if not client:
-            with _lock_file(os.path.join(self.root, ".lock")) if self.is_local else contextlib.nullcontext():
+            with (
+                _lock_file(os.path.join(self.root, ".lock"))
+                if self.is_local
+                else contextlib.nullcontext()
+            ):
                 self._check_unchanged(name, replaced)
                 self.write(name, contents)
             return
@@ -131,7 +148,8 @@ class Storage:
             self.retry(lambda: client.put(self.file_system, f"{self.root}/{name}", contents, tag))
         except Exception as error:  # not all are OSErrors
             status, code = answer(error)
-            if status == 501 or code == "NotImplemented":  # a store that speaks S3 without this part of it
+            # a store that speaks S3 without this part of it
+            if status == 501 or code == "NotImplemented":
                 self.write(name, contents)
             elif not (
                 isinstance(error, (FileNotFoundError, FileExistsError))
@@ -139,7 +157,9 @@ class Storage:
                 or code in ("PreconditionFailed", "ConditionalRequestConflict")
             ):
                 raise
-            elif self.read(name) != contents:  # else this put was sent again after its answer was lost on the way
+            elif (
+                self.read(name) != contents
+            ):  # else this put was sent again after its answer was lost on the way
                 raise FileChanged(f"{self.join(name)} was replaced meanwhile") from error
 
     def _tag(self, name: str, field: str) -> str:
@@ -159,7 +179,9 @@ class Storage:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the store has of the file that is being written, in the present try; 0 where that is unknown."""
+        """Bytes that the store has of the file that is being written, in the present try; 0 where
+        that is unknown.
+        """
         return int(getattr(self.file_system, "stored_bytes", {}).get(self._uploading, 0))
 
     def _write(self, path: str, contents: bytes | Path | Callable[[BinaryIO], object]) -> None:
@@ -205,7 +227,9 @@ class Storage:
             self.retry(lambda: self.file_system.rm_file(f"{self.root}/{name}"))
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give `name` another name, replacing what has that. Raises FileNotFoundError if there is no `name`."""
+        """Give `name` another name, replacing what has that. Raises FileNotFoundError if there is
+        no `name`.
+        """
         path, new_path = f"{self.root}/{name}", f"{self.root}/{new_name}"
         if self.is_local:
             self.retry(lambda: os.replace(path, new_path))
@@ -218,11 +242,15 @@ class Storage:
         self.delete(name)
 
     def names(self) -> list[str]:
-        """Return the names of the files directly below, unsorted; none where the directory does not exist."""
+        """Return the names of the files directly below, unsorted; none where the directory does not
+        exist.
+        """
 
         def list_names() -> list[str]:
             self.file_system.invalidate_cache()
-            return [entry.rsplit("/", 1)[-1] for entry in self.file_system.ls(self.root, detail=False)]
+            return [
+                entry.rsplit("/", 1)[-1] for entry in self.file_system.ls(self.root, detail=False)
+            ]
 
         try:
             return self.retry(list_names)
@@ -230,31 +258,48 @@ class Storage:
             return []
 
     def find(self) -> dict[str, dict[str, Any]]:
-        """Return the file system's `info` of each file below, by its name relative to `url`; none if nothing is there.
+        """Return the file system's `info` of each file below, by its name relative to `url`; none
+        if nothing is there.
 
-        Links to files and directories are followed, but not in a circle. One that leads nowhere has the type "other".
+        Links to files and directories are followed, but not in a circle. One that leads nowhere has
+        the type "other".
         """
         root = self.root.rstrip("/")
-        list_files = (lambda: _walk(root)) if self.is_local else lambda: self.file_system.find(root, detail=True)
+        list_files = (
+            (lambda: _walk(root))
+            if self.is_local
+            else lambda: self.file_system.find(root, detail=True)
+        )
         try:
             found: dict[str, dict[str, Any]] = self.retry(list_files)
         except FileNotFoundError:
             return {}
-        return {path[len(root) :].lstrip("/"): info for path, info in found.items() if not path.endswith("/")}
+        return {
+            path[len(root) :].lstrip("/"): info
+            for path, info in found.items()
+            if not path.endswith("/")
+        }
 
     def read_heads(self, names: Sequence[str], size: int) -> list[bytes]:
-        """Return the first `size` bytes of each file, many requested at once; b"" of one that cannot be read."""
+        """Return the first `size` bytes of each file, many requested at once; b"" of one that
+        cannot be read.
+        """
 
         def read(path: str) -> bytes:
             try:
-                return cast(bytes, self.retry(lambda: self.file_system.cat_file(path, start=0, end=size)))
+                return cast(
+                    bytes, self.retry(lambda: self.file_system.cat_file(path, start=0, end=size))
+                )
             except (FileNotFoundError, StorageDenied):
                 return b""
 
         paths = [f"{self.root}/{name}" for name in names]
         count = len(paths)
         heads = self.file_system.cat_ranges(paths, [0] * count, [size] * count, on_error="return")
-        return [read(path) if isinstance(head, Exception) else head for path, head in zip(paths, heads, strict=True)]
+        return [
+            read(path) if isinstance(head, Exception) else head
+            for path, head in zip(paths, heads, strict=True)
+        ]
 
     def modified(self, name: str) -> float:
         """Return when `name` was last written, in seconds since the epoch by the store's clock.
@@ -266,7 +311,8 @@ class Storage:
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
     def retry(self, action: Callable[[], T], takes_space: bool = False) -> T:
-        """Return the result of `action`, which uses `file_system`; try it again while the store cannot be reached.
+        """Return the result of `action`, which uses `file_system`; try it again while the store
+        cannot be reached.
 
         An answer that depends on a condition (HTTP 409, 412 and 501) is raised as it is.
 
@@ -284,7 +330,11 @@ class Storage:
                 left = deadline - time.monotonic()
                 # A part by chance, so that ranks which failed together do not come back together.
                 if left <= 0 or self.stop.wait(min(left, pause * _jitter.uniform(0.5, 1.0))):
-                    what = "is full" if is_full(error) else f"could not be reached for {self.timeout:g} s"
+                    what = (
+                        "is full"
+                        if is_full(error)
+                        else (f"could not be reached for {self.timeout:g} s")
+                    )
                     raise StorageUnavailable(
                         f"{self.field}: {redact_url(self.url)} {what}: {describe(error)}",
                         is_full(error),
@@ -314,7 +364,8 @@ class Storage:
 
     def _make_denial(self, error: Exception) -> StorageDenied:
         return StorageDenied(
-            f"{self.field}: expected a place that this process may use, got {redact_url(self.url)}: "
+            f"{self.field}: expected a place that this process may use, got "
+            f"{redact_url(self.url)}: "
             f"{describe(error)}; {remedy_for(error, self.is_local)}"
         )
 
@@ -327,7 +378,9 @@ def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> b
 
 
 def compute_sha256(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> str:
-    """Return the SHA-256 of the file at `url` without holding it in memory. Raises as `Storage.read` does."""
+    """Return the SHA-256 of the file at `url` without holding it in memory. Raises as
+    `Storage.read` does.
+    """
     place = Storage(url, field, timeout)
 
     def compute() -> str:
@@ -340,14 +393,20 @@ def compute_sha256(url: str, field: str = "url", timeout: float = STORE_TIMEOUT)
     return place.retry(compute)
 
 
-def write_file(url: str, contents: bytes | Path, field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
+def write_file(
+    url: str, contents: bytes | Path, field: str = "url", timeout: float = STORE_TIMEOUT
+) -> None:
     """Put `contents` at `url`, whole or not at all. Arguments and errors as of `Storage.write`."""
     place = Storage(url, field, timeout)
     place.retry(lambda: place._write(place.root, contents))
 
 
-def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeout: float = STORE_TIMEOUT) -> None:
-    """Copy the file at `url` to the local path `file` without holding it in memory. Raises as `Storage.read` does."""
+def fetch_file(
+    url: str, file: str | os.PathLike[str], field: str = "url", timeout: float = STORE_TIMEOUT
+) -> None:
+    """Copy the file at `url` to the local path `file` without holding it in memory. Raises as
+    `Storage.read` does.
+    """
     place = Storage(url, field, timeout)
     part = Path(file).with_name(f"{Path(file).name}.{uuid.uuid4().hex}.part")
     try:
@@ -358,7 +417,9 @@ def fetch_file(url: str, file: str | os.PathLike[str], field: str = "url", timeo
 
 
 def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Return the files below `directory` by their paths. `above`: the real paths of the directories that led here."""
+    """Return the files below `directory` by their paths. `above`: the real paths of the directories
+    that led here.
+    """
     found: dict[str, dict[str, Any]] = {}
     if not above and os.path.isfile(directory):
         return {directory: {"type": "file", "size": os.path.getsize(directory)}}
@@ -393,7 +454,9 @@ def _note_outage(store: str, error: BaseException) -> None:
         _outages.setdefault(store, time.monotonic())
     if is_new and is_full(error):
         _full.add(store)
-        logger.warning("the disk of %s is full: %s; waiting for space there", store, describe(error))
+        logger.warning(
+            "the disk of %s is full: %s; waiting for space there", store, describe(error)
+        )
     elif is_new:
         logger.warning("%s cannot be reached: %s; waiting for it", store, describe(error))
 

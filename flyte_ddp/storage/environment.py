@@ -1,8 +1,9 @@
 """The task's storage configuration, read from and put into environment variables.
 
-Flyte gives a task its storage configuration as FLYTE_AWS_* or FLYTE_AZURE_* variables, which only flytekit reads, or by
-the pod's identity. It is read here and nowhere else, so that driver, worker and rank open every URL alike. Variables of
-the store's own client (AWS_*, AZURE_*) win over Flyte's.
+Flyte gives a task its storage configuration as FLYTE_AWS_* or FLYTE_AZURE_* variables, which only
+flytekit reads, or by the pod's identity. It is read here and nowhere else, so that driver, worker
+and rank open every URL alike. Variables of the store's own client (AWS_*, AZURE_*) win over
+Flyte's.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# Variables that belong together, each with Flyte's name for it ("" where it has none). A group is used whole: a key of
-# one source with the secret of another opens nothing.
+# Variables that belong together, each with Flyte's name for it ("" where it has none). A group is
+# used whole: a key of one source with the secret of another opens nothing.
 _GROUPS: tuple[dict[str, str], ...] = (
     {
         "AWS_ACCESS_KEY_ID": "FLYTE_AWS_ACCESS_KEY_ID",
@@ -40,14 +41,17 @@ _PROFILE = "AWS_PROFILE"
 def storage_environment() -> dict[str, str]:
     """Return the variables by which another process gets this one's storage configuration.
 
-    They have the names that the stores' own clients know, so that a user's boto3 or pandas reads them too. Files and
-    identities are not among them: a service account works by itself in a pod that has it.
+    They have the names that the stores' own clients know, so that a user's boto3 or pandas reads
+    them too. Files and identities are not among them: a service account works by itself in a pod
+    that has it.
     """
     found = {}
     for group in _GROUPS:
         own = {name: os.environ[name] for name in group if os.environ.get(name)}
         if not own and not ("AWS_ACCESS_KEY_ID" in group and os.environ.get(_PROFILE)):
-            own = {name: os.environ[flyte] for name, flyte in group.items() if os.environ.get(flyte)}
+            own = {
+                name: os.environ[flyte] for name, flyte in group.items() if os.environ.get(flyte)
+            }
         found.update(own)
     return found
 
@@ -64,7 +68,9 @@ def adopt_storage_environment(given: Mapping[str, str]) -> None:
 
 
 def flyte_storage_environment() -> dict[str, str]:
-    """Return this process's storage configuration under Flyte's names, for flytekit outside a pod of Flyte's."""
+    """Return this process's storage configuration under Flyte's names, for flytekit outside a pod
+    of Flyte's.
+    """
     found = storage_environment()
     return {
         flyte: found[name]

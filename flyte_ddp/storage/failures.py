@@ -1,7 +1,7 @@
 """Classification of errors of the stores' clients. Every kind of file system has its own.
 
-They become one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's mistake) or
-`StorageUnavailable` (the store may come back).
+They become one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's mistake)
+or `StorageUnavailable` (the store may come back).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage.urls import redact_url
 
-# Classes of errors that mean "no usable credentials", of any store's client; by name, so that none is imported here.
+# Classes of errors that mean "no usable credentials", of any store's client; by name, so that none
+# is imported here.
 _NO_CREDENTIALS = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -54,11 +55,15 @@ _NOT_OF_THE_STORE = (
 )
 
 
-# The permission that a request to S3 needs. A file that is not there is "forbidden" to who may not list.
+# The permission that a request to S3 needs. A file that is not there is "forbidden" to who may not
+# list.
 _PERMISSIONS = {
     **dict.fromkeys(("ListObjectsV2", "ListObjects", "HeadBucket"), "s3:ListBucket"),
     **dict.fromkeys(("DeleteObject", "DeleteObjects"), "s3:DeleteObject"),
-    **dict.fromkeys(("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"), "s3:PutObject"),
+    **dict.fromkeys(
+        ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"),
+        "s3:PutObject",
+    ),
     "HeadObject": "s3:GetObject, and s3:ListBucket",
     **dict.fromkeys(("GetObject", "CopyObject"), "s3:GetObject"),
 }
@@ -93,8 +98,10 @@ def classify(error: Exception, has_answered: bool) -> Meaning:
     if status == 404:
         return Meaning.MISSING
     if _lacks_credentials(error):
-        return Meaning.AWAY if has_answered else Meaning.DENIED  # the service that issues them may be away
-    if isinstance(error, ValueError):  # at first an address that is none, later an answer that cannot be read
+        # the service that issues them may be away
+        return Meaning.AWAY if has_answered else Meaning.DENIED
+    # at first an address that is none, later an answer that cannot be read
+    if isinstance(error, ValueError):
         return Meaning.AWAY if has_answered else Meaning.DENIED
     if (
         status == 401
@@ -123,22 +130,36 @@ def remedy_for(error: Exception, is_local: bool) -> str:
         return "give a file"
     if is_local:
         return "give a place where this process may read and create files"
-    if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "OutOfRangeInput"):
+    if code in (
+        "NoSuchBucket",
+        "ContainerNotFound",
+        "InvalidBucketName",
+        "InvalidResourceName",
+        "OutOfRangeInput",
+    ):
         return "create the bucket or correct the URL"
     if _is_forbidden(error, status):
-        needed = next((_PERMISSIONS[name] for name in _operations(error) if name in _PERMISSIONS), "")
-        return f"correct the keys, or give their owner the permission{f' {needed}' if needed else ''}"
+        needed = next(
+            (_PERMISSIONS[name] for name in _operations(error) if name in _PERMISSIONS), ""
+        )
+        return (
+            f"correct the keys, or give their owner the permission{f' {needed}' if needed else ''}"
+        )
     if _lacks_credentials(error) or status == 401:
         return (
-            "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AZURE_STORAGE_* or "
-            "GOOGLE_APPLICATION_CREDENTIALS (or Flyte's FLYTE_AWS_*, FLYTE_AZURE_*) in its environment, or a service "
+            "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "AZURE_STORAGE_* or "
+            "GOOGLE_APPLICATION_CREDENTIALS (or Flyte's FLYTE_AWS_*, FLYTE_AZURE_*) in its "
+            "environment, or a service "
             "account that may use the bucket"
         )
     return "correct the URL, the endpoint or the keys"
 
 
 def answer(error: BaseException) -> tuple[int, str]:
-    """Return (HTTP status, error code) of the store's answer that `error` stands for; 0 and "" where it has none."""
+    """Return (HTTP status, error code) of the store's answer that `error` stands for; 0 and ""
+    where it has none.
+    """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, Mapping):  # botocore
@@ -161,7 +182,8 @@ def _operations(error: BaseException) -> Iterator[str]:
 
 
 def _clocks_differ(error: BaseException) -> bool:
-    """Return whether the store's clock is too far from this machine's, as the date of its answer shows.
+    """Return whether the store's clock is too far from this machine's, as the date of its answer
+    shows.
 
     The answer to a HEAD request has no body that could say so.
     """
@@ -190,7 +212,10 @@ def describe(error: BaseException) -> str:
 
 
 def _is_forbidden(error: Exception, status: int) -> bool:
-    return status == 403 or isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")  # of gcsfs
+    # of gcsfs
+    return (
+        status == 403 or isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+    )
 
 
 def _lacks_credentials(error: Exception) -> bool:

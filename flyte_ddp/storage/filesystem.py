@@ -26,12 +26,16 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
-SERVER_WORK_TIMEOUT = 300.0  # seconds in which a store puts parts together or copies a file, perhaps without a byte
+# seconds in which a store puts parts together or copies a file, perhaps without a byte
+SERVER_WORK_TIMEOUT = 300.0
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
 
 
-def open_filesystem(url: str, field: str = "url", *, anonymous: bool = False, **options: Any) -> tuple[Any, str]:
-    """Return (fsspec file system, path in it) of the path or URL `url`, with the task's storage configuration.
+def open_filesystem(
+    url: str, field: str = "url", *, anonymous: bool = False, **options: Any
+) -> tuple[Any, str]:
+    """Return (fsspec file system, path in it) of the path or URL `url`, with the task's storage
+    configuration.
 
     Each request is tried once: `Storage.retry` is what tries again.
 
@@ -56,11 +60,15 @@ def open_filesystem(url: str, field: str = "url", *, anonymous: bool = False, **
         cls = pkgutil.resolve_name(client.file_system)
         in_url = cls._get_kwargs_from_urls(url) if client.has_options_in_urls else {}
         file_system = cls(**{**in_url, **own, **options})
-    except (ValueError, ImportError) as error:  # a protocol that fsspec does not know or has no package for
+    except (
+        ValueError,
+        ImportError,
+    ) as error:  # a protocol that fsspec does not know or has no package for
         extra = client.extra if client and isinstance(error, ImportError) else ""
         remedy = f"; pip install 'flyte-ddp[{extra}]'" if extra else ""
         raise ConfigError(
-            f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: {describe(error)}{remedy}"
+            f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: "
+            f"{describe(error)}{remedy}"
         ) from error
     if not hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
         file_system.stored_bytes = {}  # of the files that are being uploaded, by path
@@ -69,8 +77,8 @@ def open_filesystem(url: str, field: str = "url", *, anonymous: bool = False, **
 
 
 def _s3_options(anonymous: bool) -> dict[str, Any]:
-    # As arguments, not by the client's environment: fsspec shares file systems with equal arguments, and one that was
-    # opened before the keys changed would keep the old ones.
+    # As arguments, not by the client's environment: fsspec shares file systems with equal
+    # arguments, and one that was opened before the keys changed would keep the old ones.
     found = storage_environment()
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT,
@@ -92,7 +100,9 @@ def _s3_options(anonymous: bool) -> dict[str, Any]:
 
 
 def check_url(url: str, field: str) -> None:
-    """Raise ConfigError for a URL without its host, bucket or path, such as one made of an empty variable."""
+    """Raise ConfigError for a URL without its host, bucket or path, such as one made of an empty
+    variable.
+    """
     scheme, _, rest = url.rpartition("::")[2].partition(":")
     is_remote = scheme in fsspec.available_protocols() and scheme not in ("file", "local", "memory")
     is_empty = not url or (scheme in ("file", "local") and rest == "//")
@@ -104,10 +114,12 @@ def check_url(url: str, field: str) -> None:
 def _is_local(url: str) -> bool:
     if "://" in url:
         return url.startswith(("file://", "local://"))
-    return url.partition("::")[0] not in fsspec.available_protocols()  # else a chain, such as simplecache::/path
+    # else a chain, such as simplecache::/path
+    return url.partition("::")[0] not in fsspec.available_protocols()
 
 
-# Requests for which the store works on data that it has: their answer takes the longer, the larger the file is.
+# Requests for which the store works on data that it has: their answer takes the longer, the larger
+# the file is.
 _SERVER_WORK = {
     "complete_multipart_upload": "CompleteMultipartUpload",
     "copy_object": "CopyObject",
@@ -115,23 +127,30 @@ _SERVER_WORK = {
 }
 
 
-async def _limit(file_system: Any, what: str, request: Awaitable[T], num_bytes: int, limit: float) -> T:
-    """Await `request` for `limit` seconds, and the time that its `num_bytes` may take, which then count as stored."""
+async def _limit(
+    file_system: Any, what: str, request: Awaitable[T], num_bytes: int, limit: float
+) -> T:
+    """Await `request` for `limit` seconds, and the time that its `num_bytes` may take, which then
+    count as stored.
+    """
     limit += num_bytes / MIN_UPLOAD_RATE
     try:
         answer = await asyncio.wait_for(request, limit)
     except asyncio.TimeoutError:
         raise ConnectionError(f"no answer to {what} for {limit:.0f} s") from None
-    for path in file_system.stored_bytes:  # one, as a rule: a process writes its files one after the other
+    # one, as a rule: a process writes its files one after the other
+    for path in file_system.stored_bytes:
         file_system.stored_bytes[path] += num_bytes
     return answer
 
 
 def _limit_s3_requests(file_system: Any) -> None:
-    """End each request of an s3fs file system that gets no answer, and count the bytes that are stored.
+    """End each request of an s3fs file system that gets no answer, and count the bytes that are
+    stored.
 
-    The client's own timeout begins when the whole request is sent. It never ends one to a silent store: the client
-    waits for permission to send the body ("100-continue") or for room in the connection.
+    The client's own timeout begins when the whole request is sent. It never ends one to a silent
+    store: the client waits for permission to send the body ("100-continue") or for room in the
+    connection.
     """
     call = file_system._call_s3
     file_system.retries = 1  # s3fs has tries of its own, around those of its client
@@ -142,7 +161,9 @@ def _limit_s3_requests(file_system: Any) -> None:
             limit = SERVER_WORK_TIMEOUT
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
-            client.meta.events.register(f"before-call.s3.{operation}", _wait_for_work, unique_id=operation)
+            client.meta.events.register(
+                f"before-call.s3.{operation}", _wait_for_work, unique_id=operation
+            )
         num_bytes = len(kwargs.get("Body") or b"")
         return await _limit(file_system, method, call(method, *args, **kwargs), num_bytes, limit)
 
@@ -158,16 +179,23 @@ def _google_options(anonymous: bool) -> dict[str, Any]:
     import aiohttp
 
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT)
-    return {"requests_timeout": limits, "use_listings_cache": False, **({"token": "anon"} if anonymous else {})}
+    return {
+        "requests_timeout": limits,
+        "use_listings_cache": False,
+        **({"token": "anon"} if anonymous else {}),
+    }
 
 
 def _limit_google_requests(file_system: Any) -> None:
-    """Let a gcsfs file system try once, in silence, end uploads without an answer, and name a missing bucket."""
+    """Let a gcsfs file system try once, in silence, end uploads without an answer, and name a
+    missing bucket.
+    """
     send = type(file_system)._request.__wrapped__  # below its tries, which log a traceback each
 
     async def request(method: str, path: str, *args: Any, data: Any = None, **kwargs: Any) -> Any:
         call = send(file_system, method, path, *args, data=data, **kwargs)
-        if data is not None:  # else the client's own timeout, which begins when all is sent, is enough
+        # else the client's own timeout, which begins when all is sent, is enough
+        if data is not None:
             call = _limit(file_system, method, call, len(data), READ_TIMEOUT)
         try:
             return await call
@@ -185,15 +213,23 @@ def _limit_google_requests(file_system: Any) -> None:
 def _azure_options(anonymous: bool) -> dict[str, Any]:
     prefix = "AZURE_STORAGE_"
     found = storage_environment()
-    options = {name.removeprefix(prefix).lower(): value for name, value in found.items() if name.startswith(prefix)}
+    options = {
+        name.removeprefix(prefix).lower(): value
+        for name, value in found.items()
+        if name.startswith(prefix)
+    }
     limits = {"connection_timeout": CONNECT_TIMEOUT, "read_timeout": READ_TIMEOUT}
-    limits["max_concurrency"] = 8  # parts of 4 MB; by default some thousands, which share the time that each may take
+    # parts of 4 MB; by default some thousands, which share the time that each may take
+    limits["max_concurrency"] = 8
     return {**options, **limits, "use_listings_cache": False, "anon": anonymous}
 
 
 def _limit_azure_requests(file_system: Any) -> None:
-    """Let an adlfs file system try once, with its timeouts for all requests, and end those that get no answer."""
-    logging.getLogger("azure.identity").setLevel(logging.ERROR)  # its error says what its ten lines of warning say
+    """Let an adlfs file system try once, with its timeouts for all requests, and end those that get
+    no answer.
+    """
+    # its error says what its ten lines of warning say
+    logging.getLogger("azure.identity").setLevel(logging.ERROR)
     client = file_system.service_client
     client._config.retry_policy.total_retries = 0
     transport = client._pipeline._transport
@@ -203,7 +239,9 @@ def _limit_azure_requests(file_system: Any) -> None:
 
     async def send_within_limit(request: Any, **kwargs: Any) -> Any:
         num_bytes = int(request.headers.get("Content-Length", 0))
-        return await _limit(file_system, request.method, send(request, **kwargs), num_bytes, READ_TIMEOUT)
+        return await _limit(
+            file_system, request.method, send(request, **kwargs), num_bytes, READ_TIMEOUT
+        )
 
     transport.send = send_within_limit
 
@@ -215,13 +253,19 @@ def _put_in_s3(file_system: Any, path: str, contents: bytes, tag: str) -> None:
 def _put_in_google(file_system: Any, path: str, contents: bytes, tag: str) -> None:
     bucket, name, _ = file_system.split_path(path)
     url = f"{file_system._location}/upload/storage/v1/b/{bucket}/o"
-    file_system.call("POST", url, uploadType="media", name=name, ifGenerationMatch=tag or "0", data=contents)
+    file_system.call(
+        "POST", url, uploadType="media", name=name, ifGenerationMatch=tag or "0", data=contents
+    )
 
 
 def _put_in_azure(file_system: Any, path: str, contents: bytes, tag: str) -> None:
     from azure.core import MatchConditions
 
-    condition = {"etag": tag, "match_condition": MatchConditions.IfNotModified} if tag else {"overwrite": False}
+    condition = (
+        {"etag": tag, "match_condition": MatchConditions.IfNotModified}
+        if tag
+        else {"overwrite": False}
+    )
     file_system.pipe_file(path, contents, **condition)
 
 
@@ -233,19 +277,32 @@ class Client:
     make_options: Callable[[bool], dict[str, Any]]
     limit_requests: Callable[[Any], None]
     tag: str  # what every put changes in a file's `info`
-    put: Callable[[Any, str, bytes, str], None]  # contents, if `tag` is still the given one, or there is no file for ""
+    # contents, if `tag` is still the given one, or there is no file for ""
+    put: Callable[[Any, str, bytes, str], None]
     has_options_in_urls: bool = True  # such as Azure's account
     extra: str = ""  # that brings the package
 
 
-# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put its own there. Nor
-# gcsfs' own choice, which asks another service for the kind of each bucket, and warns if that is away.
+# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put
+# its own there. Nor gcsfs' own choice, which asks another service for the kind of each bucket, and
+# warns if that is away.
 _S3 = Client("s3fs:S3FileSystem", _s3_options, _limit_s3_requests, "ETag", _put_in_s3)
 _GOOGLE = Client(
-    "gcsfs:core.GCSFileSystem", _google_options, _limit_google_requests, "generation", _put_in_google, False, "gcs"
+    "gcsfs:core.GCSFileSystem",
+    _google_options,
+    _limit_google_requests,
+    "generation",
+    _put_in_google,
+    False,
+    "gcs",
 )
 _AZURE = Client(
-    "adlfs:AzureBlobFileSystem", _azure_options, _limit_azure_requests, "etag", _put_in_azure, extra="azure"
+    "adlfs:AzureBlobFileSystem",
+    _azure_options,
+    _limit_azure_requests,
+    "etag",
+    _put_in_azure,
+    extra="azure",
 )
 CLIENTS = {
     **dict.fromkeys(("s3", "s3a"), _S3),
@@ -257,14 +314,19 @@ CLIENTS = {
 def _close_sessions() -> None:
     """Close the connections of all file systems that this process has shared.
 
-    flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a healthy process with
-    an error message ("Unclosed client session").
+    flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a
+    healthy process with an error message ("Unclosed client session").
     """
     google = "GCSFileSystem", "_session"  # flytekit's, and ours
-    for module, name, session in (("s3fs", "S3FileSystem", "_s3creator"), ("gcsfs", *google), ("gcsfs.core", *google)):
+    for module, name, session in (
+        ("s3fs", "S3FileSystem", "_s3creator"),
+        ("gcsfs", *google),
+        ("gcsfs.core", *google),
+    ):
         cls = getattr(sys.modules.get(module), name, None)
         for file_system in list(getattr(cls, "_cache", {}).values()):
-            with contextlib.suppress(Exception):  # the process is ending: there is nothing left to fail
+            # the process is ending: there is nothing left to fail
+            with contextlib.suppress(Exception):
                 loop = file_system.loop or file_system.storage_options["loop"]
                 if loop.is_running():
                     close = getattr(file_system, session).__aexit__(None, None, None)

@@ -1,7 +1,8 @@
 """A local file that is written directly to the disk, past the kernel's page cache (O_DIRECT).
 
-A checkpoint is written often and hardly ever read. Writing 1.2 GB through the cache takes 1.7 to 2.3 s of a core that
-trains. Directly it takes 0.2 to 0.4 s, most of it to copy each block to memory that begins where a page does.
+A checkpoint is written often and hardly ever read. Writing 1.2 GB through the cache takes 1.7 to
+2.3 s of a core that trains. Directly it takes 0.2 to 0.4 s, most of it to copy each block to memory
+that begins where a page does.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
 class UncachedFile:
-    """A new file to write to from its beginning to its end, in a `with` block, at whose end all is on the disk.
+    """A new file to write to from its beginning to its end, in a `with` block, at whose end all is
+    on the disk.
 
-    What is not a whole block is written as usual; so is all where the file system has no direct writes (tmpfs, some
-    network disks). Not for two threads. Raises OSError, the file's.
+    What is not a whole block is written as usual; so is all where the file system has no direct
+    writes (tmpfs, some network disks). Not for two threads. Raises OSError, the file's.
     """
 
     def __init__(self, path: str) -> None:

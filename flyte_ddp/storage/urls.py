@@ -1,7 +1,7 @@
 """Text without passwords, signatures and keys, in the form in which it may leave a run.
 
-There are two doors. Records, such as events, cards, manifests and checkpoints, pass `redact_values`. Messages, such as
-lines of ranks and errors, pass `redact_url` or `redact_errors`.
+There are two doors. Records, such as events, cards, manifests and checkpoints, pass
+`redact_values`. Messages, such as lines of ranks and errors, pass `redact_url` or `redact_errors`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HIDDEN = "..."
-# Before their @, a name alone is part of the place, as in abfs://container@account. Elsewhere it is a token.
-_SCHEMES_WITH_USERS = re.compile(r"abfss?|adl|az|dask|git|(git\+)?ssh|hdfs|s?ftp|smb|wasbs?|webhdfs")
+# Before their @, a name alone is part of the place, as in abfs://container@account. Elsewhere it is
+# a token.
+_SCHEMES_WITH_USERS = re.compile(
+    r"abfss?|adl|az|dask|git|(git\+)?ssh|hdfs|s?ftp|smb|wasbs?|webhdfs"
+)
 # The ends of names whose values are secrets, as in api_key, X-Api-Key, AWS_SECRET_ACCESS_KEY.
 _SECRET = (
     r"(?:passw(?:or)?d|passphrase|secret|(?:access|account|api|private|secret|shared)[_-]?key(?:[_-]?id)?|"
     r"googleaccessid|sharedaccesssignature|x-(?:amz|goog)-(?:credential|signature)|"
     r"(?:access|api|auth|bearer|github|hf|id|refresh|sas|security|session|tracking)[_-]?token)"
 )
-_AMBIGUOUS = r"(?<![a-z])(?:token|signature|sig|credential|pwd)"  # words with other meanings: see `_LONG`
+# words with other meanings: see `_LONG`
+_AMBIGUOUS = r"(?<![a-z])(?:token|signature|sig|credential|pwd)"
 _VALUE = r"(?!none\b|null\b|true\b|false\b|\.\.\.)(?:[^\s\"'&,;()\[\]{}<>]+)"
-_LONG = r"(?=[^\s\"'&,;]*[a-z])(?=[^\s\"'&,;]*\d)[^\s\"'&,;()\[\]{}<>]{6,}|[\w+/=-]{32,}"  # no word of a sentence
+# no word of a sentence
+_LONG = r"(?=[^\s\"'&,;]*[a-z])(?=[^\s\"'&,;]*\d)[^\s\"'&,;()\[\]{}<>]{6,}|[\w+/=-]{32,}"
 _QUOTED = r"\"(?!\.\.\.\")[^\"\n]+\"|'(?!\.\.\.')[^'\n]+'"
 _URL = re.compile(r"\b[a-zA-Z][\w+.-]{0,30}://[^\s'\"<>]+")
 _SECRET_NAME = re.compile(rf".*{_SECRET}|token|pwd|(?:proxy-)?authorization", re.I | re.S)
@@ -36,7 +41,9 @@ _RULES = [  # the first group stays
         r"(?!\.\.\.)[^\"'\n]+|[\w.~+/=-]{20,})",
         re.I,
     ),
-    re.compile(r"(\bbearer\s+)(?:(?=[\w.~+/=-]*[\d.][\w.~+/=-])[\w.~+/=-]{8,}|[\w~+/=-]{20,})", re.I),
+    re.compile(
+        r"(\bbearer\s+)(?:(?=[\w.~+/=-]*[\d.][\w.~+/=-])[\w.~+/=-]{8,}|[\w~+/=-]{20,})", re.I
+    ),
     re.compile(
         r"(\blogin\s+\S+\s+password\s+|\bwandb login\s+(?:--\S+\s+)*)(?!-|\.\.\.)\S{8,}", re.I
     ),  # also of .netrc
@@ -51,14 +58,42 @@ _RULES = [  # the first group stays
     ),
 ]
 _HINTS = (  # one of these is in every text that a rule changes
-    *("://", "key", "secret", "passw", "passphrase", "token", "sig", "pwd", "credential", "googleaccessid", "authoriz"),
-    *("bearer", "login", "akia", "asia", "ghp_", "gho_", "ghs_", "ghu_", "ghr_", "github", "glpat-", "hf_", "wandb"),
+    *(
+        "://",
+        "key",
+        "secret",
+        "passw",
+        "passphrase",
+        "token",
+        "sig",
+        "pwd",
+        "credential",
+        "googleaccessid",
+        "authoriz",
+    ),
+    *(
+        "bearer",
+        "login",
+        "akia",
+        "asia",
+        "ghp_",
+        "gho_",
+        "ghs_",
+        "ghu_",
+        "ghr_",
+        "github",
+        "glpat-",
+        "hf_",
+        "wandb",
+    ),
     *("local-", "xox", "sk-", "aiza", "ya29.", "eyj"),
 )
 
 
 def redact_url(text: str) -> str:
-    """Return `text`, a URL or a message, without passwords, signatures, tokens and keys; any other text unchanged."""
+    """Return `text`, a URL or a message, without passwords, signatures, tokens and keys; any other
+    text unchanged.
+    """
     lowered = text.lower()
     if not any(hint in lowered for hint in _HINTS):  # as in most of the many lines that ranks print
         return text
@@ -66,7 +101,9 @@ def redact_url(text: str) -> str:
         text = _redact_urls(text)
     if "?" in text:
         text = re.sub(
-            r"(?<=\?)[^\s'\"<>?]+", lambda match: _hide(match[0]) if _SIGNED.search(match[0]) else match[0], text
+            r"(?<=\?)[^\s'\"<>?]+",
+            lambda match: _hide(match[0]) if _SIGNED.search(match[0]) else match[0],
+            text,
         )
     for rule in _RULES:
         text = rule.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
@@ -74,24 +111,36 @@ def redact_url(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return plain values, or a dataclass of such, with every string in them redacted, and what secret names have."""
+    """Return plain values, or a dataclass of such, with every string in them redacted, and what
+    secret names have.
+    """
     if isinstance(value, str):
         return redact_url(value)
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if each and isinstance(each, str) and _is_secret(key) else redact_values(each)
+            key: HIDDEN
+            if each and isinstance(each, str) and _is_secret(key)
+            else redact_values(each)
             for key, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [*map(redact_values, value)] if isinstance(value, list) else tuple(map(redact_values, value))
+        return (
+            [*map(redact_values, value)]
+            if isinstance(value, list)
+            else tuple(map(redact_values, value))
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{name: redact_values(each) for name, each in vars(value).items()})
+        return dataclasses.replace(
+            value, **{name: redact_values(each) for name, each in vars(value).items()}
+        )
     return value
 
 
 @contextlib.contextmanager
 def redact_errors() -> Iterator[None]:
-    """Redact, in place, the text of an exception that the block raises, and of those that led to it."""
+    """Redact, in place, the text of an exception that the block raises, and of those that led to
+    it.
+    """
     try:
         yield
     except BaseException as error:
@@ -101,10 +150,16 @@ def redact_errors() -> Iterator[None]:
 
 def _redact_error(error: BaseException | None) -> None:
     while error is not None:
-        error.args = tuple(redact_url(each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(
+            redact_url(each) if isinstance(each, str) else each for each in error.args
+        )
         # Such as the message that a class keeps beside the arguments, and notes.
         vars(error).update(
-            {name: redact_values(each) for name, each in vars(error).items() if type(each) in (str, list)}
+            {
+                name: redact_values(each)
+                for name, each in vars(error).items()
+                if type(each) in (str, list)
+            }
         )
         if isinstance(error, OSError) and isinstance(error.filename, str):
             error.filename = redact_url(error.filename)
@@ -121,8 +176,11 @@ def _redact_urls(text: str) -> str:
 
 def _redact(url: str) -> str:
     scheme, _, rest = url.partition("://")
-    if chain := re.search(r"::(?=[\w+.-]+(://|::))", rest):  # such as zip://inner.csv::https://host/outer.zip
-        return f"{_redact(f'{scheme}://{rest[: chain.start()]}')}::{_redact_urls(rest[chain.end() :])}"
+    # such as zip://inner.csv::https://host/outer.zip
+    if chain := re.search(r"::(?=[\w+.-]+(://|::))", rest):
+        return (
+            f"{_redact(f'{scheme}://{rest[: chain.start()]}')}::{_redact_urls(rest[chain.end() :])}"
+        )
     authority = re.split("[/?#]", rest)[0]
     # A password may have an unquoted / ? # or @ in it: it ends at the last @.
     user, at, place = rest.rpartition("@") if ":" in authority else authority.rpartition("@")
@@ -130,7 +188,9 @@ def _redact(url: str) -> str:
         place = rest[len(user) + len(at) :]
     if at and (":" in user or not _SCHEMES_WITH_USERS.fullmatch(scheme.lower())):
         user = HIDDEN
-    address, mark, query = place.partition("&" if "?" in rest[: len(rest) - len(place)] and "?" not in place else "?")
+    address, mark, query = place.partition(
+        "&" if "?" in rest[: len(rest) - len(place)] and "?" not in place else "?"
+    )
     address, sharp, fragment = address.partition("#")
     fragment = f"{sharp}{_hide(fragment)}" if not mark else ""
     return f"{scheme}://{user}{at}{address}{fragment}" + (

@@ -1,8 +1,9 @@
 """A state dict as a file: torch's own format, or safetensors, which many programs read.
 
-A safetensors file has tensors only. What else a state dict has, such as the sizes that a model writes into its extra
-state, is JSON in the file's metadata, under `VALUES`. In both formats the names of the classes travel with a state:
-equal shapes do not tell a model of cats and dogs from one of dogs and cats. Imports torch when it is called.
+A safetensors file has tensors only. What else a state dict has, such as the sizes that a model
+writes into its extra state, is JSON in the file's metadata, under `VALUES`. In both formats the
+names of the classes travel with a state: equal shapes do not tell a model of cats and dogs from one
+of dogs and cats. Imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ VALUES, CLASS_NAMES = "flyte_ddp.values", "flyte_ddp.class_names"  # keys in the
 
 
 def pin_state(url: str) -> str:
-    """Return the path or URL of a state with the checksum of its contents, which are what counts: names are reused.
+    """Return the path or URL of a state with the checksum of its contents, which are what counts:
+    names are reused.
 
-    As text, such as "s3://bucket/model_state.pt (sha256 ...)", so that whatever is compared or stored by it has both.
+    As text, such as "s3://bucket/model_state.pt (sha256 ...)", so that whatever is compared or
+    stored by it has both.
 
-    One that has its checksum stays as it is, and one without a file: a run that resumes does not need it.
+    One that has its checksum stays as it is, and one without a file: a run that resumes does not
+    need it.
     """
     if not url or url.startswith(TORCHVISION) or split_pin(url)[1]:
         return url
@@ -47,13 +51,17 @@ def split_pin(state: str) -> tuple[str, str]:
 
 
 def is_same_state(one: str, other: str) -> bool:
-    """Compare two states by their checksums, or by their URLs where one has none. Both without secrets, or none."""
+    """Compare two states by their checksums, or by their URLs where one has none. Both without
+    secrets, or none.
+    """
     (url, sha256), (other_url, other_sha256) = split_pin(one), split_pin(other)
     return sha256 == other_sha256 if sha256 and other_sha256 else url == other_url
 
 
 def with_class_names(state: Mapping[str, Any], names: Sequence[str]) -> OrderedDict[str, Any]:
-    """Return `state` with the names of its classes as an attribute: torch.save keeps it, load_state_dict ignores it."""
+    """Return `state` with the names of its classes as an attribute: torch.save keeps it,
+    load_state_dict ignores it.
+    """
     named = OrderedDict(state)
     vars(named)["class_names"] = list(names)
     return named
@@ -74,7 +82,8 @@ def is_safetensors(contents: bytes) -> bool:
 
 
 def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
-    """Write a state dict of contiguous tensors on the CPU in the format safetensors, from where they are in memory.
+    """Write a state dict of contiguous tensors on the CPU in the format safetensors, from where
+    they are in memory.
 
     Raises:
         OSError: the file cannot be written.
@@ -99,12 +108,18 @@ def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> 
     metadata = {"format": "pt", **{key: json.dumps(value) for key, value in found.items() if value}}
     try:
         safetensors.torch.save_file(tensors, file, metadata)
-    except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # a type that it does not have
+    except (
+        KeyError,
+        ValueError,
+        RuntimeError,
+        safetensors.SafetensorError,
+    ) as error:  # a type that it does not have
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def from_bytes(contents: bytes) -> Any:
-    """Return the state dict in a file of either format, tensors on the CPU. Unpickles tensors and plain values alone.
+    """Return the state dict in a file of either format, tensors on the CPU. Unpickles tensors and
+    plain values alone.
 
     Raises:
         pickle.UnpicklingError, RuntimeError, EOFError: it is no such file.
@@ -126,10 +141,12 @@ def from_bytes(contents: bytes) -> Any:
 
 
 def load_torchvision_state(name: str) -> Any:
-    """Return the published weights called `name`, from torch's own cache on this machine or downloaded.
+    """Return the published weights called `name`, from torch's own cache on this machine or
+    downloaded.
 
     Args:
-        name: `torchvision:` and a model, such as resnet50, whose default weights they are, or resnet50.IMAGENET1K_V1.
+        name: `torchvision:` and a model, such as resnet50, whose default weights they are, or
+            resnet50.IMAGENET1K_V1.
 
     Raises:
         ConfigError: there are none of this name, or they cannot be downloaded.
@@ -141,14 +158,16 @@ def load_torchvision_state(name: str) -> Any:
         weights = models.get_model_weights(model)[version or "DEFAULT"]
     except (ValueError, KeyError):
         raise ConfigError(
-            "initial_model_state: expected the name of a model of torchvision's, such as torchvision:resnet50 or "
+            "initial_model_state: expected the name of a model of torchvision's, such as "
+            "torchvision:resnet50 or "
             f"torchvision:resnet50.IMAGENET1K_V1, got {name!r}"
         ) from None
     try:
         return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: another checksum
         raise ConfigError(
-            f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; give the path or URL of "
+            f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; "
+            "give the path or URL of "
             "a copy"
         ) from error
 

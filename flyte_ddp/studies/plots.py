@@ -1,8 +1,9 @@
 """Figures of a study.
 
-Of every study: the figure that its trials are compared by, such as the held-out loss, over epochs and by each
-hyperparameter, as Optuna draws them, in the look of all figures. The best trials have colors, the others are faint. Of
-a scaling study also: speed-up, efficiency, throughput, time to a target loss, communication.
+Of every study: the figure that its trials are compared by, such as the held-out loss, over epochs
+and by each hyperparameter, as Optuna draws them, in the look of all figures. The best trials have
+colors, the others are faint. Of a scaling study also: speed-up, efficiency, throughput, time to a
+target loss, communication.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ class _Choice(str):
 def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     """Return a heading, a description of the colors, and the panels of the monitored figure.
 
-    They show it over epochs, and by each hyperparameter that differs. Without a finished epoch there are none.
+    They show it over epochs, and by each hyperparameter that differs. Without a finished epoch
+    there are none.
     """
-    ranked = sorted((run for run in runs if math.isfinite(run.score(run.kept))), key=rank_of)[:MAX_LINES]
+    ranked = sorted((run for run in runs if math.isfinite(run.score(run.kept))), key=rank_of)[
+        :MAX_LINES
+    ]
     if not ranked:
         return "", "", []
     metric, best = ranked[0].metric, ranked[: len(PALETTE)]
@@ -66,8 +70,13 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         axes: Any = plot_intermediate_values(study_of())
         for index, line in enumerate(axes.lines):
             is_best = index < len(best)
-            line.set(color=colors[index], linewidth=1.6 if is_best else 0.8, markersize=4 if is_best else 2)
-            line.set(alpha=1 if is_best else FAINT / 3, zorder=2 + 1 / (1 + index))  # the best on top
+            line.set(
+                color=colors[index],
+                linewidth=1.6 if is_best else 0.8,
+                markersize=4 if is_best else 2,
+            )
+            # the best on top
+            line.set(alpha=1 if is_best else FAINT / 3, zorder=2 + 1 / (1 + index))
             line.set_label(f"{ranked[index].trial.number}" if is_best else "_")
         axes.xaxis.get_major_locator().set_params(integer=True)
         return _take(axes, "epoch", [value for line in axes.lines for value in line.get_ydata()])
@@ -79,21 +88,42 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
             axes: Any = plot_slice(study_of(), [name])
             axes.figure.axes[1].remove()  # the bar of the colors that we replace
             numbers = axes.collections[0].get_array()
-            axes.collections[0].set(array=None, color=[colors[int(number)] for number in numbers], alpha=0.8)
+            axes.collections[0].set(
+                array=None, color=[colors[int(number)] for number in numbers], alpha=0.8
+            )
             if axes.get_xscale() == "log":
-                log_scale(axes, [run.trial.values[name] for run in ranked], LOG_RATIO, "x")  # its plain numbers
+                # its plain numbers
+                log_scale(axes, [run.trial.values[name] for run in ranked], LOG_RATIO, "x")
             return _take(axes, name, [_figure(run) for run in ranked])
 
         return draw
 
-    heading, ends = name_metric(metric), [f"{run.trial} {format_figure(metric, _figure(run))}" for run in best]
-    over_epochs = Panel("metric-over-epochs", heading, f"{heading} over epochs: {', '.join(ends)}", draw_epochs)
-    swept = [name for name in ranked[0].trial.values if len({json.dumps(run.trial.values[name]) for run in ranked}) > 1]
+    heading, ends = (
+        name_metric(metric),
+        [(f"{run.trial} {format_figure(metric, _figure(run))}") for run in best],
+    )
+    over_epochs = Panel(
+        "metric-over-epochs", heading, (f"{heading} over epochs: {', '.join(ends)}"), draw_epochs
+    )
+    swept = [
+        name
+        for name in ranked[0].trial.values
+        if len({json.dumps(run.trial.values[name]) for run in ranked}) > 1
+    ]
     by_name = [
-        Panel(f"metric-by-{index}", f"By {name}", f"{heading} by {name}: the best, {ends[0]}", draw_slice(name))
+        Panel(
+            f"metric-by-{index}",
+            f"By {name}",
+            (f"{heading} by {name}: the best, {ends[0]}"),
+            draw_slice(name),
+        )
         for index, name in enumerate(swept)
     ]
-    return heading, f"colored: the best so far, {'; '.join(str(run.trial) for run in best)}", [over_epochs, *by_name]
+    return (
+        heading,
+        f"colored: the best so far, {'; '.join(str(run.trial) for run in best)}",
+        [over_epochs, *by_name],
+    )
 
 
 def name_metric(metric: str) -> str:
@@ -109,7 +139,8 @@ def _study_of(runs: Sequence[TrialRun]) -> optuna.Study:
     """Return the trials as Optuna's, in their order."""
     import matplotlib
 
-    if "matplotlib.pyplot" not in sys.modules:  # which Optuna draws by; a window may be opened by the main thread alone
+    # which Optuna draws by; a window may be opened by the main thread alone
+    if "matplotlib.pyplot" not in sys.modules:
         matplotlib.use("agg")
     study: optuna.Study = load_optuna().create_study()
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
@@ -123,20 +154,31 @@ def _study_of(runs: Sequence[TrialRun]) -> optuna.Study:
             low, high = min(columns[name]), max(columns[name])
             distributions[name] = FloatDistribution(low, high, log=0 < LOG_RATIO * low <= high)
         else:
-            columns[name] = [_Choice(printable(format_value(value))[:MAX_CHOICE]) for value in columns[name]]
+            columns[name] = [
+                _Choice(printable(format_value(value))[:MAX_CHOICE]) for value in columns[name]
+            ]
             distributions[name] = CategoricalDistribution(sorted(set(columns[name])))
     for index, run in enumerate(runs):
         params = {name: column[index] for name, column in columns.items()}
-        points = [(each.epoch, each.figures().values.get(run.metric, math.nan)) for each in run.epochs]
+        points = [
+            (each.epoch, each.figures().values.get(run.metric, math.nan)) for each in run.epochs
+        ]
         drawn: dict[Any, float] = dict(thin(points, MAX_POINTS))
         study.add_trial(
-            create_trial(value=_figure(run), params=params, distributions=distributions, intermediate_values=drawn)
+            create_trial(
+                value=_figure(run),
+                params=params,
+                distributions=distributions,
+                intermediate_values=drawn,
+            )
         )
     return study
 
 
 def _take(axes: Any, label: str, values: Sequence[float]) -> Any:
-    """Take a figure from pyplot, with a label for its x axis and the scale of the `values` on its y axis."""
+    """Take a figure from pyplot, with a label for its x axis and the scale of the `values` on its y
+    axis.
+    """
     from matplotlib import pyplot
 
     pyplot.close(axes.figure)
@@ -147,7 +189,8 @@ def _take(axes: Any, label: str, values: Sequence[float]) -> Any:
     return axes
 
 
-# --- Scaling ------------------------------------------------------------------------------------------------------
+# --- Scaling
+# --------------------------------------------------------------------------------------------------
 
 
 def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
@@ -156,8 +199,14 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
     There are none before the first trial has finished.
     """
     numbers = {values: f"{number}" for number, values in enumerate(study.series, start=1)}
-    meaning = "; ".join(f"{number}: {study.describe(values)}" for values, number in numbers.items() if study.names)
-    ideal = {row.world_size: row.world_size / rows[0].world_size for rows in study.series.values() for row in rows}
+    meaning = "; ".join(
+        f"{number}: {study.describe(values)}" for values, number in numbers.items() if study.names
+    )
+    ideal = {
+        row.world_size: row.world_size / rows[0].world_size
+        for rows in study.series.values()
+        for row in rows
+    }
 
     def by_size(name: str, title: str, ideals: Mapping[int, float]) -> Panel:
         """Return a panel with a line per series over world sizes, and the interval of repeats."""
@@ -165,7 +214,11 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
             number if study.names else "measured": [
                 (size, estimate(known))
                 for size, repeats in by_world_size(study.series[values]).items()
-                if (known := [getattr(row, name) for row in repeats if getattr(row, name) is not None])
+                if (
+                    known := [
+                        getattr(row, name) for row in repeats if getattr(row, name) is not None
+                    ]
+                )
             ]
             for values, number in numbers.items()
         }
@@ -173,22 +226,43 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
         def draw(axes: Axes) -> None:
             from matplotlib.ticker import NullLocator
 
-            for (label, points), color in zip(lines.items(), itertools.cycle(PALETTE), strict=False):
-                plot(axes, [(size, y.mean) for size, y in points], color=color, marker="o", markersize=6, label=label)
+            for (label, points), color in zip(
+                lines.items(), itertools.cycle(PALETTE), strict=False
+            ):
+                plot(
+                    axes,
+                    [(size, y.mean) for size, y in points],
+                    color=color,
+                    marker="o",
+                    markersize=6,
+                    label=label,
+                )
                 for size, y in points:
                     if y.half_width:
                         axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
-            plot(axes, sorted(ideals.items()), color=INK, linewidth=1, linestyle=(0, (1, 2)), label="ideal")
+            plot(
+                axes,
+                sorted(ideals.items()),
+                color=INK,
+                linewidth=1,
+                linestyle=(0, (1, 2)),
+                label="ideal",
+            )
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(ideal), [str(size) for size in ideal])
             axes.xaxis.set_minor_locator(NullLocator())
             label_x(axes, "ranks")
-            if name == "speed_up":  # with two equal axes the ideal is a straight line, and small sizes stay visible
+            # with two equal axes the ideal is a straight line, and small sizes stay visible
+            if name == "speed_up":
                 axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(format_tick)
 
-        points = ", ".join(f"{format_count(size, 'rank')} {y:,.4g}" for line in lines.values() for size, y in line)
-        return Panel(name.replace("_", "-"), title, f"{title} by world size: {points}", draw, from_zero=True)
+        points = ", ".join(
+            f"{format_count(size, 'rank')} {y:,.4g}" for line in lines.values() for size, y in line
+        )
+        return Panel(
+            name.replace("_", "-"), title, f"{title} by world size: {points}", draw, from_zero=True
+        )
 
     panels = [
         by_size("speed_up", "Speed-up", ideal),

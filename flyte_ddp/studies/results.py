@@ -28,7 +28,8 @@ from flyte_ddp.studies.search import Trial, format_value
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
-OUTCOME = "outcome.jsonl"  # the history of a trial that needs no more training, beside its checkpoints
+# the history of a trial that needs no more training, beside its checkpoints
+OUTCOME = "outcome.jsonl"
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better
@@ -53,7 +54,9 @@ class TrialRun(Listener):
     def load(cls, trial: Trial, url: str) -> TrialRun:
         """Return the stored outcome of a trial that is done, else a waiting trial."""
         try:
-            state = RunState.of(parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}"), keep_reports=False)
+            state = RunState.of(
+                parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}"), keep_reports=False
+            )
         except FileNotFoundError:
             return cls(trial, url)
         return cls(trial, url, FINISHED if state.finished else STOPPED_EARLY, state)
@@ -92,7 +95,9 @@ class TrialRun(Listener):
 
         Measured by the ranks: excludes start-up, restarts and waiting.
         """
-        return list(itertools.accumulate(epoch.seconds + epoch.evaluation_seconds for epoch in self.epochs))
+        return list(
+            itertools.accumulate(epoch.seconds + epoch.evaluation_seconds for epoch in self.epochs)
+        )
 
     @property
     def metric(self) -> str:
@@ -101,13 +106,17 @@ class TrialRun(Listener):
 
     @property
     def kept(self) -> EpochFinished | None:
-        """The epoch that counts, because its weights are the ones kept: the best so far, or the last."""
+        """The epoch that counts, because its weights are the ones kept: the best so far, or the
+        last.
+        """
         if self.trial.config.model_state == "last":
             return self.epochs[-1] if self.epochs else None
         return find_best_epoch(self.epochs, self.trial.config.monitor)
 
     def score(self, epoch: EpochFinished | None) -> float:
-        """Return the figure that the trials are compared by, so that less is better; infinite without an epoch."""
+        """Return the figure that the trials are compared by, so that less is better; infinite
+        without an epoch.
+        """
         return self.trial.config.monitor.score(epoch.figures().values if epoch else {})
 
     def snapshot(self) -> TrialRun:
@@ -118,42 +127,75 @@ class TrialRun(Listener):
 
 
 def rank_of(run: TrialRun) -> tuple[float, int]:
-    """Return a key that sorts trials from the best on, in their kept epochs, and equals by their numbers."""
+    """Return a key that sorts trials from the best on, in their kept epochs, and equals by their
+    numbers.
+    """
     return run.score(run.kept), run.trial.number
 
 
 def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
-    """Return the finished trial that is the best in its kept epoch, the first of equals; None if none finished."""
+    """Return the finished trial that is the best in its kept epoch, the first of equals; None if
+    none finished.
+    """
     return min((run for run in runs if run.status == FINISHED), key=rank_of, default=None)
 
 
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
-    """Build the table with a row for every epoch of every trial; a trial without epochs has one row.
+    """Build the table with a row for every epoch of every trial; a trial without epochs has one
+    row.
 
-    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss, test_loss, one per
-    metric, last_learning_rate (at the epoch's last step), seconds (training time of the epoch), elapsed_seconds
-    (training and evaluation time up to the end of the epoch), error. Missing values are NA.
+    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss,
+    test_loss, one per metric, last_learning_rate (at the epoch's last step), seconds (training time
+    of the epoch), elapsed_seconds (training and evaluation time up to the end of the epoch), error.
+    Missing values are NA.
     """
     import pandas
 
-    metrics = list(dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics))
-    numbers = ("train_loss", "test_loss", *metrics, "last_learning_rate", "seconds", "elapsed_seconds")
+    metrics = list(
+        dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
+    )
+    numbers = (
+        "train_loss",
+        "test_loss",
+        *metrics,
+        "last_learning_rate",
+        "seconds",
+        "elapsed_seconds",
+    )
     rows: list[dict[str, Any]] = []
     for run in runs:
-        known = {"model": run.trial.number, "status": run.status, **run.trial.values, "error": run.error or None}
+        known = {
+            "model": run.trial.number,
+            "status": run.status,
+            **run.trial.values,
+            "error": run.error or None,
+        }
         epochs = [
-            {"epoch": each.epoch, "train_loss": each.train_loss, "test_loss": each.test_loss, **each.metrics}
-            | {"last_learning_rate": each.learning_rate, "seconds": each.seconds, "elapsed_seconds": elapsed}
+            {
+                "epoch": each.epoch,
+                "train_loss": each.train_loss,
+                "test_loss": each.test_loss,
+                **each.metrics,
+            }
+            | {
+                "last_learning_rate": each.learning_rate,
+                "seconds": each.seconds,
+                "elapsed_seconds": elapsed,
+            }
             for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
         ]
         rows += [{**known, **epoch} for epoch in epochs or [{}]]
     names = list(runs[0].trial.values)
     columns = {
-        name: [row.get(name) for row in rows] for name in ("model", "status", "epoch", *names, *numbers, "error")
+        name: [row.get(name) for row in rows]
+        for name in ("model", "status", "epoch", *names, *numbers, "error")
     }
     for name in names:
-        # A column has one type. Mixed values, such as an option that is a number or a list, become text.
-        if len({type(value) for value in columns[name]}) > 1 or isinstance(columns[name][0], (list, dict)):
+        # A column has one type. Mixed values, such as an option that is a number or a list, become
+        # text.
+        if len({type(value) for value in columns[name]}) > 1 or isinstance(
+            columns[name][0], (list, dict)
+        ):
             columns[name] = [format_value(value) for value in columns[name]]
     table = pandas.DataFrame(columns)
     return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})

@@ -1,9 +1,10 @@
 """Run the trials of a study on one Dask cluster.
 
-A trial is a run of `driver.run` in a thread of this process, with its own checkpoints, from which it restarts. In a
-sweep each worker trains one trial at a time, and a failed trial does not affect the others. A scaling study trains one
-trial at a time on as many nodes as its ranks need, because the trials are timed, and a failure ends it. In both, a stop
-request or the loss of the cluster or the store ends all trials, and a retry skips those that are done.
+A trial is a run of `driver.run` in a thread of this process, with its own checkpoints, from which
+it restarts. In a sweep each worker trains one trial at a time, and a failed trial does not affect
+the others. A scaling study trains one trial at a time on as many nodes as its ranks need, because
+the trials are timed, and a failure ends it. In both, a stop request or the loss of the cluster or
+the store ends all trials, and a retry skips those that are done.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import pin_state, split_pin
-from flyte_ddp.studies.results import DONE, FAILED, FINISHED, INTERRUPTED, STOPPED_EARLY, WAITING, TrialRun
+from flyte_ddp.studies.results import (
+    DONE,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    STOPPED_EARLY,
+    WAITING,
+    TrialRun,
+)
 from flyte_ddp.studies.search import Search, Trial, build_trials
 
 Observer = Callable[[TrialRun, Event | None], None]
@@ -55,13 +64,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -> None:
-    """Validate all trials before one starts. Raises ConfigError as `resize_cluster`, and as `place.check` for each."""
+    """Validate all trials before one starts. Raises ConfigError as `resize_cluster`, and as
+    `place.check` for each.
+    """
     for trial in trials:
         check(recipe_program(recipe, trial.config), resize_cluster(cluster, trial.world_size))
 
 
 def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:
-    """Return the part of `cluster` that `world_size` ranks use: one node, or as many full nodes as needed.
+    """Return the part of `cluster` that `world_size` ranks use: one node, or as many full nodes as
+    needed.
 
     Args:
         world_size: 0 for all ranks of one node.
@@ -72,7 +84,8 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
     per_node = cluster.ranks_per_node
     if world_size > per_node and world_size % per_node:
         raise ConfigError(
-            f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such as "
+            f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such "
+            "as "
             f"{world_size // per_node * per_node}, got {world_size}"
         )
     num_nodes = max(1, world_size // per_node)
@@ -89,48 +102,61 @@ class TrialRunner:
     """Runs the trials of a study to their end; `train` does it."""
 
     recipe: str
-    checkpoints: str  # URL of a directory that every worker reaches; each trial has a subdirectory named by its hash
+    # URL of a directory that every worker reaches; each trial has a subdirectory named by its hash
+    checkpoints: str
     data: str  # the directory of the prepared data
     client: Client  # from `cluster.open_cluster`
     cluster: ClusterConfig
-    # The trials are timed, and start with the largest world size. All their ranks get the number of CPU threads that
-    # its ranks get: otherwise one rank with a whole machine, compared with two that share it, would measure the cores
-    # and not the ranks. Without it each trial has one of the cluster's nodes.
+    # The trials are timed, and start with the largest world size. All their ranks get the number of
+    # CPU threads that its ranks get: otherwise one rank with a whole machine, compared with two
+    # that share it, would measure the cores and not the ranks. Without it each trial has one of the
+    # cluster's nodes.
     one_at_a_time: bool = False
-    search: Search = field(default_factory=Search)  # which stops trials early, and may suggest others
-    base: Mapping[str, Any] = field(default_factory=dict)  # that suggested trials share, see `build_trials`
-    # Called with a trial and its event. The event is None before the first trial starts (once for every trial, in
-    # order) and when a trial has ended. One call at a time, in any thread.
+    # which stops trials early, and may suggest others
+    search: Search = field(default_factory=Search)
+    # that suggested trials share, see `build_trials`
+    base: Mapping[str, Any] = field(default_factory=dict)
+    # Called with a trial and its event. The event is None before the first trial starts (once for
+    # every trial, in order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
     make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()  # of one trial's run
-    relay: Callable[[str], None] = print_line  # called with every line a rank prints, prefixed with its trial
+    # called with every line a rank prints, prefixed with its trial
+    relay: Callable[[str], None] = print_line
     run_name: str = ""  # as given to `open_cluster`
     run: str = ""  # the same for all attempts of the study, see `Job`
-    initial_state: str = ""  # URL of the state dict that every trial starts from; "" for fresh weights
-    runs: list[TrialRun] = field(default_factory=list)  # receives all trials, in order, before the first one starts
+    # URL of the state dict that every trial starts from; "" for fresh weights
+    initial_state: str = ""
+    # receives all trials, in order, before the first one starts
+    runs: list[TrialRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
         self.initial_state = pin_state(self.initial_state)
-        self.pool = None if self.one_at_a_time else Pool(self.storage.url)  # of the workers that trials share
-        self.recalled: set[int] = set()  # trials that an earlier attempt started in place of drawn ones
+        # of the workers that trials share
+        self.pool = None if self.one_at_a_time else Pool(self.storage.url)
+        # trials that an earlier attempt started in place of drawn ones
+        self.recalled: set[int] = set()
         self.stop = StopRequest()
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: list[Exception] = []
         self.notifying = threading.Lock()
-        self.starting = threading.Lock()  # a starting trial either sees the stop request or does not start
+        # a starting trial either sees the stop request or does not start
+        self.starting = threading.Lock()
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
         """Run `trials`, except those that are done according to `checkpoints`.
 
         Returns:
-            All trials, in order. At least one of them finished, of those that run one at a time all.
+            All trials, in order. At least one of them finished, of those that run one at a time
+            all.
 
         Raises:
             ConfigError: before anything is started.
             ClusterError: the cluster was lost, or its workers did not start.
-            StorageUnavailable: the store of the checkpoints stayed away. What is done is not trained again.
-            TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each running trial.
+            StorageUnavailable: the store of the checkpoints stayed away. What is done is not
+                trained again.
+            TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each
+                running trial.
             SweepFailed: no trial finished.
             RankFailure, GangLost: of a trial among those that run one at a time.
         """
@@ -138,7 +164,11 @@ class TrialRunner:
         self.storage.check_access("checkpoints")
         note = describe_data(self.data)
         url, sha256 = split_pin(self.initial_state)
-        self.data_version = [note["fingerprint"], note["recipe_version"], *filter(None, [sha256 or url])]
+        self.data_version = [
+            note["fingerprint"],
+            note["recipe_version"],
+            *filter(None, [sha256 or url]),
+        ]
         for trial in map(self._recall, trials):
             self.runs.append(TrialRun.load(trial, self._place(trial)))
         try:
@@ -149,7 +179,8 @@ class TrialRunner:
         num_done = sum(run.status in DONE for run in self.runs)
         if num_done < len(self.runs):
             raise TrainingStopped(
-                f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} trials done. To "
+                f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} "
+                "trials done. To "
                 f"resume, start the same study with the same checkpoints: {self.storage.url}",
                 self.stop.reason,
             )
@@ -159,7 +190,8 @@ class TrialRunner:
                 "\n".join([f"none of the {len(self.runs)} trials finished", *lines]),
                 # Machines or processes were lost, which another attempt may not lose.
                 may_succeed=any(
-                    isinstance(error, GangLost) or (isinstance(error, RankFailure) and error.kind != "exception")
+                    isinstance(error, GangLost)
+                    or (isinstance(error, RankFailure) and error.kind != "exception")
                     for error in self.failures
                 ),
             )
@@ -169,7 +201,9 @@ class TrialRunner:
         return self.storage.join(_name_directory(self.recipe, trial, self.data_version))
 
     def _recall(self, drawn: Trial) -> Trial:
-        """Return the trial that an earlier attempt started in place of a drawn one, else the drawn one."""
+        """Return the trial that an earlier attempt started in place of a drawn one, else the drawn
+        one.
+        """
         if not self.search.note:
             return drawn
         try:
@@ -177,7 +211,9 @@ class TrialRunner:
         except FileNotFoundError:
             return drawn
         self.recalled.add(drawn.number)
-        return dataclasses.replace(build_trials(self.recipe, self.base, [values])[0], number=drawn.number)
+        return dataclasses.replace(
+            build_trials(self.recipe, self.base, [values])[0], number=drawn.number
+        )
 
     def _replace(self, number: int, values: Mapping[str, Any]) -> Trial | None:
         """Return the trial of suggested values if it is a valid one, and none of the others."""
@@ -190,7 +226,8 @@ class TrialRunner:
         return dataclasses.replace(trial, number=number) if is_new else None
 
     def _enter(self, run: TrialRun) -> None:
-        """Begin a trial in the search, which may put another one in its place: then a note of it is beside the first.
+        """Begin a trial in the search, which may put another one in its place: then a note of it is
+        beside the first.
 
         A drawn trial differs from all others, so a suggestion that does not is never needed.
         """
@@ -219,7 +256,9 @@ class TrialRunner:
             pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
                 while pending:
-                    done, pending = wait(pending, timeout=POLL_INTERVAL, return_when=FIRST_COMPLETED)
+                    done, pending = wait(
+                        pending, timeout=POLL_INTERVAL, return_when=FIRST_COMPLETED
+                    )
                     for future in done:
                         future.result()
                     while self.stop.num_requests < signals.num_requests:
@@ -248,7 +287,8 @@ class TrialRunner:
 
         Raises:
             ClusterError: the cluster is lost, so no other trial can run.
-            StorageUnavailable: the store stayed away, so the trial goes on in the next attempt of the study.
+            StorageUnavailable: the store stayed away, so the trial goes on in the next attempt of
+                the study.
             Exception: any other, of a trial that others are compared with.
         """
         number = run.trial.number
@@ -299,7 +339,9 @@ class TrialRunner:
                     DaskPlace(client, cluster, self.run_name, self.pool),
                     lambda: self.data,
                     [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
-                    relay=lambda line: self.relay(f"[trial {run.trial.number}] {line.removeprefix(prefix)}"),
+                    relay=lambda line: self.relay(
+                        f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
+                    ),
                     stop=stop,
                 )
             except TrainingStopped:
@@ -311,8 +353,13 @@ class TrialRunner:
     def _own_client(self) -> Client:
         """Return a Dask client for one run: a client has only one handler per event topic."""
         try:
-            return Client(self.client.scheduler.address, security=self.client.security, set_as_default=False)
-        except (OSError, AttributeError) as error:  # AttributeError: our own client has lost its scheduler
+            return Client(
+                self.client.scheduler.address, security=self.client.security, set_as_default=False
+            )
+        except (
+            OSError,
+            AttributeError,
+        ) as error:  # AttributeError: our own client has lost its scheduler
             raise ClusterError(f"the Dask scheduler is gone: {error}") from error
 
     def _is_loss_of_cluster(self, error: Exception) -> bool:
@@ -333,7 +380,9 @@ class _TrialListener(Listener):
         trial = self.run.trial
         for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
             if isinstance(epoch, EpochFinished):
-                should_stop = self.runner.search.should_stop(trial.number, epoch.epoch, self.run.score(epoch))
+                should_stop = self.runner.search.should_stop(
+                    trial.number, epoch.epoch, self.run.score(epoch)
+                )
                 if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
                     self.run.status = STOPPED_EARLY
                     self.stop.set("other trials are better")
@@ -341,7 +390,9 @@ class _TrialListener(Listener):
 
 
 def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
-    """Return a name unique to recipe, configuration, world size and data: trials are reused only if nothing differs."""
+    """Return a name unique to recipe, configuration, world size and data: trials are reused only if
+    nothing differs.
+    """
     values = [recipe, dataclasses.asdict(trial.config), trial.world_size, data_version]
     return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 

@@ -1,7 +1,8 @@
 """Analysis of a scaling study: compare trials that differ in their world size.
 
-The global batch is the same at every world size, so that only the steps' duration differs; or the batch of each rank
-is, so that an epoch has fewer steps. Knows neither clusters nor Flyte. Imports no torch.
+The global batch is the same at every world size, so that only the steps' duration differs; or the
+batch of each rank is, so that an epoch has fewer steps. Knows neither clusters nor Flyte. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ class Row:
     best: float  # the monitored figure of the best epoch
     step_seconds: float  # of the median epoch
     samples_per_second: float
-    speed_up: float  # of samples per second, relative to the smallest world size (the mean of its repeats)
+    # of samples per second, relative to the smallest world size (the mean of its repeats)
+    speed_up: float
     efficiency: float  # speed_up / ideal speed_up
     seconds_to_target: float | None  # of training; None if the target was not reached
-    wait_share: float  # share of a step that ranks wait for gradients after their own backward pass, mean over ranks
-    overlap_share: float  # share of a step with communication during the backward pass, mean over ranks
+    # share of a step that ranks wait for gradients after their own backward pass, mean over ranks
+    wait_share: float
+    # share of a step with communication during the backward pass, mean over ranks
+    overlap_share: float
     device_hours: float  # GPU-hours of training, or core-hours on CPUs
 
 
@@ -77,7 +81,9 @@ def student_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of repeated measurements, and half the width of its 95 % confidence interval: 0 for a single one."""
+    """The mean of repeated measurements, and half the width of its 95 % confidence interval: 0 for
+    a single one.
+    """
 
     mean: float
     half_width: float
@@ -95,9 +101,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    """Return the rows of a series in the order of their world size, those of the repeats of a trial as one list."""
+    """Return the rows of a series in the order of their world size, those of the repeats of a trial
+    as one list.
+    """
     size = operator.attrgetter("world_size")
-    return {world_size: list(repeats) for world_size, repeats in itertools.groupby(sorted(rows, key=size), size)}
+    return {
+        world_size: list(repeats)
+        for world_size, repeats in itertools.groupby(sorted(rows, key=size), size)
+    }
 
 
 class Study:
@@ -106,19 +117,26 @@ class Study:
     def __init__(self, runs: Iterable[TrialRun], target_loss: float = 0.0) -> None:
         finished = [run for run in runs if run.state.finished and run.epochs]
         best_losses = [min(epoch.test_loss for epoch in run.epochs) for run in finished]
-        # The held-out loss to which the time is measured; by default the worst of the trials' best, which all reach.
+        # The held-out loss to which the time is measured; by default the worst of the trials' best,
+        # which all reach.
         self.target_loss = target_loss or max(best_losses, default=0.0)
-        self.device_unit = "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
+        self.device_unit = (
+            "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
+        )
         self.names = [  # of what the study varies beside the world size
             name
             for name in (finished[0].trial.values if finished else ())
-            if name not in (WORLD_SIZE, SEED) and len({run.trial.values[name] for run in finished}) > 1
+            if name not in (WORLD_SIZE, SEED)
+            and len({run.trial.values[name] for run in finished}) > 1
         ]
         series: dict[tuple[float, ...], list[TrialRun]] = {}
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
             series.setdefault(tuple(run.trial.values[name] for name in self.names), []).append(run)
         # Rows by world size, for each combination of the values of these names.
-        self.series = {values: [self._row(run, runs) for run in runs] for values, runs in sorted(series.items())}
+        self.series = {
+            values: [self._row(run, runs) for run in runs]
+            for values, runs in sorted(series.items())
+        }
 
     def describe(self, values: tuple[float, ...]) -> str:
         """Return the values of a series with their names, such as "learning_rate 0.1"."""
@@ -142,7 +160,8 @@ class Study:
         ]
         speed_up = samples_per_second / statistics.mean(baseline)
         wait, overlap = _mean(last.rank_wait_seconds), _mean(last.rank_overlap_seconds)
-        timed_seconds = max(step_seconds, wait + overlap)  # DDP times few steps, which may be slower than the median's
+        # DDP times few steps, which may be slower than the median's
+        timed_seconds = max(step_seconds, wait + overlap)
         device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
         return Row(
             trial=run.trial.number,
@@ -160,18 +179,24 @@ class Study:
             seconds_to_target=self._seconds_to_target(run),
             wait_share=wait / timed_seconds,
             overlap_share=overlap / timed_seconds,
-            device_hours=device_seconds * (started.num_threads if started.device == "cpu" else 1) / 3600,
+            device_hours=device_seconds
+            * (started.num_threads if started.device == "cpu" else 1)
+            / 3600,
         )
 
     def _seconds_to_target(self, run: TrialRun) -> float | None:
-        """Return the seconds of training until the held-out loss was at most the target, without evaluation."""
+        """Return the seconds of training until the held-out loss was at most the target, without
+        evaluation.
+        """
         elapsed = itertools.accumulate(epoch.seconds for epoch in run.epochs)
         reached = (epoch.test_loss <= self.target_loss for epoch in run.epochs)
         return next(itertools.compress(elapsed, reached), None)
 
 
 def build_scaling_table(study: Study) -> pandas.DataFrame:
-    """Build the table with a `Row` for each finished trial; its device_hours are named by the device."""
+    """Build the table with a `Row` for each finished trial; its device_hours are named by the
+    device.
+    """
     import pandas
 
     table = pandas.DataFrame([dataclasses.asdict(row) for row in study.rows])
@@ -184,7 +209,9 @@ def started_of(run: TrialRun) -> RunStarted:
 
 
 def _epoch_seconds(run: TrialRun) -> float:
-    """Return the time of the median epoch: robust against the first epoch's one-time costs and against noise."""
+    """Return the time of the median epoch: robust against the first epoch's one-time costs and
+    against noise.
+    """
     return statistics.median(epoch.seconds for epoch in run.epochs)
 
 

@@ -1,7 +1,9 @@
-"""The trials of a study: what a sweep or a scaling study trains, and which trials to stop early. Knows no cluster.
+"""The trials of a study: what a sweep or a scaling study trains, and which trials to stop early.
+Knows no cluster.
 
-Optuna samples, learns from results and prunes, through its ask-and-tell interface and in memory: the trials' own
-records hold the results, so no study is stored. It takes half a second to import: only functions import it.
+Optuna samples, learns from results and prunes, through its ask-and-tell interface and in memory:
+the trials' own records hold the results, so no study is stored. It takes half a second to import:
+only functions import it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Trial:
 
     number: int  # from 1, in starting order
     values: Mapping[str, Any]  # of what the study varies, by name
-    overrides: Mapping[str, Any]  # what differs from the recipe's defaults, in the form of `--config`
+    # what differs from the recipe's defaults, in the form of `--config`
+    overrides: Mapping[str, Any]
     config: TrainingConfig
     world_size: int = 0  # ranks; 0: all of one node
 
@@ -60,17 +63,23 @@ class Trial:
         return f"trial {self.number} ({values})"
 
 
-def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> list[Trial]:
+def build_trials(
+    recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
+) -> list[Trial]:
     """Return a validated trial for each of `choices`, without duplicates.
 
     Args:
-        base: `TrainingConfig` fields shared by all trials, where they differ from the recipe's defaults.
-        choices: from `expand_grid` or `expand_world_sizes`. What only some of them vary has its shared value elsewhere.
+        base: `TrainingConfig` fields shared by all trials, where they differ from the recipe's
+            defaults.
+        choices: from `expand_grid` or `expand_world_sizes`. What only some of them vary has its
+            shared value elsewhere.
 
     Raises:
         ConfigError: an unknown recipe or option, an invalid value, or a missing package.
     """
-    require("a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", "optuna", extra="sweep")
+    require(
+        "a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", "optuna", extra="sweep"
+    )
     names = list(dict.fromkeys(name for choice in choices for name in choice))
     trials: list[Trial] = []
     seen = set()
@@ -85,7 +94,10 @@ def build_trials(recipe: str, base: Mapping[str, Any], choices: Sequence[Mapping
             seen.add(key)
             # The config's own values: 64 and 64.0 are the same batch size.
             overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
-            values = {name: _read_value(config, name) if _is_field(name) else int(choice[name]) for name in names}
+            values = {
+                name: _read_value(config, name) if _is_field(name) else int(choice[name])
+                for name in names
+            }
             trials.append(Trial(len(trials) + 1, values, overrides, config, world_size))
     if len({trial.config.monitor for trial in trials}) > 1:
         raise ConfigError("monitor: expected the same for all trials, because it compares them")
@@ -96,12 +108,13 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     """Return the choices that a sweep's `grid` describes, each a value by name.
 
     Args:
-        grid: a list of the choices themselves; or by the name of a field, or by "recipe_options." and the name of a
-            recipe's option: a list of values, or where choices are sampled also a range {"low": ..., "high": ...}, both
-            ends included, with "log": true for a logarithmic one or "step" for a stepped one. Whole numbers are drawn
-            for a field of that type, and for an option whose bounds are whole.
-        num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where there are not as many
-            different ones.
+        grid: a list of the choices themselves; or by the name of a field, or by "recipe_options."
+            and the name of a recipe's option: a list of values, or where choices are sampled also a
+            range {"low": ..., "high": ...}, both ends included, with "log": true for a logarithmic
+            one or "step" for a stepped one. Whole numbers are drawn for a field of that type, and
+            for an option whose bounds are whole.
+        num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where
+            there are not as many different ones.
         seed: of the sampling. The same seed samples the same choices.
 
     Raises:
@@ -112,26 +125,44 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     is_list = isinstance(grid, list)
     objects = grid if is_list else [grid]
     if not objects or not all(isinstance(each, Mapping) and each for each in objects):
-        examples = '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, "momentum": 0.9}]'
+        examples = (
+            '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, '
+            '"momentum": 0.9}]'
+        )
         raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
     for name in (name for each in objects for name in each if not _is_field(name)):
         known = [field.name for field in dataclasses.fields(TrainingConfig)]
         raise ConfigError(
-            f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe option, "
+            f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe "
+            "option, "
             f"got {name!r}{suggest(name, known)}"
         )
     if is_list and num_models:
         raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
     for name, values in () if is_list else grid.items():
-        if not ((values and isinstance(values, (list, tuple))) or (num_models and isinstance(values, Mapping))):
-            expected = 'a list of choices, or with num_models a range such as {"low": 0.001, "high": 0.1, "log": true}'
+        if not (
+            (values and isinstance(values, (list, tuple)))
+            or (num_models and isinstance(values, Mapping))
+        ):
+            expected = (
+                'a list of choices, or with num_models a range such as {"low": 0.001, '
+                '"high": 0.1, "log": true}'
+            )
             raise ConfigError(f"grid.{name}: expected {expected}, got {values!r}")
     num_combinations = len(grid) if is_list else math.prod(map(len, grid.values()))
     if not num_models and num_combinations > MAX_TRIALS:
         raise ConfigError(
-            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; num_models samples from a grid"
+            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; "
+            "num_models "
+            "samples from a grid"
         )
-    return [dict(each) for each in grid] if is_list else _draw(grid, num_models, seed) if num_models else _combine(grid)
+    return (
+        [dict(each) for each in grid]
+        if is_list
+        else _draw(grid, num_models, seed)
+        if num_models
+        else _combine(grid)
+    )
 
 
 def expand_world_sizes(
@@ -143,7 +174,8 @@ def expand_world_sizes(
     target_loss: float = 0.0,
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
-    """Return the choices of a scaling study: every world size, the largest first, with every combination of the others.
+    """Return the choices of a scaling study: every world size, the largest first, with every
+    combination of the others.
 
     Args:
         config: that the trials share but for their choices.
@@ -155,13 +187,17 @@ def expand_world_sizes(
         ConfigError: names the input, the expected values and the value given.
     """
     if config.parallel != "ddp":  # no rank of a split model can step alone
-        raise ConfigError(f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}")
+        raise ConfigError(
+            f"config.parallel: expected ddp in a scaling study, got {config.parallel!r}"
+        )
     if len(world_sizes) < 2:
         raise ConfigError(f"world_sizes: expected two or more, got {list(world_sizes)}")
     check("target_loss", target_loss, float, Limits(minimum=0))
     check("repeats", repeats, int, Limits(minimum=1))
     # First, so that the repeats of a trial are far from each other in time.
-    grid: dict[str, Sequence[Any]] = {SEED: range(config.seed, config.seed + repeats)} if repeats > 1 else {}
+    grid: dict[str, Sequence[Any]] = (
+        {SEED: range(config.seed, config.seed + repeats)} if repeats > 1 else {}
+    )
     for name, values, choice in (
         ("learning_rates", learning_rates, "learning_rate"),
         ("batch_sizes_per_rank", batch_sizes_per_rank, BATCH_SIZE_PER_RANK),
@@ -169,7 +205,9 @@ def expand_world_sizes(
         ("world_sizes", sorted(world_sizes, reverse=True), WORLD_SIZE),
     ):
         if len(set(values)) < len(values) or not all(0 < value < math.inf for value in values):
-            raise ConfigError(f"{name}: expected different finite numbers above 0, got {list(values)}")
+            raise ConfigError(
+                f"{name}: expected different finite numbers above 0, got {list(values)}"
+            )
         if values:
             grid[choice] = values
     return _combine(grid)
@@ -177,18 +215,26 @@ def expand_world_sizes(
 
 def format_value(value: Any) -> str:
     """Format `value` as a user would write it, short enough for a label."""
-    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else json.dumps(value)
+    )
 
 
 class Search:
-    """An Optuna study in memory: stops trials that fall behind, and may suggest better ones. Thread-safe.
+    """An Optuna study in memory: stops trials that fall behind, and may suggest better ones.
+    Thread-safe.
 
-    Scores are lower for better models. "median" stops a trial whose best score so far is worse than the median of the
-    finished trials at the same epoch. "halving" is asynchronous successive halving (Li et al., "A System for Massively
-    Parallel Hyperparameter Tuning", 2020): after epochs 1, 2, 4, ... a trial continues if it is in the better half of
-    those that reached the same epoch. No trial waits for another, so with several workers the outcome depends on their
-    speed. So does what "tpe" suggests, a tree-structured Parzen estimator of the results so far; trials that run count
-    as bad ones until they end, so that workers do not crowd.
+    Scores are lower for better models. "median" stops a trial whose best score so far is worse than
+    the median of the finished trials at the same epoch. "halving" is asynchronous successive
+    halving (Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020): after epochs
+    1, 2, 4, ... a trial continues if it is in the better half of those that reached the same epoch.
+    No trial waits for another, so with several workers the outcome depends on their speed. So does
+    what "tpe" suggests, a tree-structured Parzen estimator of the results so far; trials that run
+    count as bad ones until they end, so that workers do not crowd.
 
     Args:
         stop_early: one of `STOP_EARLY`.
@@ -199,14 +245,16 @@ class Search:
         ConfigError: an unknown rule or sampler.
     """
 
-    def __init__(self, stop_early: str = "none", sampler: str = "random", grid: Any = None, seed: int = 0) -> None:
+    def __init__(
+        self, stop_early: str = "none", sampler: str = "random", grid: Any = None, seed: int = 0
+    ) -> None:
         check("stop_early", stop_early, str, Limits(choices=STOP_EARLY))
         check("sampler", sampler, str, Limits(choices=SAMPLERS))
         self._optuna = load_optuna()
         self.note = ""  # name of the file with what was trained in place of a drawn trial
         self._distributions: dict[str, BaseDistribution] = {}
         if sampler == "tpe":
-            self.note = f"tpe-{hashlib.sha256(json.dumps([grid, seed], sort_keys=True).encode()).hexdigest()[:16]}.json"
+            self.note = f"tpe-{hashlib.sha256(json.dumps([grid, seed], sort_keys=True).encode()).hexdigest()[:16]}.json"  # noqa: E501
             self._distributions = _distributions(grid)
         pruners = self._optuna.pruners
         pruner = {
@@ -214,17 +262,22 @@ class Search:
             "median": pruners.MedianPruner(MIN_MEDIAN_TRIALS, MIN_MEDIAN_EPOCH),
             "halving": pruners.SuccessiveHalvingPruner(1, REDUCTION_FACTOR),
         }[stop_early]
-        estimator = self._optuna.samplers.TPESampler(n_startup_trials=NUM_RANDOM, seed=seed, constant_liar=True)
+        estimator = self._optuna.samplers.TPESampler(
+            n_startup_trials=NUM_RANDOM, seed=seed, constant_liar=True
+        )
         self._study: optuna.Study = self._optuna.create_study(sampler=estimator, pruner=pruner)
         self._trials: dict[int, optuna.Trial] = {}  # that run, by number
         self._last_epochs: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def start(self, trial: Trial, replace: Callable[[Mapping[str, Any]], Trial | None] | None = None) -> Trial:
+    def start(
+        self, trial: Trial, replace: Callable[[Mapping[str, Any]], Trial | None] | None = None
+    ) -> Trial:
         """Enter `trial`, or another one in its place, and return it.
 
         Args:
-            replace: returns the trial of suggested values, None if it is of no use; without it nothing is suggested.
+            replace: returns the trial of suggested values, None if it is of no use; without it
+                nothing is suggested.
         """
         with self._lock:
             self._last_epochs[trial.number] = 0
@@ -239,12 +292,15 @@ class Search:
             return trial
 
     def should_stop(self, number: int, epoch: int, score: float) -> bool:
-        """Record the score of trial `number` after `epoch`, once, and return True if the trial should stop."""
+        """Record the score of trial `number` after `epoch`, once, and return True if the trial
+        should stop.
+        """
         with self._lock:
             if epoch <= self._last_epochs[number]:
                 return False
             self._last_epochs[number] = epoch
-            # A median over infinite scores is infinite or NaN, which stops nothing. NaN is left out of it.
+            # A median over infinite scores is infinite or NaN, which stops nothing. NaN is left out
+            # of it.
             self._trials[number].report(score if math.isfinite(score) else math.nan, epoch)
             return self._trials[number].should_prune()
 
@@ -252,7 +308,9 @@ class Search:
         """Tell the study how trial `number` ended: COMPLETE, with its score, PRUNED or FAIL."""
         value = None if outcome != "COMPLETE" else score if math.isfinite(score) else math.inf
         with self._lock:
-            self._study.tell(self._trials.pop(number), value, state=self._optuna.trial.TrialState[outcome])
+            self._study.tell(
+                self._trials.pop(number), value, state=self._optuna.trial.TrialState[outcome]
+            )
 
 
 def _is_field(name: str) -> bool:
@@ -264,19 +322,25 @@ def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _draw(grid: Mapping[str, Any], num_models: int, seed: int) -> list[dict[str, Any]]:
-    """Return `num_models` different random samples from the grid, or fewer if there are not as many."""
+    """Return `num_models` different random samples from the grid, or fewer if there are not as
+    many.
+    """
     optuna, distributions = load_optuna(), _distributions(grid)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
     drawn: dict[str, dict[str, Any]] = {}
     for _ in range(10 * num_models):
         if len(drawn) < num_models:
             params = study.ask(distributions).params
-            drawn.setdefault(json.dumps(params, sort_keys=True), {name: params[name] for name in grid})
+            drawn.setdefault(
+                json.dumps(params, sort_keys=True), {name: params[name] for name in grid}
+            )
     return list(drawn.values())
 
 
 def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
-    """Return what to sample: sorted by name, because a grid's own order may be lost on the way here."""
+    """Return what to sample: sorted by name, because a grid's own order may be lost on the way
+    here.
+    """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     kinds = typing.get_type_hints(TrainingConfig)
@@ -290,10 +354,16 @@ def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
         for key, value in values.items():
             check(f"grid.{name}.{key}", value, bool if key == "log" else number)
         try:
-            distributions[name] = (IntDistribution if number is int else FloatDistribution)(**values)
+            distributions[name] = (IntDistribution if number is int else FloatDistribution)(
+                **values
+            )
         except (TypeError, ValueError, OverflowError) as error:
-            expected = 'a range such as {"low": 0.001, "high": 0.1} with optional "log": true or "step"'
-            raise ConfigError(f"grid.{name}: expected {expected}, got {dict(values)!r}: {error}") from error
+            expected = (
+                'a range such as {"low": 0.001, "high": 0.1} with optional "log": true or "step"'
+            )
+            raise ConfigError(
+                f"grid.{name}: expected {expected}, got {dict(values)!r}: {error}"
+            ) from error
     return distributions
 
 
@@ -303,14 +373,20 @@ def load_optuna() -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", "All-NaN slice encountered")  # of a trial that has diverged
-    warnings.filterwarnings("ignore", "Choices for a categorical distribution")  # that a stored study could not have
+    # that a stored study could not have
+    warnings.filterwarnings("ignore", "Choices for a categorical distribution")
     return optuna
 
 
 def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = {**base, **{name: value for name, value in values.items() if not name.startswith(OPTION_PREFIX)}}
+    overrides = {
+        **base,
+        **{name: value for name, value in values.items() if not name.startswith(OPTION_PREFIX)},
+    }
     options = {
-        name.removeprefix(OPTION_PREFIX): value for name, value in values.items() if name.startswith(OPTION_PREFIX)
+        name.removeprefix(OPTION_PREFIX): value
+        for name, value in values.items()
+        if name.startswith(OPTION_PREFIX)
     }
     if options:
         overrides["recipe_options"] = {**overrides.get("recipe_options", {}), **options}

@@ -1,8 +1,9 @@
-"""Real executions on whatever Flyte FLYTECTL_CONFIG names, whose tasks run on the cluster that KUBECONFIG names.
+"""Real executions on whatever Flyte FLYTECTL_CONFIG names, whose tasks run on the cluster that
+KUBECONFIG names.
 
-`make test-flyte IMAGE=...` runs them. The nodes have the image already, and the namespace of the project has what a
-platform engineer applies: the operator, and deploy/'s rights and network policy. A training task of SANDBOX=1 asks for
-two CPUs, so a node of two cores has to be free for it.
+`make test-flyte IMAGE=...` runs them. The nodes have the image already, and the namespace of the
+project has what a platform engineer applies: the operator, and deploy/'s rights and network policy.
+A training task of SANDBOX=1 asks for two CPUs, so a node of two cores has to be free for it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def kubectl(*arguments: str, check: bool = True) -> str:
 
 
 def items(kind: str, selector: str = "") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(kubectl("get", kind, "--selector", selector, "--output", "json"))["items"]
+    found: list[dict[str, Any]] = json.loads(
+        kubectl("get", kind, "--selector", selector, "--output", "json")
+    )["items"]
     return found
 
 
@@ -90,13 +93,17 @@ class Execution:
 
     def wait(self, timeout: float = 900) -> FlyteWorkflowExecution:
         """Return the execution once it is over."""
-        eventually(lambda: self.is_over, timeout, f"the end of {self.name}; its pods: {self.pods()}")
+        eventually(
+            lambda: self.is_over, timeout, (f"the end of {self.name}; its pods: {self.pods()}")
+        )
         return self.sync()
 
     def outputs(self, timeout: float = 900) -> Any:
         """Return the outputs of an execution that has to succeed."""
         execution = self.wait(timeout)
-        assert execution.closure.phase == Phase.SUCCEEDED, f"{self.name}: {execution.error}\n{self.logs()}"
+        assert execution.closure.phase == Phase.SUCCEEDED, (
+            f"{self.name}: {execution.error}\n{self.logs()}"
+        )
         return execution.outputs
 
     def error(self, timeout: float = 900) -> str:
@@ -107,11 +114,18 @@ class Execution:
 
     def pods(self) -> list[str]:
         """Return the names of the pods of its tasks, retries included, oldest first."""
-        pods = sorted(items("pods", f"execution-id={self.name}"), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        pods = sorted(
+            items("pods", f"execution-id={self.name}"),
+            key=lambda pod: pod["metadata"]["creationTimestamp"],
+        )
         return [pod["metadata"]["name"] for pod in pods]
 
-    def pod_of(self, task: str, attempt: int = 0, timeout: float = 600, running: bool = True) -> str:
-        """Return the pod of an attempt of a task, such as train-on-one-node, once it runs, or only has a node."""
+    def pod_of(
+        self, task: str, attempt: int = 0, timeout: float = 600, running: bool = True
+    ) -> str:
+        """Return the pod of an attempt of a task, such as train-on-one-node, once it runs, or only
+        has a node.
+        """
 
         def find() -> str:
             for pod in items("pods", f"execution-id={self.name}"):
@@ -119,7 +133,11 @@ class Execution:
                 if (
                     labels.get("task-name", "").endswith(task)
                     and name.endswith(f"-{attempt}")
-                    and (pod["status"].get("phase") == "Running" if running else pod["spec"].get("nodeName"))
+                    and (
+                        pod["status"].get("phase") == "Running"
+                        if running
+                        else pod["spec"].get("nodeName")
+                    )
                 ):
                     return str(name)
             assert not self.is_over, f"{self.name} ended: {self.sync().error}"
@@ -140,7 +158,11 @@ class Execution:
             for node in nodes:
                 if any(each.id.task_id.name.endswith(task) for each in node.task_executions):
                     return node
-                inner = [each for nested in node.workflow_executions for each in nested.node_executions.values()]
+                inner = [
+                    each
+                    for nested in node.workflow_executions
+                    for each in nested.node_executions.values()
+                ]
                 if found := search([*node.subworkflow_node_executions.values(), *inner]):
                     return found
             return None
@@ -150,9 +172,15 @@ class Execution:
         return found
 
     def errors(self, task: str) -> dict[int, str]:
-        """Return the error of each attempt of `task` that has failed, also where a retry has deleted its pod."""
+        """Return the error of each attempt of `task` that has failed, also where a retry has
+        deleted its pod.
+        """
         attempts = self.node(task).task_executions
-        return {each.id.retry_attempt: each.closure.error.message for each in attempts if each.closure.error}
+        return {
+            each.id.retry_attempt: each.closure.error.message
+            for each in attempts
+            if each.closure.error
+        }
 
     def read_bytes(self, url: str) -> bytes:
         """Return an object in the store of Flyte's outputs."""
@@ -168,28 +196,41 @@ class Execution:
 
     def load(self, url: str) -> dict[str, torch.Tensor]:
         """Return the state dict in a file of outputs."""
-        state: dict[str, torch.Tensor] = torch.load(io.BytesIO(self.read_bytes(url)), weights_only=True)
+        state: dict[str, torch.Tensor] = torch.load(
+            io.BytesIO(self.read_bytes(url)), weights_only=True
+        )
         return state
 
     def history(self, outputs: Any) -> list[dict[str, Any]]:
         """Return the events of a training run."""
-        return [json.loads(line) for line in self.read(outputs["history"].remote_source).splitlines()]
+        return [
+            json.loads(line) for line in self.read(outputs["history"].remote_source).splitlines()
+        ]
 
 
 @dataclasses.dataclass
 class Checkout:
-    """A copy of the repository's files, or a project of a user's own, from which somebody registers and runs."""
+    """A copy of the repository's files, or a project of a user's own, from which somebody registers
+    and runs.
+    """
 
     directory: Path
     remote: FlyteRemote
     image: str = IMAGE
     bin: Path = BIN  # the commands of its environment
 
-    def call(self, *command: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *command: str, timeout: float = 300, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.directory,
-            env={**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", **SETTINGS, **environment},
+            env={
+                **os.environ,
+                "PATH": f"{self.bin}:{os.environ['PATH']}",
+                **SETTINGS,
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -199,7 +240,17 @@ class Checkout:
     def run(self, file: str, workflow: str, *inputs: str, **environment: str) -> Execution:
         """`pyflyte run --remote`, as the README shows it."""
         done = self.call(
-            *("pyflyte", "run", "--remote", "--image", self.image, "--service-account", "flyte-ddp", file, workflow),
+            *(
+                "pyflyte",
+                "run",
+                "--remote",
+                "--image",
+                self.image,
+                "--service-account",
+                "flyte-ddp",
+                file,
+                workflow,
+            ),
             *inputs,
             **environment,
         )
@@ -207,10 +258,14 @@ class Checkout:
 
     def train(self, *inputs: str, **environment: str) -> Execution:
         """Start `single_node_training_wf`."""
-        return self.run("workflows/single_node.py", "single_node_training_wf", *inputs, **environment)
+        return self.run(
+            "workflows/single_node.py", "single_node_training_wf", *inputs, **environment
+        )
 
     def train_on_cluster(self, *inputs: str, **cluster: Any) -> Execution:
-        """Start `multi_node_training_wf` on a small cluster of two nodes, with values of its configuration."""
+        """Start `multi_node_training_wf` on a small cluster of two nodes, with values of its
+        configuration.
+        """
         given = ("--cluster", json.dumps({**SMALL_CLUSTER, **cluster}))
         return self.run("workflows/multi_node.py", "multi_node_training_wf", *given, *inputs)
 
@@ -222,8 +277,17 @@ class Checkout:
 
     def register(self, version: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """`make register`, as the README shows it."""
-        given = {"IMAGE": self.image, "VERSION": version, "PROJECT": PROJECT, "DOMAIN": DOMAIN, **SETTINGS, **settings}
-        done = self.call("make", "register", *(f"{name}={value}" for name, value in given.items()), timeout=600)
+        given = {
+            "IMAGE": self.image,
+            "VERSION": version,
+            "PROJECT": PROJECT,
+            "DOMAIN": DOMAIN,
+            **SETTINGS,
+            **settings,
+        }
+        done = self.call(
+            "make", "register", *(f"{name}={value}" for name, value in given.items()), timeout=600
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 

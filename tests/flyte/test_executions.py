@@ -53,26 +53,45 @@ def version(checkout: Checkout, unique: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory, unique: str) -> Execution:
-    """A run on one node with a file of this machine's own; other runs of the tests have other names in it."""
+    """A run on one node with a file of this machine's own; other runs of the tests have other names
+    in it.
+    """
     letters = "abcdefghijklmnopqrstuvwxyz"
-    names = [f"{first}{second}{third}o" for first in letters for second in "aeiou" for third in letters[:10]]
+    names = [
+        f"{first}{second}{third}o"
+        for first in letters
+        for second in "aeiou"
+        for third in letters[:10]
+    ]
     file = tmp_path_factory.mktemp("names") / "names.txt"
-    file.write_text("\n".join([*names, *(f"{unique.translate(DIGITS)}{name}" for name in names[:20])]))
-    return checkout.train("--recipe", "pet_names", "--data", str(file), "--config", json.dumps({"epochs": 2}))
+    file.write_text(
+        "\n".join([*names, *(f"{unique.translate(DIGITS)}{name}" for name in names[:20])])
+    )
+    return checkout.train(
+        "--recipe", "pet_names", "--data", str(file), "--config", json.dumps({"epochs": 2})
+    )
 
 
 def assert_quiet(execution: Execution) -> None:
-    """No pod of the execution printed a warning, an error, or a path that nobody can reach once it is gone."""
+    """No pod of the execution printed a warning, an error, or a path that nobody can reach once it
+    is gone.
+    """
     for pod in execution.pods():
         log = execution.log(pod)
         assert [line for line in log.splitlines() if PROBLEM.search(line)] == [], pod
         assert not re.search(r"^(model state|report|history)\s+/", log, re.M), log[-2000:]
 
 
-def test_make_register_registers_every_task_workflow_and_launch_plan(checkout: Checkout, version: str) -> None:
+def test_make_register_registers_every_task_workflow_and_launch_plan(
+    checkout: Checkout, version: str
+) -> None:
     remote = checkout.remote
     assert len(remote.list_tasks_by_version(version)) >= 10
-    for workflow in ("single_node.single_node_training_wf", "multi_node.multi_node_training_wf", "retrain.retrain_wf"):
+    for workflow in (
+        "single_node.single_node_training_wf",
+        "multi_node.multi_node_training_wf",
+        "retrain.retrain_wf",
+    ):
         assert remote.fetch_workflow(name=f"workflows.{workflow}", version=version)
     assert remote.fetch_launch_plan(name="retrain", version=version).id.version == version
 
@@ -103,13 +122,17 @@ def test_several_nodes_train_without_configured_keys(checkout: Checkout, unique:
 
 @pytest.fixture(scope="module")
 def checkout_with_recipes(checkout: Checkout) -> Checkout:
-    """The checkout with a recipe of one file, and one of a package whose files import one another."""
+    """The checkout with a recipe of one file, and one of a package whose files import one
+    another.
+    """
     recipes = checkout.directory / "recipes"
     shutil.copy(REPOSITORY / "examples/wine.py", recipes / "wine.py")
     package = recipes / "cellar"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "layers.py").write_text("from torch import nn\n\n\ndef net(n):\n    return nn.Linear(n, 3)\n")
+    (package / "layers.py").write_text(
+        "from torch import nn\n\n\ndef net(n):\n    return nn.Linear(n, 3)\n"
+    )
     (package / "wines.py").write_text(
         "from recipes.cellar.layers import net\nfrom recipes.wine import Wine\n\n\n"
         "class Cellar(Wine):\n    def model(self):\n        return net(13)\n"
@@ -127,7 +150,9 @@ def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
     checkout_with_recipes: Checkout, unique: str
 ) -> None:
     config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
-    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.cellar.wines.Cellar", "--config", config)
+    execution = checkout_with_recipes.train_on_cluster(
+        "--recipe", "recipes.cellar.wines.Cellar", "--config", config
+    )
     assert len(execution.outputs()["epoch_accuracies"]) == 3
 
 
@@ -148,22 +173,32 @@ if dist.get_rank() == 0:
 """
 
 
-def test_a_script_runs_on_several_nodes_with_the_file_beside_it(checkout: Checkout, tmp_path: Path) -> None:
+def test_a_script_runs_on_several_nodes_with_the_file_beside_it(
+    checkout: Checkout, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("GREETING = 'hello'\n")
     script = ("--script", str(tmp_path / "train.py"), "--arguments", '["{outputs}"]')
-    execution = checkout.run("workflows/script.py", "script_wf", *script, "--cluster", json.dumps(SMALL_CLUSTER))
+    execution = checkout.run(
+        "workflows/script.py", "script_wf", *script, "--cluster", json.dumps(SMALL_CLUSTER)
+    )
     outputs = execution.outputs()
     assert execution.read(f"{outputs['outputs'].remote_source.rstrip('/')}/model.txt") == "trained"
     log = execution.read(outputs["log"].remote_source)
     assert all(f"[node {rank}] [rank {rank}] hello from rank {rank} of 2" in log for rank in (0, 1))
-    assert [event["step"] for event in execution.history(outputs) if event["event"] == "Reported"] == [1, 2, 3]
+    assert [
+        event["step"] for event in execution.history(outputs) if event["event"] == "Reported"
+    ] == [1, 2, 3]
     assert "hello from rank 0 of 2" in execution.deck("run_script")
     assert not items("daskclusters", f"execution-id={execution.name}")
 
 
-def test_a_users_task_trains_on_two_nodes_and_the_next_task_reads_its_file(checkout: Checkout, tmp_path: Path) -> None:
-    shutil.copy(REPOSITORY / "tests/support/kubernetes_task.py", checkout.directory / "workflows/own.py")
+def test_a_users_task_trains_on_two_nodes_and_the_next_task_reads_its_file(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    shutil.copy(
+        REPOSITORY / "tests/support/kubernetes_task.py", checkout.directory / "workflows/own.py"
+    )
     (tmp_path / "words.txt").write_text("the sum is")
     inputs = ("--text", str(tmp_path / "words.txt"), "--steps", "5")
     execution = checkout.run("workflows/own.py", "train_and_read", *inputs)
@@ -172,7 +207,9 @@ def test_a_users_task_trains_on_two_nodes_and_the_next_task_reads_its_file(check
     assert "the Deck of rank 0" in execution.deck("own.train")
 
 
-def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
+def test_a_deleted_pod_loses_only_the_last_steps(
+    checkout: Checkout, unique: str, aborted: list[Execution]
+) -> None:
     config = json.dumps({"epochs": 60, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train("--recipe", "digits", "--config", config)
     aborted.append(execution)
@@ -180,7 +217,9 @@ def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str
     eventually(lambda: "epoch 5/" in execution.log(pod), 600, f"epoch 5 in the log of {pod}")
     kubectl("delete", "pod", pod, "--wait=false")
     outputs = execution.outputs()
-    loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
+    loaded = [
+        event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"
+    ][-1]
     assert loaded["step"] > 0
     assert len(outputs["epoch_accuracies"]) == 60
 
@@ -188,7 +227,9 @@ def test_a_deleted_pod_loses_only_the_last_steps(checkout: Checkout, unique: str
 def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
     checkout_with_recipes: Checkout, unique: str, aborted: list[Execution], tmp_path: Path
 ) -> None:
-    """One after the other, in one execution: its gang goes on smaller, and Flyte's next attempt where it was."""
+    """One after the other, in one execution: its gang goes on smaller, and Flyte's next attempt
+    where it was.
+    """
     (checkout_with_recipes.directory / "recipes/paced.py").write_text(PACED)
     config = json.dumps({"epochs": 15, "seed": int(unique, 16), "checkpoint_interval": 1000})
     inputs = ("--recipe", "recipes.paced.Paced", "--config", config)
@@ -200,14 +241,23 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
         return max(map(int, re.findall(r"step (\d+) of", execution.log(driver))), default=0) >= step
 
     with open(tmp_path / "log", "w") as log:
-        follow = subprocess.Popen(["kubectl", "--namespace", NAMESPACE, "logs", "--follow", driver], stdout=log)
+        follow = subprocess.Popen(
+            ["kubectl", "--namespace", NAMESPACE, "logs", "--follow", driver], stdout=log
+        )
     try:
         eventually(lambda: has_reached(20), 600, f"step 20 in the log of {driver}")
         nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in items("pods")}
         (cluster,) = clusters_of(driver)
         workers = [name for name in nodes if name.startswith(f"{cluster}-default-worker")]
-        drain(next(nodes[name] for name in workers if nodes[name] != nodes[driver]), f"dask.org/cluster-name={cluster}")
-        left = eventually(lambda: LEFT.search(execution.log(driver)), 120, "the start of a gang without the node")
+        drain(
+            next(nodes[name] for name in workers if nodes[name] != nodes[driver]),
+            f"dask.org/cluster-name={cluster}",
+        )
+        left = eventually(
+            lambda: LEFT.search(execution.log(driver)),
+            120,
+            ("the start of a gang without the node"),
+        )
         eventually(lambda: has_reached(int(left[1]) + 20), 300, "20 steps after it")
         drain(nodes[driver], f"execution-id={execution.name}")
     finally:
@@ -218,7 +268,11 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
     told = (tmp_path / "log").read_text()
     assert f"resumed at step {left[1]} of" in told
     (stopped,) = set(re.findall(r"the run was stopped at step (\d+)", told))
-    loaded = [event["step"] for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"]
+    loaded = [
+        event["step"]
+        for event in execution.history(outputs)
+        if event["event"] == "CheckpointLoaded"
+    ]
     assert loaded[0] == int(stopped) >= int(left[1]) + 20, "steps are done again"
     assert list(execution.errors("train_on_cluster")) == [0]
 
@@ -233,7 +287,9 @@ def mended_nodes() -> Iterator[None]:
 def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     checkout: Checkout, unique: str, aborted: list[Execution], mended_nodes: None
 ) -> None:
-    """The operator's "no node could ever run a worker pod" ends a first attempt for good, and a retry recoverably."""
+    """The operator's "no node could ever run a worker pod" ends a first attempt for good, and a
+    retry recoverably.
+    """
     config = json.dumps({"epochs": 40, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
@@ -242,13 +298,17 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     kubectl("delete", "pod", first, "--wait=false")
     execution.pod_of("train-on-cluster", attempt=1, timeout=300, running=False)
     kubectl("taint", "node", "--all", "upkeep=:NoSchedule")
-    error = eventually(lambda: execution.errors("train_on_cluster").get(1), 120, "the end of the second attempt")
+    error = eventually(
+        lambda: execution.errors("train_on_cluster").get(1), 120, ("the end of the second attempt")
+    )
     assert "with the taint upkeep" in error, error
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
     kubectl("taint", "node", "--all", "upkeep-")
     outputs = execution.outputs()
     assert len(outputs["epoch_accuracies"]) == 40
-    loaded = [event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"][-1]
+    loaded = [
+        event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"
+    ][-1]
     assert loaded["step"] > 0
 
 
@@ -257,26 +317,39 @@ def test_workers_that_run_out_of_memory_twice_end_the_execution_with_what_to_cha
 ) -> None:
     (checkout_with_recipes.directory / "recipes/hungry.py").write_text(HUNGRY)
     config = ("--config", json.dumps({"seed": int(unique, 16)}))
-    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.hungry.HungryRank", *config)
+    execution = checkout_with_recipes.train_on_cluster(
+        "--recipe", "recipes.hungry.HungryRank", *config
+    )
     error = execution.error()
-    expected = "cluster.kubernetes.worker_memory: expected more than 1Gi, or .* the ranks ran out of memory twice"
+    expected = (
+        "cluster.kubernetes.worker_memory: expected more than 1Gi, or .* the ranks ran out "
+        "of memory twice"
+    )
     assert re.search(expected, error), error
     restarts = re.compile("restarts from (?:its last checkpoint|the beginning)")
     (pod,) = [pod for pod in execution.pods() if restarts.search(execution.log(pod))]
     assert len(restarts.findall(execution.log(pod))) == 1
-    attempts = [each for each in items("pods", f"execution-id={execution.name}") if "train-on-cluster" in str(each)]
+    attempts = [
+        each
+        for each in items("pods", f"execution-id={execution.name}")
+        if "train-on-cluster" in str(each)
+    ]
     assert len({each["metadata"]["name"] for each in attempts}) == 1  # Flyte has made no retry
     assert not items("daskclusters", f"execution-id={execution.name}")
 
 
-def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, aborted: list[Execution]) -> None:
+def test_an_abort_deletes_the_dask_cluster(
+    checkout: Checkout, unique: str, aborted: list[Execution]
+) -> None:
     config = json.dumps({"epochs": 2000, "seed": int(unique, 16)})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
     pod = execution.pod_of("train-on-cluster")
     eventually(lambda: "epoch 2/" in execution.log(pod), 600, f"epoch 2 in the log of {pod}")
     owned = f"dask.org/cluster-name={next(iter(clusters_of(pod)))}"
-    checkout.remote.terminate(checkout.remote.fetch_execution(name=execution.name), "somebody changed their mind")
+    checkout.remote.terminate(
+        checkout.remote.fetch_execution(name=execution.name), ("somebody changed their mind")
+    )
     start = time.monotonic()
     eventually(lambda: not clusters_of(pod), 30, "an end to the Dask cluster")
     eventually(lambda: not items("pods", owned), 180, "an end to the pods of the Dask cluster")
@@ -287,7 +360,14 @@ def test_an_abort_deletes_the_dask_cluster(checkout: Checkout, unique: str, abor
 def drain(node: str, pods: str) -> None:
     """Drain `node` of the pods of a selector, and let it take pods again."""
     try:
-        kubectl("drain", node, f"--pod-selector={pods}", "--delete-emptydir-data", "--force", "--timeout=180s")
+        kubectl(
+            "drain",
+            node,
+            f"--pod-selector={pods}",
+            "--delete-emptydir-data",
+            "--force",
+            "--timeout=180s",
+        )
     finally:
         kubectl("uncordon", node)
 
@@ -352,7 +432,17 @@ def test_a_cron_of_a_minute_retrains_and_promotes(
     where = ("--project", PROJECT, "--domain", DOMAIN)
     # The files of this checkout are not the image's, so they are shipped.
     registered = every_minute.call(
-        *("pyflyte", "register", *where, "--version", version, "--image", IMAGE, "--service-account", "flyte-ddp"),
+        *(
+            "pyflyte",
+            "register",
+            *where,
+            "--version",
+            version,
+            "--image",
+            IMAGE,
+            "--service-account",
+            "flyte-ddp",
+        ),
         *("--copy", "all", "workflows"),
         RETRAIN_INPUTS=json.dumps(inputs),
     )
@@ -373,4 +463,7 @@ def test_a_cron_of_a_minute_retrains_and_promotes(
     finally:
         every_minute.call("pyflyte", "launchplan", *where, "--deactivate", "retrain", version)
         aborted.extend(scheduled())
-    print(f"the first scheduled execution was over {time.monotonic() - start:.0f} s after the registration")
+    print(
+        f"the first scheduled execution was over {time.monotonic() - start:.0f} s after the "
+        "registration"
+    )

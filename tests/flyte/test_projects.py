@@ -1,6 +1,8 @@
-"""Projects of users' own, with the images that they build: one of `flyte-ddp new`, one that only uses `Distributed`.
+"""Projects of users' own, with the images that they build: one of `flyte-ddp new`, one that only
+uses `Distributed`.
 
-FLYTE_DDP_TEST_BUILDER names a command that takes the arguments of `docker build` and gives the image to the nodes.
+FLYTE_DDP_TEST_BUILDER names a command that takes the arguments of `docker build` and gives the
+image to the nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
 BUILDER = os.environ.get("FLYTE_DDP_TEST_BUILDER", "")
 BUILD_SECONDS = 2400  # of an image of 7 GB, which goes to two nodes
-pytestmark = pytest.mark.skipif(not BUILDER, reason="FLYTE_DDP_TEST_BUILDER names no command that builds images")
+pytestmark = pytest.mark.skipif(
+    not BUILDER, reason=("FLYTE_DDP_TEST_BUILDER names no command that builds images")
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +45,27 @@ def test_a_new_project_trains_on_one_and_two_nodes_with_the_image_that_it_builds
     environment = own_environment()
     subprocess.run([*make, "setup"], cwd=directory, env=environment, check=True, timeout=900)
     build = [*make, "image", f"BUILDER={BUILDER}"]
-    subprocess.run(build, cwd=directory, env={**environment, **SETTINGS}, check=True, timeout=BUILD_SECONDS)
+    subprocess.run(
+        build, cwd=directory, env={**environment, **SETTINGS}, check=True, timeout=BUILD_SECONDS
+    )
     version = f"new-{unique}"
     project.register(version)
     assert remote.fetch_launch_plan(name="retrain", version=version).id.version == version
 
-    inputs = ("--recipe", "recipes.wine.Wine", "--config", json.dumps({"epochs": 5, "seed": int(unique, 16)}))
+    inputs = (
+        "--recipe",
+        "recipes.wine.Wine",
+        "--config",
+        json.dumps({"epochs": 5, "seed": int(unique, 16)}),
+    )
     executions = project.train(*inputs), project.train_on_cluster(*inputs)
     states = []
     for num_nodes, execution in enumerate(executions, start=1):
         outputs = execution.outputs()
         assert len(outputs["epoch_accuracies"]) == 5
-        (started,) = [event for event in execution.history(outputs) if event["event"] == "RunStarted"]
+        (started,) = [
+            event for event in execution.history(outputs) if event["event"] == "RunStarted"
+        ]
         assert (started["world_size"], started["num_nodes"]) == (2, num_nodes)
         states.append(execution.load(outputs["model_state"].remote_source))
     torch.testing.assert_close(*states)
@@ -123,11 +136,18 @@ def test_a_project_that_only_uses_distributed_trains_on_one_and_two_nodes(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / wheel.name).write_bytes(wheel.read_bytes())
-    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", (REPOSITORY / "docs/install.md").read_text(), re.S)
+    (dockerfile,) = re.findall(
+        r"```dockerfile\n(.*?)```", (REPOSITORY / "docs/install.md").read_text(), re.S
+    )
     start = f"FROM {IMAGE}\nUSER 0\nENV PYTHONPATH=\nRUN rm -r /opt/flyte-ddp\n"
     (tmp_path / "Dockerfile").write_text(re.sub(r"^FROM .*\n", start, dockerfile))
     project = Checkout(tmp_path, remote, f"own-project:{unique}", commands)
-    subprocess.run([*BUILDER.split(), "-t", project.image, "."], cwd=tmp_path, check=True, timeout=BUILD_SECONDS)
+    subprocess.run(
+        [*BUILDER.split(), "-t", project.image, "."],
+        cwd=tmp_path,
+        check=True,
+        timeout=BUILD_SECONDS,
+    )
     execution = project.run("workflows/train.py", "train")
     outputs = execution.outputs()
     one, two = (execution.load(outputs[name].remote_source) for name in ("o0", "o1"))

@@ -1,4 +1,6 @@
-"""A namespace on whatever cluster KUBECONFIG names, with the Dask operator and exactly the RBAC of deploy/."""
+"""A namespace on whatever cluster KUBECONFIG names, with the Dask operator and exactly the RBAC of
+deploy/.
+"""
 
 import dataclasses
 import io
@@ -93,9 +95,9 @@ class Namespace:
         return kubectl("--namespace", self.name, *arguments, stdin=stdin, check=check)
 
     def items(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "--selector", selector, "--output", "json"))[
-            "items"
-        ]
+        found: list[dict[str, Any]] = json.loads(
+            self.kubectl("get", kind, "--selector", selector, "--output", "json")
+        )["items"]
         return found
 
     def clusters(self) -> list[str]:
@@ -106,7 +108,9 @@ class Namespace:
     def policy(self, cluster: str) -> dict[str, Any]:
         """Return the network policy of a cluster, which is created just after it."""
         command = ("get", "networkpolicy", cluster, "--ignore-not-found", "--output", "json")
-        policy: dict[str, Any] = json.loads(eventually(lambda: self.kubectl(*command), 60, f"the policy of {cluster}"))
+        policy: dict[str, Any] = json.loads(
+            eventually(lambda: self.kubectl(*command), 60, (f"the policy of {cluster}"))
+        )
         return policy
 
     def pods(self, cluster: str, component: str) -> list[dict[str, Any]]:
@@ -115,15 +119,23 @@ class Namespace:
 
     def left_of_clusters(self) -> list[str]:
         """Return everything that Dask clusters have made, or are, as kind/name, deleted or not."""
-        own = [f"{kind}/{each['metadata']['name']}" for kind in CLUSTER_KINDS for each in self.items(kind)]
+        own = [
+            f"{kind}/{each['metadata']['name']}"
+            for kind in CLUSTER_KINDS
+            for each in self.items(kind)
+        ]
         made = ("pods", "dask.org/cluster-name"), ("deployments,services", "dask.org/cluster-name")
         made += (("secrets,networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp"),)
         return own + [
-            f"{each['kind'].lower()}/{each['metadata']['name']}" for kinds in made for each in self.items(*kinds)
+            f"{each['kind'].lower()}/{each['metadata']['name']}"
+            for kinds in made
+            for each in self.items(*kinds)
         ]
 
     def start_driver(self, name: str, script: str, service_account: str = "flyte-ddp") -> None:
-        """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the image holds."""
+        """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the
+        image holds.
+        """
         start = 'tar xzf /code/code.tar.gz -C /root && exec python -W ignore -c "$0"'
         apply(
             {
@@ -160,7 +172,9 @@ class Namespace:
 
         def logged() -> str:
             log = self.log(pod)
-            assert line in log or self.phase(pod) not in ("Failed", "Succeeded"), f"{pod} ended:\n{log}"
+            assert line in log or self.phase(pod) not in ("Failed", "Succeeded"), (
+                f"{pod} ended:\n{log}"
+            )
             return log if line in log else ""
 
         return str(eventually(logged, timeout, f"{line!r} in the log of {pod}"))
@@ -176,7 +190,13 @@ class Namespace:
 def operator() -> None:
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG names no cluster")
-    available = ("get", "deployment", "dask-operator", "--output", "jsonpath={.status.availableReplicas}")
+    available = (
+        "get",
+        "deployment",
+        "dask-operator",
+        "--output",
+        "jsonpath={.status.availableReplicas}",
+    )
     if kubectl("--namespace", "dask-operator", *available, check=False):
         return  # the cluster has one, which others may use at this moment
     install_operator(IMAGE)
@@ -197,7 +217,8 @@ DEFAULT_REQUESTS = {
     "metadata": {"name": "helpers"},
     "spec": {"limits": [{"type": "Container", "defaultRequest": {"cpu": "10m", "memory": "16Mi"}}]},
 }
-# The lists of the policy, as an operator edits them; the names "absent" are of starts that fail for another reason.
+# The lists of the policy, as an operator edits them; the names "absent" are of starts that fail for
+# another reason.
 POLICY_LISTS = (
     ("'registry.example.com/flyte-ddp'", f"'{IMAGE.rpartition(':')[0]}', 'absent'"),
     ("'default', 'flyte-ddp'", "'default', 'flyte-ddp', 'absent'"),
@@ -206,7 +227,9 @@ POLICY_LISTS = (
 
 
 def manifest(file: str, namespace: str) -> str:
-    """Return a file of deploy/ for `namespace`, with the admission policy's lists edited for the tests."""
+    """Return a file of deploy/ for `namespace`, with the admission policy's lists edited for the
+    tests.
+    """
     text = (ROOT / "deploy" / file).read_text().replace("NAMESPACE", namespace)
     for old, new in POLICY_LISTS if file == "admission-policy.yaml" else ():
         assert old in text
@@ -216,7 +239,9 @@ def manifest(file: str, namespace: str) -> str:
 
 @pytest.fixture(scope="session")
 def namespace(operator: None) -> Iterator[Namespace]:
-    """A namespace as the guide makes it: quota, Pod Security, rights, policies and the template of tasks' pods."""
+    """A namespace as the guide makes it: quota, Pod Security, rights, policies and the template of
+    tasks' pods.
+    """
     name = f"ddp-test-{uuid.uuid4().hex[:6]}"
     applied = ("namespace.yaml", "rbac.yaml", "admission-policy.yaml")
     for file in applied:
@@ -227,9 +252,22 @@ def namespace(operator: None) -> Iterator[Namespace]:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for package in ("flyte_ddp", "tasks", "workflows"):
-            tar.add(ROOT / package, package, filter=lambda member: None if "__pycache__" in member.name else member)
+            tar.add(
+                ROOT / package,
+                package,
+                filter=lambda member: None if "__pycache__" in member.name else member,
+            )
     code = kubectl(
-        *("--namespace", name, "create", "configmap", "code", "--dry-run=client", "--output", "json"),
+        *(
+            "--namespace",
+            name,
+            "create",
+            "configmap",
+            "code",
+            "--dry-run=client",
+            "--output",
+            "json",
+        ),
         *("--from-file", "code.tar.gz=/dev/stdin"),
         stdin=archive.getvalue(),
     )
@@ -237,19 +275,31 @@ def namespace(operator: None) -> Iterator[Namespace]:
     namespace = Namespace(name)
     eventually(lambda: _is_counted(name), 120, "a quota of Dask clusters")
     yield namespace
-    eventually(lambda: not namespace.left_of_clusters(), 300, "an end to everything of all Dask clusters")
+    eventually(
+        lambda: not namespace.left_of_clusters(), 300, ("an end to everything of all Dask clusters")
+    )
     kubectl("delete", "namespace", name, "--timeout=300s")  # waits: nothing in it may keep it
     for file in applied:
-        kubectl("delete", "-f", "-", "--wait=false", "--ignore-not-found", stdin=manifest(file, name))
+        kubectl(
+            "delete", "-f", "-", "--wait=false", "--ignore-not-found", stdin=manifest(file, name)
+        )
 
 
 def _is_counted(namespace: str) -> bool:
-    """Return whether Kubernetes counts what the namespace's quota limits; make the quota again if it does not.
+    """Return whether Kubernetes counts what the namespace's quota limits; make the quota again if
+    it does not.
 
-    Kubernetes looks for new kinds each 30 seconds, and until five minutes later it refuses Dask clusters where a quota
-    that is older than that look counts them.
+    Kubernetes looks for new kinds each 30 seconds, and until five minutes later it refuses Dask
+    clusters where a quota that is older than that look counts them.
     """
-    used = kubectl("--namespace", namespace, "get", "resourcequota", "--output", "jsonpath={.items[*].status.used}")
+    used = kubectl(
+        "--namespace",
+        namespace,
+        "get",
+        "resourcequota",
+        "--output",
+        "jsonpath={.items[*].status.used}",
+    )
     if "count/daskclusters" in used:
         return True
     kubectl("--namespace", namespace, "delete", "resourcequota", "--all")
@@ -275,7 +325,9 @@ def store(namespace: Namespace) -> Iterator[Store]:
 
 
 def _own_address() -> str:
-    """This machine's address as pods reach it: the one from which it would talk to the API server's own."""
+    """This machine's address as pods reach it: the one from which it would talk to the API server's
+    own.
+    """
     if address := os.environ.get("FLYTE_DDP_TEST_ADDRESS"):
         return address
     api_server = kubectl(
@@ -289,7 +341,9 @@ def _own_address() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left(namespace: Namespace) -> Iterator[None]:
-    """Every test must leave its namespace without a cluster; the pods follow, and are waited for once, at the end."""
+    """Every test must leave its namespace without a cluster; the pods follow, and are waited for
+    once, at the end.
+    """
     yield
     for kind in CLUSTER_KINDS:
         eventually(lambda kind=kind: not namespace.items(kind), 300, f"an end to all {kind}")

@@ -1,7 +1,9 @@
-"""The driver of training runs, in a pod, as a Flyte task would be. Needs no pytest: the image has none.
+"""The driver of training runs, in a pod, as a Flyte task would be. Needs no pytest: the image has
+none.
 
-As a program, `python -m tests.kubernetes.driver JSON`, it opens one cluster and trains run after run on it, up to the
-first that fails. Events and log lines of the runs and the launcher are printed as lines of JSON, each with its time.
+As a program, `python -m tests.kubernetes.driver JSON`, it opens one cluster and trains run after
+run on it, up to the first that fails. Events and log lines of the runs and the launcher are printed
+as lines of JSON, each with its time.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from tests.support.runs import new_run
 FUNCTIONS = FUNCTION, SPLIT_FUNCTION = "count_steps", "train_split"
 SPLIT_SAMPLES = 50  # of an epoch of the second one, in batches of 4 of which the last is smaller
 
-_speaks = threading.Lock()  # the launcher's log and the listeners' events come from different threads
+# the launcher's log and the listeners' events come from different threads
+_speaks = threading.Lock()
 
 
 def say(**values: Any) -> None:
     with _speaks:
-        print(json.dumps({"at": time.time(), **values}, default=repr), flush=True)  # a value of a function is bytes
+        # a value of a function is bytes
+        print(json.dumps({"at": time.time(), **values}, default=repr), flush=True)
 
 
 class Listener:
@@ -46,11 +50,16 @@ class Listener:
         self.run = run
 
     def handle(self, event: events.Event) -> None:
-        if not isinstance(event, (events.PredictionsMade, events.HistogramsTaken)):  # bytes, and kilobytes of numbers
+        # bytes, and kilobytes of numbers
+        if not isinstance(event, (events.PredictionsMade, events.HistogramsTaken)):
             say(run=self.run, **events.to_dict(event))
 
     def close(self, error: BaseException | None) -> None:
-        say(run=self.run, ended="well" if error is None else type(error).__name__, message=str(error or ""))
+        say(
+            run=self.run,
+            ended="well" if error is None else type(error).__name__,
+            message=str(error or ""),
+        )
 
 
 class LogHandler(logging.Handler):
@@ -83,7 +92,9 @@ def count_steps(num_steps: int) -> int:
 
 
 def train_split(epochs: int) -> dict[str, Any]:
-    """A function whose model FSDP2 splits, and which saves each second step. Returns the weights, whole."""
+    """A function whose model FSDP2 splits, and which saves each second step. Returns the weights,
+    whole.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -106,7 +117,9 @@ def train_split(epochs: int) -> dict[str, Any]:
 
     state = session.load(into=state_of(0))
     if state:
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     step = state["step"] if state else 0
     for epoch in range(epochs):
         for (batch,), weight in session.batches(TensorDataset(inputs), 4, epoch):
@@ -130,9 +143,10 @@ def program_of(run: dict[str, Any]) -> Program:
 
 
 def main() -> None:
-    """Train as the argument describes: `cluster` (fields of ClusterConfig), and `runs`, each with its `name`, `recipe`,
-    `checkpoints` (URL) and `config` (fields of TrainingConfig). A recipe of
-    `FUNCTIONS` is the function of this name, and the values of its `config` are the arguments."""
+    """Train as the argument describes: `cluster` (fields of ClusterConfig), and `runs`, each with
+    its `name`, `recipe`, `checkpoints` (URL) and `config` (fields of TrainingConfig). A recipe of
+    `FUNCTIONS` is the function of this name, and the values of its `config` are the arguments.
+    """
     logging.getLogger("flyte_ddp").addHandler(LogHandler())
     logging.getLogger("flyte_ddp").setLevel(logging.INFO)
     arguments = json.loads(sys.argv[1])

@@ -25,7 +25,8 @@ from tests.kubernetes.conftest import IMAGE, Namespace, apply
 from tests.kubernetes.store import Store
 
 PROJECT, DOMAIN = "flytesnacks", "development"
-NESTED = "n2/data/0/n2-n1/0/n0"  # a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
+# a node two levels down, as Flyte's metadata prefix has it; a top-level one is n1/data
+NESTED = "n2/data/0/n2-n1/0/n0"
 UNHEALTHY = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Warning:|Traceback|Unclosed|kube_config_path")
 
 
@@ -86,7 +87,8 @@ class Flyte:
         """The labels of the task's pod."""
         return {
             "execution-id": self.execution,
-            "node-id": node.removesuffix("/data").rpartition("/")[2],  # of the innermost workflow alone
+            # of the innermost workflow alone
+            "node-id": node.removesuffix("/data").rpartition("/")[2],
             "task-name": task.replace(".", "-").replace("_", "-"),
             "project": PROJECT,
             "domain": DOMAIN,
@@ -138,15 +140,23 @@ class Flyte:
             "FLYTE_PLATFORM_URL": "flyteadmin.flyte:81",
             "FLYTE_PLATFORM_INSECURE": "true",
         }
-        defaults = json.loads(self.namespace.kubectl("get", "podtemplate", "flyte-ddp", "--output", "json"))["template"]
+        defaults = json.loads(
+            self.namespace.kubectl("get", "podtemplate", "flyte-ddp", "--output", "json")
+        )["template"]
         (default,) = defaults["spec"].pop("containers")
         own = {
             "name": pod,
             **container,
             "args": arguments,
-            "env": [*default["env"], *({"name": name, "value": value} for name, value in environment.items())],
+            "env": [
+                *default["env"],
+                *({"name": name, "value": value} for name, value in environment.items()),
+            ],
             # Not the task's: these nodes have two cores, which other pods share.
-            "resources": {"requests": limits or {"cpu": "100m", "memory": "512Mi"}, "limits": limits or {}},
+            "resources": {
+                "requests": limits or {"cpu": "100m", "memory": "512Mi"},
+                "limits": limits or {},
+            },
         }
         spec = {"restartPolicy": "Never", "serviceAccountName": "flyte-ddp"}
         annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
@@ -217,7 +227,9 @@ def literals(task: Any, **inputs: Any) -> LiteralMap:
     interface = task.python_interface.inputs
     kinds = task.interface.inputs
     context = FlyteContextManager.current_context()
-    made = TypeEngine.dict_to_literal_map(context, given, {name: interface[name] for name in given}).to_flyte_idl()
+    made = TypeEngine.dict_to_literal_map(
+        context, given, {name: interface[name] for name in given}
+    ).to_flyte_idl()
     for name in inputs.keys() - given.keys():
         made.literals[name].CopyFrom(inputs[name])
     for name, (_, default) in task.python_interface.inputs_with_defaults.items():

@@ -1,4 +1,6 @@
-"""An S3 server of this machine that pods and tests reach alike: it checks keys, and can be taken away."""
+"""An S3 server of this machine that pods and tests reach alike: it checks keys, and can be taken
+away.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class Store:
         if not code:
             return self._app(environ, start_response)
         body = f"<Error><Code>{code}</Code><Message>Refused.</Message></Error>".encode()
-        start_response("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        start_response(
+            "403 Forbidden",
+            [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],
+        )
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
     def stop(self) -> None:
@@ -104,4 +109,8 @@ class Store:
     def checkpoint_steps(self, run: str) -> list[int]:
         """The steps of the run's complete checkpoints."""
         names = (path.rsplit("/", 1)[-1] for path in self.files.ls(f"runs/{run}", detail=False))
-        return sorted(int(match[1]) for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names) if match)
+        return sorted(
+            int(match[1])
+            for match in (re.fullmatch(r"step-(\d+)\.json", name) for name in names)
+            if match
+        )

@@ -1,4 +1,6 @@
-"""A Dask cluster on a real Kubernetes: where its workers run, its errors at a failed start, and its end."""
+"""A Dask cluster on a real Kubernetes: where its workers run, its errors at a failed start, and its
+end.
+"""
 
 import contextlib
 import json
@@ -70,8 +72,11 @@ def run_name() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
-def test_a_cluster_started_from_outside_uses_two_nodes_and_is_deleted(namespace: Namespace, run_name: str) -> None:
-    def double_in_a_child(number: int) -> int:  # local, so that it travels by value: the image has no tests
+def test_a_cluster_started_from_outside_uses_two_nodes_and_is_deleted(
+    namespace: Namespace, run_name: str
+) -> None:
+    # local, so that it travels by value: the image has no tests
+    def double_in_a_child(number: int) -> int:
         import multiprocessing
 
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -82,7 +87,9 @@ def test_a_cluster_started_from_outside_uses_two_nodes_and_is_deleted(namespace:
         workers = client.scheduler_info(n_workers=-1)["workers"]
         pods = namespace.pods(cluster_name(run_name), "worker")
         futures = [
-            client.submit(double_in_a_child, index, workers=[address], allow_other_workers=False, pure=False)
+            client.submit(
+                double_in_a_child, index, workers=[address], allow_other_workers=False, pure=False
+            )
             for index, address in enumerate(workers)
         ]
         doubles = client.gather(futures)
@@ -106,13 +113,19 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy_and_deletes_its_clus
     assert namespace.wait_for_end("driver") == 128 + signal.SIGTERM, namespace.log("driver")
     assert namespace.clusters() == []
     uid = namespace.kubectl("get", "pod", "driver", "--output", "jsonpath={.metadata.uid}")
-    assert [(owner["name"], owner["uid"]) for owner in cluster["metadata"]["ownerReferences"]] == [("driver", uid)]
+    assert [(owner["name"], owner["uid"]) for owner in cluster["metadata"]["ownerReferences"]] == [
+        ("driver", uid)
+    ]
     assert cluster["spec"]["worker"]["spec"]["containers"][0]["image"].endswith(IMAGE)
     (own,) = policy["spec"]["podSelector"]["matchLabels"].items()
     assert len(pods) == 3
     assert all(own in pod["metadata"]["labels"].items() for pod in pods)
     assert policy["metadata"]["ownerReferences"][0]["uid"] == cluster["metadata"]["uid"]
-    eventually(lambda: len(namespace.items("networkpolicies")) == 1, 180, "an end to the run's network policy")
+    eventually(
+        lambda: len(namespace.items("networkpolicies")) == 1,
+        180,
+        ("an end to the run's network policy"),
+    )
 
 
 ELSEWHERE = """
@@ -147,7 +160,9 @@ for place in sys.argv[1:]:
 def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live_elsewhere(
     namespace: Namespace, store: Store
 ) -> None:
-    """Its driver in another namespace, its workers, DNS, the object store and the operator work meanwhile."""
+    """Its driver in another namespace, its workers, DNS, the object store and the operator work
+    meanwhile.
+    """
     home = Namespace(f"{namespace.name}-home")
     kubectl("create", "namespace", home.name)
     kubectl("label", "namespace", home.name, "pod-security.kubernetes.io/enforce=restricted")
@@ -163,22 +178,41 @@ def test_a_pod_of_another_run_reaches_nothing_of_a_cluster_whose_driver_may_live
         binding["subjects"][0]["namespace"] = home.name
         apply(binding)
         code = json.loads(namespace.kubectl("get", "configmap", "code", "--output", "json"))
-        kubectl("create", "-f", "-", stdin=json.dumps({**code, "metadata": {"name": "code", "namespace": home.name}}))
+        kubectl(
+            "create",
+            "-f",
+            "-",
+            stdin=json.dumps({**code, "metadata": {"name": "code", "namespace": home.name}}),
+        )
         bucket = urllib.parse.urlsplit(store.url)
-        script = ELSEWHERE % (small_cluster(namespace=namespace.name), (bucket.hostname, bucket.port))
+        script = ELSEWHERE % (
+            small_cluster(namespace=namespace.name),
+            (bucket.hostname, bucket.port),
+        )
         home.start_driver("elsewhere", script)
         log = home.wait_for_line("elsewhere", "the cluster is up")
         assert "seems not to enforce" not in log
         (cluster,) = namespace.clusters()
         service = f"{cluster}-scheduler.{namespace.name}"
-        addresses = [pod["status"]["podIP"] for pod in namespace.items("pods", f"dask.org/cluster-name={cluster}")]
+        addresses = [
+            pod["status"]["podIP"]
+            for pod in namespace.items("pods", f"dask.org/cluster-name={cluster}")
+        ]
         places = [
             f"{service}:8786",
             f"{service}:8787",
             *(f"{address}:{port}" for address in addresses for port in (8786, 40000)),
         ]
-        stranger = ("run", "stranger", f"--image={IMAGE}", "--image-pull-policy=IfNotPresent", "--restart=Never")
-        security = {"spec": {**POD_SECURITY, "containers": [{"name": "stranger", **CONTAINER_SECURITY}]}}
+        stranger = (
+            "run",
+            "stranger",
+            f"--image={IMAGE}",
+            "--image-pull-policy=IfNotPresent",
+            "--restart=Never",
+        )
+        security = {
+            "spec": {**POD_SECURITY, "containers": [{"name": "stranger", **CONTAINER_SECURITY}]}
+        }
         stranger += (
             "--labels=execution-id=another",
             "--override-type=strategic",
@@ -210,7 +244,9 @@ def test_the_remedies_of_the_doctor_make_a_new_namespace_fit(
     try:
         assert doctor(command) == 1
         findings = capsys.readouterr().out
-        remedies = re.findall(r"^(?:FAILED|warning) .*?: ((?:sed|kubectl) .*)$", findings, re.MULTILINE)
+        remedies = re.findall(
+            r"^(?:FAILED|warning) .*?: ((?:sed|kubectl) .*)$", findings, re.MULTILINE
+        )
         assert len(remedies) == 3, findings
         for remedy in remedies:
             subprocess.run(["bash", "-c", remedy], check=True, stdout=subprocess.DEVNULL)
@@ -231,9 +267,18 @@ def test_every_manifest_of_deploy_applies_cleanly(namespace: Namespace) -> None:
         if "monitoring.coreos.com" in manifest and "podmonitors" not in served:
             continue  # of the Prometheus operator
         told = kubectl(
-            "--namespace", namespace.name, "apply", "--dry-run=server", "--validate=true", "-f", "-", stdin=manifest
+            "--namespace",
+            namespace.name,
+            "apply",
+            "--dry-run=server",
+            "--validate=true",
+            "-f",
+            "-",
+            stdin=manifest,
         )
-        assert told.count("(server dry run)") == len(manifest.split("\n---\n")), f"{file.name}: {told}"
+        assert told.count("(server dry run)") == len(manifest.split("\n---\n")), (
+            f"{file.name}: {told}"
+        )
 
 
 def test_the_api_server_accepts_the_examples_of_the_page_about_pods(namespace: Namespace) -> None:
@@ -241,36 +286,65 @@ def test_the_api_server_accepts_the_examples_of_the_page_about_pods(namespace: N
     for example in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         config = namespace.config(**yaml.safe_load(example)["kubernetes"])
         spec = {**cluster_spec(config, "ddp-x-00000000"), "apiVersion": "kubernetes.dask.org/v1"}
-        kubectl("--namespace", namespace.name, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(spec))
+        kubectl(
+            "--namespace",
+            namespace.name,
+            "create",
+            "--dry-run=server",
+            "-f",
+            "-",
+            stdin=json.dumps(spec),
+        )
 
 
 def test_the_pod_template_pulls_no_image_that_is_present(namespace: Namespace) -> None:
     file = str(ROOT / "deploy/pod-template.yaml")
     policy = "jsonpath={.template.spec.containers[0].imagePullPolicy}"
-    assert namespace.kubectl("apply", "-f", file, "--dry-run=server", "--output", policy) == "IfNotPresent"
+    assert (
+        namespace.kubectl("apply", "-f", file, "--dry-run=server", "--output", policy)
+        == "IfNotPresent"
+    )
 
 
 @pytest.mark.parametrize(
     "right",
     [
-        *("get secrets", "list secrets", "create pods", "delete pods", "create pods/exec", "get configmaps"),
-        *("patch daskclusters.kubernetes.dask.org", "list daskclusters.kubernetes.dask.org", "delete secrets"),
+        *(
+            "get secrets",
+            "list secrets",
+            "create pods",
+            "delete pods",
+            "create pods/exec",
+            ("get configmaps"),
+        ),
+        *(
+            "patch daskclusters.kubernetes.dask.org",
+            "list daskclusters.kubernetes.dask.org",
+            ("delete secrets"),
+        ),
         *("delete networkpolicies.networking.k8s.io", "create roles"),
     ],
 )
 def test_the_service_account_has_no_other_permission(namespace: Namespace, right: str) -> None:
     account = f"system:serviceaccount:{namespace.name}:flyte-ddp"
-    assert namespace.kubectl("auth", "can-i", *right.split(), "--as", account, check=False).strip() == "no"
+    assert (
+        namespace.kubectl("auth", "can-i", *right.split(), "--as", account, check=False).strip()
+        == "no"
+    )
     needed = ("create", "networkpolicies.networking.k8s.io")
     assert namespace.kubectl("auth", "can-i", *needed, "--as", account).strip() == "yes"
 
 
 def test_preflight_lists_each_missing_permission(namespace: Namespace) -> None:
-    namespace.start_driver("powerless", DRIVER % (small_cluster(), "pass"), service_account="default")
+    namespace.start_driver(
+        "powerless", DRIVER % (small_cluster(), "pass"), service_account="default"
+    )
     assert namespace.wait_for_end("powerless") != 0
     log = namespace.log("powerless")
     assert "PreflightError" in log
-    (finding,) = [line for line in log.splitlines() if "this pod's service account may not " in line]
+    (finding,) = [
+        line for line in log.splitlines() if "this pod's service account may not " in line
+    ]
     for right in (
         "create daskclusters.kubernetes.dask.org",
         "delete daskclusters",
@@ -284,12 +358,17 @@ def test_preflight_lists_each_missing_permission(namespace: Namespace) -> None:
 
 
 def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: Namespace) -> None:
-    # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only the operator does.
-    namespace.start_driver("killed", DRIVER % (small_cluster(image="", idle_timeout=40), "time.sleep(600)"))
+    # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only
+    # the operator does.
+    namespace.start_driver(
+        "killed", DRIVER % (small_cluster(image="", idle_timeout=40), "time.sleep(600)")
+    )
     namespace.wait_for_line("killed", "the cluster is up")
     time.sleep(60)
     assert len(namespace.clusters()) == 1, "gone with a driver that lives"
-    namespace.kubectl("exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+    namespace.kubectl(
+        "exec", "killed", "--", "bash", "-c", ("kill -KILL $(cat /proc/1/task/1/children)")
+    )
     namespace.wait_for_end("killed")
     assert namespace.phase("killed") == "Failed"
     eventually(lambda: not namespace.clusters(), 180, "the deletion of an idle cluster")
@@ -300,7 +379,8 @@ def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str)
         "import signal, time\n"
         "from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig\n"
         "from flyte_ddp.cluster.connect import open_cluster\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background job of a shell\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background "
+        "job of a shell\n"
         f"with open_cluster({namespace.config()!r}, {run_name!r}):\n"
         "    print('up', flush=True)\n"
         "    time.sleep(600)\n"
@@ -321,23 +401,41 @@ def test_ctrl_c_outside_deletes_the_cluster(namespace: Namespace, run_name: str)
     [
         ({"gpus_per_node": 1, "gpu_resource": PRETEND_GPU}, f"Insufficient {PRETEND_GPU}"),
         ({"env_from_secrets": ["absent"]}, 'secret "absent" not found'),
-        ({"pod_template": {"containers": [{"name": "worker", "command": ["python", "-c", HOG]}]}}, "OOMKilled"),
+        (
+            {
+                "pod_template": {
+                    "containers": [{"name": "worker", "command": ["python", "-c", HOG]}]
+                }
+            },
+            "OOMKilled",
+        ),
     ],
 )
 def test_an_impossible_start_ends_at_its_deadline_with_the_reason(
-    namespace: Namespace, run_name: str, changes: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+    namespace: Namespace,
+    run_name: str,
+    changes: dict[str, object],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lifecycle, "preflight", lambda *given: None)  # as in a pod, which may see none of it
+    # as in a pod, which may see none of it
+    monkeypatch.setattr(lifecycle, "preflight", lambda *given: None)
     config = namespace.config(start_timeout=20, autoscaled_nodes=True, **changes)
     with pytest.raises(ClusterError, match=reason), open_cluster(config, run_name):
         raise AssertionError("the cluster came up")
     assert namespace.clusters() == []
 
 
-def test_a_run_starts_with_the_nodes_that_came_where_min_nodes_allows(namespace: Namespace, run_name: str) -> None:
+def test_a_run_starts_with_the_nodes_that_came_where_min_nodes_allows(
+    namespace: Namespace, run_name: str
+) -> None:
     with one_pretend_gpu():
         config = namespace.config(
-            min_nodes=1, start_timeout=45, gpus_per_node=1, gpu_resource=PRETEND_GPU, worker_cpus=0.1
+            min_nodes=1,
+            start_timeout=45,
+            gpus_per_node=1,
+            gpu_resource=PRETEND_GPU,
+            worker_cpus=0.1,
         )
         with open_cluster(config, run_name) as client:
             assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
@@ -354,15 +452,29 @@ def test_a_start_without_a_running_operator_ends_early(
         *("--selector", "app.kubernetes.io/name=dask-kubernetes-operator"),
     )
     try:
-        with pytest.raises(ClusterError, match="operator did not react"), open_cluster(namespace.config(), run_name):
+        with (
+            pytest.raises(ClusterError, match="operator did not react"),
+            open_cluster(namespace.config(), run_name),
+        ):
             raise AssertionError("the cluster came up")
     finally:
-        kubectl("--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=1")
-        kubectl("--namespace", "dask-operator", "rollout", "status", "deployment/dask-operator", "--timeout=300s")
+        kubectl(
+            "--namespace", "dask-operator", "scale", "deployment", "dask-operator", "--replicas=1"
+        )
+        kubectl(
+            "--namespace",
+            "dask-operator",
+            "rollout",
+            "status",
+            "deployment/dask-operator",
+            "--timeout=300s",
+        )
     assert namespace.clusters() == []
 
 
-def test_an_existing_name_is_refused_and_its_cluster_kept(namespace: Namespace, run_name: str) -> None:
+def test_an_existing_name_is_refused_and_its_cluster_kept(
+    namespace: Namespace, run_name: str
+) -> None:
     with open_cluster(namespace.config(num_nodes=1), run_name) as client:
         with (
             pytest.raises(ClusterError, match="exists already"),
@@ -382,7 +494,9 @@ def test_preflight_collects_requests_that_never_fit(namespace: Namespace, run_na
         }
     )
     try:
-        config = namespace.config(worker_cpus=1000, pod_template={"nodeSelector": {"absent": "label"}})
+        config = namespace.config(
+            worker_cpus=1000, pod_template={"nodeSelector": {"absent": "label"}}
+        )
         with pytest.raises(PreflightError) as caught, open_cluster(config, run_name):
             raise AssertionError("the cluster came up")
     finally:
@@ -396,7 +510,9 @@ def test_preflight_collects_requests_that_never_fit(namespace: Namespace, run_na
     assert "scheduler pod" not in message
 
 
-def test_preflight_names_a_missing_namespace_and_a_missing_image(namespace: Namespace, run_name: str) -> None:
+def test_preflight_names_a_missing_namespace_and_a_missing_image(
+    namespace: Namespace, run_name: str
+) -> None:
     config = namespace.config(namespace="ddp-absent", image="")
     with pytest.raises(PreflightError) as caught, open_cluster(config, run_name):
         raise AssertionError("the cluster came up")
@@ -408,7 +524,8 @@ def test_preflight_names_a_missing_namespace_and_a_missing_image(namespace: Name
 def test_preflight_finds_that_the_operator_is_not_installed(
     namespace: Namespace, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The API server is asked for a group that nobody has installed: its answer is the one before an installation.
+    # The API server is asked for a group that nobody has installed: its answer is the one before an
+    # installation.
     monkeypatch.setattr(checks, "GROUP", "absent.dask.org")
     with (
         pytest.raises(PreflightError, match="the Dask operator is not installed"),

@@ -1,6 +1,8 @@
-"""Tasks as Flyte 1.16 runs them: the very command of the packaged task, in a pod of the image, with the arguments, the
-environment, labels and pod template that Flyte gives it, and inputs and outputs in S3, under the service account of
-deploy/. Storage keys reach the pod as FLYTE_AWS_* alone, as in Flyte's demo sandbox, and no other pod gets any."""
+"""Tasks as Flyte 1.16 runs them: the very command of the packaged task, in a pod of the image, with
+the arguments, the environment, labels and pod template that Flyte gives it, and inputs and outputs
+in S3, under the service account of deploy/. Storage keys reach the pod as FLYTE_AWS_* alone, as in
+Flyte's demo sandbox, and no other pod gets any.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ from tests.support import kubernetes_task
 
 NEWER = "code that is newer than the image"
 OWN = "a recipe of a user's own"
-# Takes memory in its third step until the kernel kills. Kubernetes 1.28 and later (cgroup v2) kill all processes of the
-# container then. Older ones kill the one with the highest score: here the container's first, whose end ends the others.
-# Two processes share the memory, because one that has it all, and the mapped libraries, would have a higher score yet.
+# Takes memory in its third step until the kernel kills. Kubernetes 1.28 and later (cgroup v2) kill
+# all processes of the container then. Older ones kill the one with the highest score: here the
+# container's first, whose end ends the others. Two processes share the memory, because one that has
+# it all, and the mapped libraries, would have a higher score yet.
 HUNGRY = """
 import os
 from pathlib import Path
@@ -54,7 +57,8 @@ class Hungry(Digits):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    options = os.environ.get("FLYTE_DDP_TEST_PACKAGE", "").split()  # --fast: this checkout's code on an older image
+    # --fast: this checkout's code on an older image
+    options = os.environ.get("FLYTE_DDP_TEST_PACKAGE", "").split()
     return Package.of(ROOT, tmp_path_factory.mktemp("package"), *options)
 
 
@@ -94,7 +98,9 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("retried")
-    config = config_of("digits", {"epochs": 150, "checkpoint_interval": 1, "global_batch_size": 360})
+    config = config_of(
+        "digits", {"epochs": 150, "checkpoint_interval": 1, "global_batch_size": 360}
+    )
     inputs = literals(
         tasks.train.train_on_one_node,
         recipe="digits",
@@ -108,7 +114,9 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
         files = flyte.store.files
         files.invalidate_cache()
         found = files.glob(f"{checkpoints}/step-*.json")
-        return max((int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0)
+        return max(
+            (int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0
+        )
 
     def train(attempt: int) -> str:
         return flyte.start(package, "tasks.train.train_on_one_node", NESTED, inputs, attempt)
@@ -116,7 +124,10 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
     # A rank is killed: all ranks start again within the task.
     pod = train(0)
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint of the first attempt")
-    kill_a_rank = "kill -KILL $(grep -l '[f]orkserver' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort -n | tail -n 1)"
+    kill_a_rank = (
+        "kill -KILL $(grep -l '[f]orkserver' /proc/[0-9]*/cmdline | cut -d/ -f3 | sort "
+        "-n | tail -n 1)"
+    )
     flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", kill_a_rank)
     restarted = "(restart 1 of at most 3): rank"
     eventually(lambda: restarted in flyte.namespace.log(pod), 60, "a restart of the ranks")
@@ -124,7 +135,9 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
     eventually(lambda: newest_step() >= first_end + 5, 600, "a checkpoint after the restart")
 
     # The whole pod is killed, as by a node that goes: it can leave no word.
-    flyte.namespace.kubectl("exec", pod, "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+    flyte.namespace.kubectl(
+        "exec", pod, "--", "bash", "-c", ("kill -KILL $(cat /proc/1/task/1/children)")
+    )
     flyte.namespace.wait_for_end(pod)
     assert flyte.error(NESTED, 0) is None
     assert flyte.outputs(NESTED, 0) is None
@@ -136,7 +149,8 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
     assert outputs is not None, f"{flyte.error(NESTED, 1)}\n{flyte.namespace.log(pod)}"
     assert flyte.error(NESTED, 1) is None
     accuracies = [
-        each.scalar.primitive.float_value for each in outputs.literals["epoch_accuracies"].collection.literals
+        each.scalar.primitive.float_value
+        for each in outputs.literals["epoch_accuracies"].collection.literals
     ]
     assert len(accuracies) == 150
     assert accuracies[-1] > 0.9
@@ -154,7 +168,9 @@ def test_a_user_error_is_one_line_and_not_retried(
     start_flyte: Callable[[str], Flyte], package: Package, tasks: Any, digits: Any
 ) -> None:
     flyte = start_flyte("mistaken")
-    unknown = literals(tasks.prepare.prepare, recipe="no_such_recipe", config=tasks.inputs.TrainingOverrides())
+    unknown = literals(
+        tasks.prepare.prepare, recipe="no_such_recipe", config=tasks.inputs.TrainingOverrides()
+    )
     forbidden = literals(
         tasks.train.train_on_cluster,
         recipe="digits",
@@ -164,7 +180,10 @@ def test_a_user_error_is_one_line_and_not_retried(
         checkpoints=f"s3://{FORBIDDEN}/run",
     )
     mistakes = {
-        flyte.start(package, "tasks.prepare.prepare", "n0/data", unknown): ("n0/data", "recipe: .*'no_such_recipe'"),
+        flyte.start(package, "tasks.prepare.prepare", "n0/data", unknown): (
+            "n0/data",
+            ("recipe: .*'no_such_recipe'"),
+        ),
         flyte.start(package, "tasks.train.train_on_cluster", "n1/data", forbidden): (
             "n1/data",
             f"checkpoints: .*s3://{FORBIDDEN}/run.*",
@@ -183,10 +202,11 @@ def test_a_user_error_is_one_line_and_not_retried(
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A fast registration of a checkout that is newer than the image, and has recipes of a user's own.
+    """A fast registration of a checkout that is newer than the image, and has recipes of a user's
+    own.
 
-    Its recipe `digits` prints that it is newer. Recipe `Twin` is a package of two files, `Hungry` takes all memory, and
-    the image has neither.
+    Its recipe `digits` prints that it is newer. Recipe `Twin` is a package of two files, `Hungry`
+    takes all memory, and the image has neither.
     """
     checkout = tmp_path_factory.mktemp("newer") / "checkout"
     checkout.mkdir()
@@ -196,14 +216,17 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     recipe = checkout / "flyte_ddp/recipes/digits.py"
     assert "    def model(self)" in recipe.read_text()
     recipe.write_text(
-        recipe.read_text().replace("    def model(self)", f"    print({NEWER!r})\n\n    def model(self)", 1)
+        recipe.read_text().replace(
+            "    def model(self)", (f"    print({NEWER!r})\n\n    def model(self)"), 1
+        )
     )
     package = checkout / "recipes/twins"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "words.py").write_text(f"print({OWN!r})\n")
     (package / "recipe.py").write_text(
-        "import recipes.twins.words\nfrom flyte_ddp.recipes.digits import Digits\n\n\nclass Twin(Digits):\n    pass\n"
+        "import recipes.twins.words\nfrom flyte_ddp.recipes.digits import Digits\n\n\nclass "
+        "Twin(Digits):\n    pass\n"
     )
     (checkout / "recipes/hungry.py").write_text(HUNGRY)
     shutil.copy(ROOT / "tests/support/kubernetes_task.py", checkout / "workflows/own.py")
@@ -214,7 +237,8 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any, digits: Any, tmp_path: Path
 ) -> None:
     flyte = start_flyte("wide")
-    template = {"terminationGracePeriodSeconds": 20.0}  # with Flyte's console every number is a float
+    # with Flyte's console every number is a float
+    template = {"terminationGracePeriodSeconds": 20.0}
     inputs = literals(
         tasks.train.train_on_cluster,
         recipe="recipes.twins.recipe.Twin",
@@ -232,7 +256,9 @@ def test_a_multi_node_task_runs_the_registered_code_and_the_users_recipe_on_its_
     assert cluster["metadata"]["ownerReferences"][0]["name"] == pod
     assert flyte.namespace.clusters() == []
     callers = [each.get("podSelector") for each in policy["spec"]["ingress"][1]["from"]]
-    assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [each["matchLabels"] for each in callers if each]
+    assert flyte.labels("tasks.train.train_on_cluster", NESTED) in [
+        each["matchLabels"] for each in callers if each
+    ]
     assert workers[0]["spec"]["terminationGracePeriodSeconds"] == 20
     for printed in (NEWER, OWN):
         for node in (0, 1):
@@ -262,7 +288,9 @@ def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_att
 
     def train(attempt: int) -> int:
         limits = {"cpu": "1", "memory": "1536Mi"}
-        pod = flyte.start(newer, "tasks.train.train_on_one_node", "n1/data", inputs, attempt, limits)
+        pod = flyte.start(
+            newer, "tasks.train.train_on_one_node", "n1/data", inputs, attempt, limits
+        )
         return flyte.namespace.wait_for_end(pod)
 
     for attempt in (0, 1):
@@ -273,8 +301,10 @@ def test_a_pod_that_was_killed_twice_for_its_memory_ends_the_run_at_the_next_att
     assert error is not None, flyte.namespace.log(flyte.name("n1/data", 2))
     assert error.kind == ContainerError.NON_RECOVERABLE, error
     assert re.search(
-        r"memory: expected a larger limit of the task \(training.memory_gib in settings.toml\).* ran out of memory "
-        rf"twice\. The pod of the attempt before, {flyte.name('n1/data', 1)}, ended with OOMKilled$",
+        r"memory: expected a larger limit of the task \(training.memory_gib in settings.toml\).* "
+        r"ran out of memory "
+        rf"twice\. The pod of the attempt before, {flyte.name('n1/data', 1)}, ended with "
+        r"OOMKilled$",
         error.message,
         re.MULTILINE,
     ), error
@@ -297,7 +327,9 @@ def test_a_workers_pod_that_was_killed_twice_for_its_memory_ends_the_run(
     assert error is not None, log
     assert error.kind == ContainerError.NON_RECOVERABLE, error
     assert re.search(
-        "cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*OOMKilled", error.message, re.MULTILINE
+        "cluster.kubernetes.worker_memory: expected more than 1536Mi, or .*OOMKilled",
+        error.message,
+        re.MULTILINE,
     ), error
     assert len(re.findall("restarts from (?:its last checkpoint|the beginning)", log)) == 1, log
     assert flyte.namespace.clusters() == []
@@ -315,7 +347,9 @@ def test_a_task_of_a_users_own_goes_on_when_a_pod_is_deleted_and_its_output_reac
     def newest_step() -> int:
         flyte.store.files.invalidate_cache()
         found = flyte.store.files.glob(f"{checkpoints}/step-*.json")
-        return max((int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0)
+        return max(
+            (int(path.rsplit("step-", 1)[1].removesuffix(".json")) for path in found), default=0
+        )
 
     eventually(lambda: newest_step() >= 5, 600, "a checkpoint")
     worker = flyte.namespace.pods(cluster_name(pod), "worker")[0]["metadata"]["name"]
@@ -324,8 +358,15 @@ def test_a_task_of_a_users_own_goes_on_when_a_pod_is_deleted_and_its_output_reac
     log = flyte.namespace.log(pod)
     outputs = flyte.outputs(NESTED)
     assert outputs is not None, f"{flyte.error(NESTED)}\n{log}"
-    # Even so killed, a worker may hear the SIGTERM in time to announce that it goes, which counts no restart.
-    assert re.search(r"restarts from (its last checkpoint \(restart 1 of at most 2\)|there|step \d+)", log), log
+    # Even so killed, a worker may hear the SIGTERM in time to announce that it goes, which counts
+    # no restart.
+    assert re.search(
+        (
+            r"restarts from (its last checkpoint \(restart 1 of at most 2\)|there|step "
+            r"\d+)"
+        ),
+        log,
+    ), log
     assert outputs.literals["o1"].scalar.primitive.integer >= 5
     file = outputs.literals["o0"]
     assert file.scalar.blob.uri.startswith(flyte.raw(NESTED, 0))
@@ -353,7 +394,11 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
         tasks.study.train_sweep,
         recipe="digits",
         config=tasks.inputs.TrainingOverrides(epochs=2),
-        trials=[{"learning_rate": rate, "global_batch_size": size} for rate in (0.0001, 0.005) for size in (64, 128)],
+        trials=[
+            {"learning_rate": rate, "global_batch_size": size}
+            for rate in (0.0001, 0.005)
+            for size in (64, 128)
+        ],
         data=digits,
         cluster=cluster_input(tasks),
     )
@@ -361,8 +406,12 @@ def test_a_sweep_trains_its_models_side_by_side_on_a_cluster_of_its_own(
     table = rows(flyte, outputs)
     assert len(table) == 4 * 2
     assert {row["status"] for row in table} == {"finished"}
-    best = min((row for row in table if row["epoch"] == "2"), key=lambda row: float(row["test_loss"]))
+    best = min(
+        (row for row in table if row["epoch"] == "2"), key=lambda row: float(row["test_loss"])
+    )
     assert float(best["learning_rate"]) == 0.005
-    assert listed(outputs, "best_accuracies")[-1].scalar.primitive.float_value == float(best["accuracy"])
+    assert listed(outputs, "best_accuracies")[-1].scalar.primitive.float_value == float(
+        best["accuracy"]
+    )
     assert "<svg" in (flyte.read("n1/data", 0, "deck.html") or b"").decode()
     assert flyte.namespace.clusters() == []

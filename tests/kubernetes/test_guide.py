@@ -1,4 +1,5 @@
-"""The guide for a new cluster, deploy/README.md, followed in one shell by its own commands from the first to the last.
+"""The guide for a new cluster, deploy/README.md, followed in one shell by its own commands from the
+first to the last.
 
 A block that needs what is not here (a registry, Helm, a Flyte) is marked in the guide and left out.
 """
@@ -25,7 +26,8 @@ from tests.test_docs import blocks_of
 GUIDE = ROOT / "deploy/README.md"
 KEY = "0123456789"
 SMALL = (
-    '"num_nodes": 2, "kubernetes": {"worker_cpus": 0.1, "worker_memory": "1Gi", "shared_memory": "128Mi", '
+    '"num_nodes": 2, "kubernetes": {"worker_cpus": 0.1, "worker_memory": "1Gi", "shared_memory": '
+    '"128Mi", '
     '"scheduler_cpus": 0.1, "scheduler_memory": "512Mi", '
 )
 # What differs from a cluster of one's own: other tests use this one, and its nodes are small.
@@ -40,13 +42,17 @@ ADAPTED = (
 def new_namespace(operator: None) -> Iterator[str]:
     name = f"ddp-guide-{uuid.uuid4().hex[:6]}"
     yield name
-    kubectl("delete", "-f", "-", "--ignore-not-found", stdin=manifest("admission-policy.yaml", name))
+    kubectl(
+        "delete", "-f", "-", "--ignore-not-found", stdin=manifest("admission-policy.yaml", name)
+    )
     for kind in ("clusterrole", "clusterrolebinding"):
         kubectl("delete", kind, f"flyte-ddp-preflight-{name}", "--ignore-not-found")
     kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 
 
-def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(new_namespace: str, tmp_path: Path) -> None:
+def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(
+    new_namespace: str, tmp_path: Path
+) -> None:
     script = ["set -euo pipefail"]
     for block in blocks_of(GUIDE):
         if block.language == "sh" and not block.needs:
@@ -76,16 +82,34 @@ def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(new_n
     assert done.returncode == 0, shown
     assert f"could start in namespace {new_namespace}" in done.stdout, shown
     assert not re.search("^FAILED", done.stdout, re.MULTILINE), shown
-    assert re.search(r"^training +2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3$", done.stdout, re.MULTILINE), (
-        shown
-    )
+    assert re.search(
+        r"^training +2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3$",
+        done.stdout,
+        re.MULTILINE,
+    ), shown
     assert re.search(r"^Successfully registered \d\d entities$", done.stdout, re.MULTILINE), shown
     assert f"version v1, image {IMAGE}" in done.stdout, shown
 
-    account = ("--as", f"system:serviceaccount:{new_namespace}:flyte-ddp", "--namespace", new_namespace)
-    assert kubectl("auth", "can-i", "create", "daskclusters.kubernetes.dask.org", *account).strip() == "yes"
+    account = (
+        "--as",
+        f"system:serviceaccount:{new_namespace}:flyte-ddp",
+        "--namespace",
+        new_namespace,
+    )
+    assert (
+        kubectl("auth", "can-i", "create", "daskclusters.kubernetes.dask.org", *account).strip()
+        == "yes"
+    )
     assert kubectl("auth", "can-i", "get", "secrets", *account, check=False).strip() == "no"
-    key = kubectl("--namespace", new_namespace, "get", "secret", "wandb", "--output", "jsonpath={.data.api_key}")
+    key = kubectl(
+        "--namespace",
+        new_namespace,
+        "get",
+        "secret",
+        "wandb",
+        "--output",
+        "jsonpath={.data.api_key}",
+    )
     assert base64.b64decode(key).decode() == KEY
 
 

@@ -1,4 +1,6 @@
-"""Training on a real Kubernetes, driven by a pod under the RBAC of deploy/, while pods and nodes are taken away."""
+"""Training on a real Kubernetes, driven by a pod under the RBAC of deploy/, while pods and nodes
+are taken away.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ CONFIGS = {
 }
 STEP_SECONDS = "0.4"  # an epoch is long enough to be met in the middle
 ALONE_SECONDS = "4"  # of a step on one node: a mended node is there before the run is finished
-# Files for the driver that the image does not have: the tests' own code, and this checkout's version of the package.
+# Files for the driver that the image does not have: the tests' own code, and this checkout's
+# version of the package.
 CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 ONE_WORKER_TO_A_NODE = {
@@ -77,7 +80,8 @@ ONE_WORKER_TO_A_NODE = {
 KILL_UNANNOUNCED = "kill -KILL $(cat /proc/1/task/1/children)"  # in a container
 DEATH_NOTICED = 20  # seconds
 STORE_OUTAGE = 40  # seconds
-PATIENT = 90  # seconds of silence that a busy machine may cause, where silence is not what a test is about
+# seconds of silence that a busy machine may cause, where silence is not what a test is about
+PATIENT = 90
 SILENCE_NOTICED = 45  # seconds; with node_timeout at its default
 
 
@@ -97,9 +101,12 @@ class Driver:
         """The first thing that it prints with these values."""
 
         def records() -> list[dict[str, Any]]:
-            phase = self.namespace.phase(self.pod)  # first, because what was printed before the end is in the log then
+            # first, because what was printed before the end is in the log then
+            phase = self.namespace.phase(self.pod)
             found = self.records(**values)
-            assert found or phase not in ("Failed", "Succeeded"), f"{self.pod} ended:\n{self.namespace.log(self.pod)}"
+            assert found or phase not in ("Failed", "Succeeded"), (
+                f"{self.pod} ended:\n{self.namespace.log(self.pod)}"
+            )
             return found
 
         return dict(eventually(records, timeout, f"{values} from {self.pod}")[0])
@@ -123,7 +130,10 @@ class Driver:
         """Print, as -rP shows them, the longest times that the run made no step."""
         times = [each["at"] for each in self.records(run=run, event="Reported")]
         gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
-        print(f"{run}: the longest times without a step: {gaps[-1]:.1f} s, {gaps[-2]:.1f} s, {gaps[-3]:.1f} s")
+        print(
+            f"{run}: the longest times without a step: {gaps[-1]:.1f} s, {gaps[-2]:.1f} s, "
+            f"{gaps[-3]:.1f} s"
+        )
 
     def losses_of_gang(self) -> list[dict[str, Any]]:
         """Its log lines about gangs that were lost."""
@@ -144,7 +154,11 @@ def code(namespace: Namespace) -> None:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path in CODE:
-            tar.add(ROOT / path, path, filter=lambda member: None if "__pycache__" in member.name else member)
+            tar.add(
+                ROOT / path,
+                path,
+                filter=lambda member: None if "__pycache__" in member.name else member,
+            )
     manifest = kubectl(
         *("--namespace", namespace.name, "create", "configmap", "training-code"),
         *("--dry-run=client", "--output", "json", "--from-file", "code.tar.gz=/dev/stdin"),
@@ -155,10 +169,21 @@ def code(namespace: Namespace) -> None:
 
 @pytest.fixture(scope="module")
 def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Driver]:
-    """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its name."""
+    """start(pod, *runs, **cluster): a driver that trains `runs` in turn; each is stored under its
+    name.
+    """
 
-    def start(pod: str, *runs: str, recipe: str = RECIPE, alone_seconds: str = ALONE_SECONDS, **cluster: Any) -> Driver:
-        configs = {run: CONFIGS.get(run, {}) if recipe in FUNCTIONS else CONFIG | CONFIGS.get(run, {}) for run in runs}
+    def start(
+        pod: str,
+        *runs: str,
+        recipe: str = RECIPE,
+        alone_seconds: str = ALONE_SECONDS,
+        **cluster: Any,
+    ) -> Driver:
+        configs = {
+            run: CONFIGS.get(run, {}) if recipe in FUNCTIONS else CONFIG | CONFIGS.get(run, {})
+            for run in runs
+        }
         orders = {
             "cluster": small_cluster(
                 image="",  # as of the driver's own pod
@@ -166,11 +191,17 @@ def start(namespace: Namespace, store: Store, code: None) -> Callable[..., Drive
                 **cluster,
             ),
             "runs": [
-                {"name": run, "recipe": recipe, "checkpoints": f"s3://runs/{run}", "config": configs[run]}
+                {
+                    "name": run,
+                    "recipe": recipe,
+                    "checkpoints": f"s3://runs/{run}",
+                    "config": configs[run],
+                }
                 for run in runs
             ],
         }
-        # The working directory comes before all else on Python's path, and in the image it holds the image's own code.
+        # The working directory comes before all else on Python's path, and in the image it holds
+        # the image's own code.
         unpack = "mkdir /tmp/code && cd /tmp/code && tar xzf /code/code.tar.gz"
         program = f'{unpack} && exec python -m tests.kubernetes.driver "$0"'
         apply(
@@ -214,7 +245,9 @@ class Bereaved:
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace, store: Store) -> Bereaved:
     # A short grace: with a longer one the deleted worker would train to the end of so short a run.
-    driver = start("bereaved", "undisturbed", "bereaved", node_timeout=PATIENT, termination_grace=20)
+    driver = start(
+        "bereaved", "undisturbed", "bereaved", node_timeout=PATIENT, termination_grace=20
+    )
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
     driver.wait_for_step("bereaved", 5)
@@ -230,28 +263,42 @@ def test_two_pods_on_two_nodes_give_the_weights_of_two_local_processes(
     (started,) = bereaved.driver.records(run="undisturbed", event="RunStarted")
     assert started["world_size"] == 2
     assert len({pod["spec"]["nodeName"] for pod in bereaved.pods}) == 2
-    torch.testing.assert_close(store.state("undisturbed"), finished_run("Dropping", 2, **CONFIG).state())
+    torch.testing.assert_close(
+        store.state("undisturbed"), finished_run("Dropping", 2, **CONFIG).state()
+    )
     lines = {each.get("line") for each in bereaved.driver.records()}
     assert {f"[node {index}] [rank {index}] the data are opened" for index in (0, 1)} <= lines
-    assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(bereaved.driver.pod)
+    assert store.keys["AWS_SECRET_ACCESS_KEY"] not in bereaved.driver.namespace.log(
+        bereaved.driver.pod
+    )
 
 
-def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(bereaved: Bereaved, store: Store) -> None:
+def test_a_deleted_worker_pod_of_a_split_model_costs_no_step(
+    bereaved: Bereaved, store: Store
+) -> None:
     driver = bereaved.driver
     (left,) = driver.departures()
     assert left["at"] - bereaved.deleted_at < 2 * DEATH_NOTICED
     assert driver.losses_of_gang() == []
-    assert [each["world_size"] for each in driver.records(run="bereaved", event="RunStarted")] == [2, 2]
+    assert [each["world_size"] for each in driver.records(run="bereaved", event="RunStarted")] == [
+        2,
+        2,
+    ]
     first, second = driver.records(run="bereaved", event="CheckpointLoaded")
     assert first["step"] == 0
     assert 5 < second["step"] < 2 * STEPS_PER_EPOCH
-    assert driver.steps("bereaved") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was done again"
+    assert driver.steps("bereaved") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), (
+        "a step was done again"
+    )
     driver.print_pauses("bereaved")
     torch.testing.assert_close(store.state("bereaved"), store.state("undisturbed"))
 
 
-def test_a_worker_pod_that_is_deleted_without_grace_costs_the_steps_since_the_newest_state_in_memory(
-    start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
+def test_a_worker_pod_that_is_deleted_without_grace_costs_the_steps_since_the_newest_state_in_memory(  # noqa: E501
+    start: Callable[..., Driver],
+    namespace: Namespace,
+    store: Store,
+    finished_run: Callable[..., Any],
 ) -> None:
     driver = start("unannounced", "unannounced", node_timeout=PATIENT)
     driver.wait_for_step("unannounced", 5)
@@ -267,7 +314,9 @@ def test_a_worker_pod_that_is_deleted_without_grace_costs_the_steps_since_the_ne
     steps = driver.steps("unannounced")
     assert sorted(set(steps)) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     assert len(steps) <= 2 * STEPS_PER_EPOCH + ended["step"] - resumed["step"]
-    torch.testing.assert_close(store.state("unannounced"), finished_run("Dropping", 2, **CONFIG).state())
+    torch.testing.assert_close(
+        store.state("unannounced"), finished_run("Dropping", 2, **CONFIG).state()
+    )
 
 
 def test_a_function_with_a_split_model_loses_no_sample_to_a_worker_that_is_lost_and_comes_back(
@@ -281,15 +330,24 @@ def test_a_function_with_a_split_model_loses_no_sample_to_a_worker_that_is_lost_
     driver.succeeded()
     print([each["log"] for each in driver.losses_of_gang()])
     assert driver.departures() == []
-    assert [each["world_size"] for each in driver.records(run="split", event="RunStarted")] == [2, 2]
+    assert [each["world_size"] for each in driver.records(run="split", event="RunStarted")] == [
+        2,
+        2,
+    ]
     _, resumed = driver.records(run="split", event="CheckpointLoaded")
     assert 0 < resumed["step"] < num_steps
-    again = [each["step"] for each in driver.records(run="split", event="Reported") if each["at"] > resumed["at"]]
+    again = [
+        each["step"]
+        for each in driver.records(run="split", event="Reported")
+        if each["at"] > resumed["at"]
+    ]
     assert again == list(range(resumed["step"] + 1, num_steps + 1))
     driver.print_pauses("split")
     (finished,) = driver.records(run="split", event="RunFinished")
     found = cloudpickle.loads(ast.literal_eval(finished["value"]))
-    torch.testing.assert_close(found, flyte_ddp.run(train_split, CONFIGS["split"]["epochs"], nproc_per_node=2))
+    torch.testing.assert_close(
+        found, flyte_ddp.run(train_split, CONFIGS["split"]["epochs"], nproc_per_node=2)
+    )
 
 
 def test_a_store_that_hangs_in_mid_training_and_at_a_restart_costs_only_time(
@@ -301,7 +359,8 @@ def test_a_store_that_hangs_in_mid_training_and_at_a_restart_costs_only_time(
     with store.hanging():
         gone_at = time.time()
         step = driver.records(run="hanging", event="Reported")[-1]["step"]
-        driver.wait_for(run="hanging", event="Reported", step=step + 4)  # the training does not wait for the store
+        # the training does not wait for the store
+        driver.wait_for(run="hanging", event="Reported", step=step + 4)
         namespace.kubectl("exec", pod, "--", "bash", "-c", KILL_UNANNOUNCED)
         time.sleep(max(0.0, gone_at + STORE_OUTAGE - time.time()))
         assert namespace.phase(driver.pod) == "Running", namespace.log(driver.pod)
@@ -315,7 +374,9 @@ def test_a_store_that_hangs_in_mid_training_and_at_a_restart_costs_only_time(
 
 @contextlib.contextmanager
 def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
-    """Keep new pods off `node` but for those of workers; gives what workers need to come, one to a node."""
+    """Keep new pods off `node` but for those of workers; gives what workers need to come, one to a
+    node.
+    """
     taint = "flyte-ddp.test/workers-only"
     kubectl("taint", "node", node, f"{taint}=:NoSchedule")
     try:
@@ -325,14 +386,20 @@ def reserved_for_workers(node: str) -> Iterator[dict[str, Any]]:
         kubectl("taint", "node", node, f"{taint}-")
 
 
-def test_a_tainted_node_costs_a_split_recipe_and_a_drained_one_a_function_no_step_and_they_grow_back(
+def test_a_tainted_node_costs_a_split_recipe_and_a_drained_one_a_function_no_step_and_they_grow_back(  # noqa: E501
     start: Callable[..., Driver],
     namespace: Namespace,
     store: Store,
     finished_run: Callable[..., Any],
 ) -> None:
     node = kubectl("get", "nodes", "--output", "jsonpath={.items[*].metadata.name}").split()[-1]
-    elastic = {"min_nodes": 1, "grow_delay": 5, "grow_interval": 0, "alone_seconds": "1", "node_timeout": PATIENT}
+    elastic = {
+        "min_nodes": 1,
+        "grow_delay": 5,
+        "grow_interval": 0,
+        "alone_seconds": "1",
+        "node_timeout": PATIENT,
+    }
     with reserved_for_workers(node) as placement:
         driver = start("tainted", "tainted", recipe=WITHOUT_DROPOUT, **elastic, **placement)
         driver.wait_for_step("tainted", 5)
@@ -344,14 +411,24 @@ def test_a_tainted_node_costs_a_split_recipe_and_a_drained_one_a_function_no_ste
     driver.succeeded()
     assert len(driver.departures()) == 1
     assert driver.losses_of_gang() == []
-    assert [each["world_size"] for each in driver.records(run="tainted", event="RunStarted")] == [2, 1, 2]
-    assert driver.steps("tainted") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
+    assert [each["world_size"] for each in driver.records(run="tainted", event="RunStarted")] == [
+        2,
+        1,
+        2,
+    ]
+    assert driver.steps("tainted") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), (
+        "a step was lost or done again"
+    )
     torch.testing.assert_close(store.state("tainted"), finished_run("Tiny", 2, **CONFIG).state())
 
     driver = start("counted", "counted", recipe=FUNCTION, **elastic)
     driver.wait_for_step("counted", 5)
     (scheduler,) = driver.pods("scheduler")
-    pod = next(each for each in driver.pods("worker") if each["spec"]["nodeName"] != scheduler["spec"]["nodeName"])
+    pod = next(
+        each
+        for each in driver.pods("worker")
+        if each["spec"]["nodeName"] != scheduler["spec"]["nodeName"]
+    )
     node = pod["spec"]["nodeName"]
     ours = "--pod-selector=app.kubernetes.io/managed-by=flyte-ddp"  # as the runbook has it
     try:
@@ -362,7 +439,11 @@ def test_a_tainted_node_costs_a_split_recipe_and_a_drained_one_a_function_no_ste
     driver.succeeded()
     driver.print_pauses("counted")
     assert len(driver.departures()) == 1
-    assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [2, 1, 2]
+    assert [each["world_size"] for each in driver.records(run="counted", event="RunStarted")] == [
+        2,
+        1,
+        2,
+    ]
     assert driver.steps("counted") == list(range(1, CONFIGS["counted"]["num_steps"] + 1))
 
 
@@ -389,16 +470,29 @@ def test_a_run_shrinks_without_a_silent_node_and_grows_back_when_it_is_mended(
     (lost,) = driver.losses_of_gang()
     assert "has been silent for" in lost["log"]
     assert lost["at"] - cut_at < SILENCE_NOTICED
-    assert [each["world_size"] for each in driver.records(run="cut-off", event="RunStarted")] == [2, 1, 2]
+    assert [each["world_size"] for each in driver.records(run="cut-off", event="RunStarted")] == [
+        2,
+        1,
+        2,
+    ]
     _, shrunk, _ = driver.records(run="cut-off", event="CheckpointLoaded")
     assert 0 < shrunk["step"] < STEPS_PER_EPOCH, "it was not met in mid-epoch"
-    steps = [each["step"] for each in driver.records(run="cut-off", event="Reported") if each["at"] > shrunk["at"]]
-    assert steps == list(range(shrunk["step"] + 1, 2 * STEPS_PER_EPOCH + 1)), "the growth lost or redid a step"
+    steps = [
+        each["step"]
+        for each in driver.records(run="cut-off", event="Reported")
+        if each["at"] > shrunk["at"]
+    ]
+    assert steps == list(range(shrunk["step"] + 1, 2 * STEPS_PER_EPOCH + 1)), (
+        "the growth lost or redid a step"
+    )
     torch.testing.assert_close(store.state("cut-off"), finished_run("Tiny", 2, **CONFIG).state())
 
 
 def test_a_drained_node_with_the_scheduler_and_a_worker_costs_no_step(
-    start: Callable[..., Driver], namespace: Namespace, store: Store, finished_run: Callable[..., Any]
+    start: Callable[..., Driver],
+    namespace: Namespace,
+    store: Store,
+    finished_run: Callable[..., Any],
 ) -> None:
     driver = start("headless", "headless", node_timeout=PATIENT)
     driver.wait_for_step("headless", 5)
@@ -417,8 +511,12 @@ def test_a_drained_node_with_the_scheduler_and_a_worker_costs_no_step(
     for left in driver.departures():  # the worker's may come first
         print(f"{left['log']}, after {left['at'] - told_at:.1f} s")
     assert driver.losses_of_gang() == []
-    assert driver.steps("headless") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), "a step was lost or done again"
-    torch.testing.assert_close(store.state("headless"), finished_run("Dropping", 2, **CONFIG).state())
+    assert driver.steps("headless") == list(range(1, 2 * STEPS_PER_EPOCH + 1)), (
+        "a step was lost or done again"
+    )
+    torch.testing.assert_close(
+        store.state("headless"), finished_run("Dropping", 2, **CONFIG).state()
+    )
 
 
 def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
@@ -427,7 +525,9 @@ def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     driver = start("first", "stopped")
     driver.wait_for_step("stopped", 3)
     log = subprocess.Popen(
-        ["kubectl", "--namespace", namespace.name, "logs", "--follow", "first"], stdout=subprocess.PIPE, text=True
+        ["kubectl", "--namespace", namespace.name, "logs", "--follow", "first"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     namespace.kubectl("delete", "pod", "first", "--timeout=300s")
     output, _ = log.communicate(timeout=300)
@@ -439,7 +539,8 @@ def test_a_deleted_driver_pod_leaves_a_checkpoint_to_resume_from_and_no_cluster(
     driver = start("second", "stopped")
     loaded = driver.wait_for(run="stopped", event="CheckpointLoaded")
     assert loaded["step"] == last > 0
-    # Not by a deletion without grace: that, too, begins with a SIGTERM, on which the driver deletes the cluster itself.
+    # Not by a deletion without grace: that, too, begins with a SIGTERM, on which the driver deletes
+    # the cluster itself.
     namespace.kubectl("exec", "second", "--", "bash", "-c", KILL_UNANNOUNCED)
     namespace.wait_for_end("second")
     assert len(namespace.clusters()) == 1
@@ -454,10 +555,16 @@ def helm() -> str:
         return found
     if not shutil.which("go"):
         pytest.skip("neither helm nor go, which builds it, is on the path")
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flyte-ddp" / f"helm-{HELM}"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        / "flyte-ddp"
+        / f"helm-{HELM}"
+    )
     if not (cache / "helm").exists():
         environment = {**os.environ, "GOBIN": str(cache)}
-        subprocess.run(["go", "install", f"helm.sh/helm/v3/cmd/helm@{HELM}"], env=environment, check=True)
+        subprocess.run(
+            ["go", "install", f"helm.sh/helm/v3/cmd/helm@{HELM}"], env=environment, check=True
+        )
     return str(cache / "helm")
 
 
@@ -480,12 +587,28 @@ def test_a_run_trains_under_the_operator_of_the_helm_chart(
     values += ("--set", f"image.name={repository},image.tag={tag}")
     try:
         # Helm refuses a service account that is not its own, and the rights have to be the chart's.
-        kubectl(*operator, "delete", "deployment,serviceaccount", "dask-operator", "--cascade=foreground")
+        kubectl(
+            *operator,
+            "delete",
+            "deployment,serviceaccount",
+            "dask-operator",
+            "--cascade=foreground",
+        )
         kubectl("delete", "clusterrole,clusterrolebinding", "dask-operator")
-        install = (*release, "install", "dask-operator", str(chart), *values, "--wait", "--timeout=120s")
+        install = (
+            *release,
+            "install",
+            "dask-operator",
+            str(chart),
+            *values,
+            "--wait",
+            "--timeout=120s",
+        )
         install += ("--post-renderer", str(with_command))
         subprocess.run(install, check=True)
         start("helm", "helm").succeeded()
     finally:
-        subprocess.run([*release, "uninstall", "dask-operator", "--ignore-not-found", "--wait"], check=True)
+        subprocess.run(
+            [*release, "uninstall", "dask-operator", "--ignore-not-found", "--wait"], check=True
+        )
         install_operator(kept)

@@ -1,9 +1,11 @@
-"""A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after the other.
+"""A recipe with BatchNorm and momentum whose ranks are lost where a test has ordered it, one after
+the other.
 
-An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that are left the first by
-name counts. It comes to rank 0 in its fourth step since the start of its process, or in a later one. At "read" it
-is about to read the state that the run goes on from; with "node" at the end of that name, its node is lost there. At
-"write" rank 0 writes an epoch's checkpoint, and does not end that before the step has come.
+An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that
+are left the first by name counts. It comes to rank 0 in its fourth step since the start of its
+process, or in a later one. At "read" it is about to read the state that the run goes on from; with
+"node" at the end of that name, its node is lost there. At "write" rank 0 writes an epoch's
+checkpoint, and does not end that before the step has come.
 """
 
 from __future__ import annotations
@@ -75,14 +77,19 @@ class Bereaved(Normed):
             return
         time.sleep(PACE / 2)
         wait_for_copies()
-        evaluating = Path(self.orders).with_name("evaluating")  # has a file of each rank that has begun
+        # has a file of each rank that has begun
+        evaluating = Path(self.orders).with_name("evaluating")
         if place == "evaluation":
             evaluating.mkdir(exist_ok=True)
             (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
         while where == place == "write" and self._num_steps < int(num_steps):
             time.sleep(PACE)
-        if where not in (place, f"{place}node") or int(rank) != dist.get_rank() or self._num_steps < int(num_steps):
+        if (
+            where not in (place, f"{place}node")
+            or int(rank) != dist.get_rank()
+            or self._num_steps < int(num_steps)
+        ):
             return
         if place == "hold":  # until the order is another one
             while orders[0].exists():
@@ -111,7 +118,9 @@ class BereavedWithoutNorm(Bereaved):
 
 
 def wait_for_copies(seconds=5):
-    """Wait until this rank's newest part of a state in memory is where it has to be: that takes long on busy cores."""
+    """Wait until this rank's newest part of a state in memory is where it has to be: that takes
+    long on busy cores.
+    """
     from flyte_ddp import session
 
     store = getattr(session._current, "_store", None)

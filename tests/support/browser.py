@@ -1,6 +1,7 @@
 """A real browser for tests: headless Chromium, controlled over a pipe by the DevTools protocol.
 
-Neither a driver nor a port is needed, and the protocol reports every console message and every failed request.
+Neither a driver nor a port is needed, and the protocol reports every console message and every
+failed request.
 """
 
 import base64
@@ -13,11 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # its own sandbox does not work as root in a container; the pages are the tests' own
+    # its own sandbox does not work as root in a container; the pages are the tests' own
+    "--no-sandbox",
     "--disable-gpu",
     "--disable-dev-shm-usage",  # 64 MB in many containers
     "--no-first-run",
@@ -30,16 +35,28 @@ TIMEOUT = 60.0  # seconds for any one answer
 
 
 class Browser:
-    """One Chromium with one page. `profile` is an empty directory. A context manager: it ends with the block."""
+    """One Chromium with one page. `profile` is an empty directory. A context manager: it ends with
+    the block.
+    """
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         to_browser, ours_out = os.pipe()
         ours_in, from_browser = os.pipe()
-        # Chromium reads commands from descriptor 3 and writes to 4. Only bash knows descriptors of two digits.
+        # Chromium reads commands from descriptor 3 and writes to 4. Only bash knows descriptors of
+        # two digits.
         redirect = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
-            ["bash", "-c", redirect, "bash", CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            [
+                "bash",
+                "-c",
+                redirect,
+                "bash",
+                CHROMIUM,
+                *FLAGS,
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -67,8 +84,12 @@ class Browser:
         os.close(self._in)
         os.close(self._out)
 
-    def open(self, file: Path, width: int = 1280, height: int = 900, dark: bool = False) -> list[str]:
-        """Show `file` in a window of that size, and return all that went wrong: console errors, failed requests."""
+    def open(
+        self, file: Path, width: int = 1280, height: int = 900, dark: bool = False
+    ) -> list[str]:
+        """Show `file` in a window of that size, and return all that went wrong: console errors,
+        failed requests.
+        """
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -88,7 +109,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; a promise is waited for."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -115,9 +138,14 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self._received:
-            readable, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            readable, _, _ = select.select(
+                [self._in], [], [], max(0.0, deadline - time.monotonic())
+            )
             chunk = os.read(self._in, 1 << 20) if readable else b""
-            assert chunk, f"Chromium gave no answer within {TIMEOUT:.0f} s (exit status {self._process.poll()})"
+            assert chunk, (
+                f"Chromium gave no answer within {TIMEOUT:.0f} s (exit status "
+                f"{self._process.poll()})"
+            )
             self._received += chunk
         message, _, self._received = self._received.partition(b"\0")
         return dict(json.loads(message))
@@ -135,6 +163,8 @@ def _problem(event: dict[str, Any]) -> str:
             return f"log: {parameters['entry']['text']}"
         case "Network.loadingFailed":
             return f"request: {parameters['errorText']}"
-        case "Network.requestWillBeSent" if not parameters["request"]["url"].startswith(("file:", "data:")):
+        case "Network.requestWillBeSent" if not parameters["request"]["url"].startswith(
+            ("file:", "data:")
+        ):
             return f"request for {parameters['request']['url']}"
     return ""

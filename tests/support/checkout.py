@@ -12,7 +12,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def copy_repository(directory):
-    """Copy what belongs to the repository, committed or not, to `directory`, with this environment as its `.venv`."""
+    """Copy what belongs to the repository, committed or not, to `directory`, with this environment
+    as its `.venv`.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -31,13 +33,16 @@ def copy_repository(directory):
             (environment / entry.name).symlink_to(entry)
     (environment / ".installed").touch()  # newer than requirements.txt: make installs nothing
     if (REPOSITORY / ".uv").is_dir():
-        (directory / ".uv").symlink_to(REPOSITORY / ".uv")  # nor uv, which takes longer than the commands
+        # nor uv, which takes longer than the commands
+        (directory / ".uv").symlink_to(REPOSITORY / ".uv")
 
 
 def build_wheel(directory):
     """Return the wheel of this checkout, as `make wheel` builds it."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(REPOSITORY)], check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, str(REPOSITORY)], check=True, timeout=240
+    )
     (file,) = directory.glob("*.whl")
     return file
 
@@ -45,16 +50,31 @@ def build_wheel(directory):
 def own_environment():
     """Return the environment of a shell outside of this one, with uv on its path."""
     uv = Path(shutil.which("uv") or REPOSITORY / ".uv/bin/uv")
-    outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+    }
     return {**outside, "PATH": f"{uv.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def install_wheel(directory, wheel):
-    """Install the wheel into a new environment below `directory`, and return the directory of its commands."""
+    """Install the wheel into a new environment below `directory`, and return the directory of its
+    commands.
+    """
     python = directory / "outer/bin/python"
     for command in (
         ("venv", "--quiet", "--seed", "--python", sys.executable, python.parents[1]),
-        ("pip", "install", "--quiet", "--python", python, "-c", REPOSITORY / "requirements.txt", wheel),
+        (
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            python,
+            "-c",
+            REPOSITORY / "requirements.txt",
+            wheel,
+        ),
     ):
         subprocess.run(["uv", *map(str, command)], env=own_environment(), check=True, timeout=900)
     return python.parent

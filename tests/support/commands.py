@@ -1,4 +1,6 @@
-"""Run flytekit's commands in the test's process: each process of theirs takes 2 s of processor time to start."""
+"""Run flytekit's commands in the test's process: each process of theirs takes 2 s of processor time
+to start.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def run_command(name, *arguments, cwd, **environment):
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
-            patch.setattr(faulthandler, "register", lambda number: None)  # needs the real standard error
+            # needs the real standard error
+            patch.setattr(faulthandler, "register", lambda number: None)
             done = CliRunner(env={"COLUMNS": "200", **environment}).invoke(
                 COMMANDS[name], list(map(str, arguments)), prog_name=name, catch_exceptions=False
             )

@@ -1,8 +1,8 @@
 """Runs like those of tests.support.runs, on a Dask cluster, and the clusters.
 
-As a program, `python -m tests.support.dask_runs JSON`, it is the driver of a run, for tests that send
-signals to it or give it other code: it prints every event and every line of a rank as a line of JSON, and last how
-the run ended.
+As a program, `python -m tests.support.dask_runs JSON`, it is the driver of a run, for tests that
+send signals to it or give it other code: it prints every event and every line of a rank as a line
+of JSON, and last how the run ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from flyte_ddp.launch.process.programs import Job, recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 
-LOCAL = ClusterConfig(kind="local", node_timeout=30)  # a busy machine's workers are slow to answer, not lost
+# a busy machine's workers are slow to answer, not lost
+LOCAL = ClusterConfig(kind="local", node_timeout=30)
 
 logging.getLogger("distributed").setLevel(logging.ERROR)
 
@@ -41,7 +42,8 @@ def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **co
     """Train `run` to its end, or to the error, which is raised.
 
     Args:
-        at_steps: pairs of a step and a function, which is called once, when the run has reached the step.
+        at_steps: pairs of a step and a function, which is called once, when the run has reached the
+            step.
         stop: the request that ends the run.
     """
     job = Job(
@@ -50,7 +52,9 @@ def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **co
         time.time(),
     )
     listeners = [run, *(At(*pair) for pair in at_steps)]
-    run.result = driver.run(job, DaskPlace(client, cluster), lambda: str(run.data()), listeners, run.relay, stop)
+    run.result = driver.run(
+        job, DaskPlace(client, cluster), lambda: str(run.data()), listeners, run.relay, stop
+    )
     return run
 
 
@@ -74,18 +78,28 @@ def ranks_below(pid):
     """The processes of recipes' ranks that were started by process `pid` or its children."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or a process above it, has just ended
+        # it, or a process above it, has just ended
+        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
             server = process.parent()
-            if "forkserver" in str(server.cmdline()) and "node import main" in str(server.parent().cmdline()):
+            if "forkserver" in str(server.cmdline()) and "node import main" in str(
+                server.parent().cmdline()
+            ):
                 found.append(process)
     return found
 
 
 def start_driver(directory, cluster, code=REPOSITORY, **config):
-    """The process of a driver of a run of `Tiny` that imports package `training` from below `code`."""
+    """The process of a driver of a run of `Tiny` that imports package `training` from below
+    `code`.
+    """
     new_run(directory).data()  # now, because the recipe prints while it prepares
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.dask_runs", json.dumps([str(directory), cluster, config])],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.dask_runs",
+            json.dumps([str(directory), cluster, config]),
+        ],
         cwd=code,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
@@ -98,7 +112,17 @@ def start_scheduler(directory):
     """The process and the address of a scheduler that no run made."""
     file = directory / "scheduler.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+        [
+            sys.executable,
+            "-m",
+            "dask",
+            "scheduler",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+        ]
         + ["--scheduler-file", str(file)]
     )
     assert eventually(lambda: file.exists() and file.read_text().endswith("}"), 60)
@@ -107,7 +131,9 @@ def start_scheduler(directory):
 
 @contextlib.contextmanager
 def front_of(*addresses):
-    """An address, as that of a Service of Kubernetes: whoever connects gets to the first of the list that it yields."""
+    """An address, as that of a Service of Kubernetes: whoever connects gets to the first of the
+    list that it yields.
+    """
     targets = list(addresses)
 
     async def pump(reader, writer):
@@ -132,16 +158,31 @@ def front_of(*addresses):
 
 @contextlib.contextmanager
 def worker_starter():
-    """A function (scheduler, name) that starts a worker, without this checkout on its path; the nanny's process."""
+    """A function (scheduler, name) that starts a worker, without this checkout on its path; the
+    nanny's process.
+    """
     nannies = []
 
     def start(scheduler, name, **environment):
         nannies.append(
             subprocess.Popen(
-                [sys.executable, "-m", "dask", "worker", scheduler, "--name", name, "--nthreads", "1"]
+                [
+                    sys.executable,
+                    "-m",
+                    "dask",
+                    "worker",
+                    scheduler,
+                    "--name",
+                    name,
+                    "--nthreads",
+                    "1",
+                ]
                 + ["--no-dashboard", "--memory-limit", "0"],
                 cwd=tempfile.gettempdir(),
-                env={**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **environment},
+                env={
+                    **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                    **environment,
+                },
             )
         )
         return nannies[-1]
@@ -150,7 +191,11 @@ def worker_starter():
         yield start
     finally:
         for nanny in nannies:
-            for process in [*psutil.Process(nanny.pid).children(recursive=True), nanny] if nanny.poll() is None else []:
+            for process in (
+                [*psutil.Process(nanny.pid).children(recursive=True), nanny]
+                if nanny.poll() is None
+                else []
+            ):
                 process.kill()
             nanny.wait()
 

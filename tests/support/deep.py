@@ -21,9 +21,15 @@ class Deep(Mnist):
         draw = np.random.default_rng(0)
         for split, size in (("train", 256), ("test", 64)):
             images = draw.integers(0, 256, size=(size, 28, 28), dtype=np.uint8)
-            np.savez(directory / f"{split}.npz", images=images, labels=draw.integers(0, 10, size=size))
+            np.savez(
+                directory / f"{split}.npz", images=images, labels=draw.integers(0, 10, size=size)
+            )
         return "noise"
 
     def model(self):
-        hidden = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)]
-        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, self.width), *hidden, nn.Linear(self.width, 10))
+        hidden = [
+            nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.layers)
+        ]
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(28 * 28, self.width), *hidden, nn.Linear(self.width, 10)
+        )

@@ -1,4 +1,6 @@
-"""Tasks of a user's own, as their module has them: the cases of flytekit-kf-pytorch's tests/test_elastic_task.py."""
+"""Tasks of a user's own, as their module has them: the cases of flytekit-kf-pytorch's
+tests/test_elastic_task.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ EXPECTED_SUM = sum(5 + 2 * rank + 2 for rank in range(2))
     environment={"OWN_VARIABLE": "own"},
     enable_deck=True,
 )
-def train(config: Config, text: FlyteFile) -> tuple[str, Config, int, FlyteFile, FlyteDirectory, pd.DataFrame]:
+def train(
+    config: Config, text: FlyteFile
+) -> tuple[str, Config, int, FlyteFile, FlyteDirectory, pd.DataFrame]:
     dist.init_process_group()
     rank = os.environ["RANK"]
     state = session.load()
@@ -64,7 +68,11 @@ def train(config: Config, text: FlyteFile) -> tuple[str, Config, int, FlyteFile,
     Deck("mine", f"<b>the Deck of rank {rank}</b>")
     names = ("OWN_VARIABLE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     with open(text) as file:
-        lines = [file.read(), f"seen {state['seen']}", *(f"{name}={os.environ[name]}" for name in names)]
+        lines = [
+            file.read(),
+            f"seen {state['seen']}",
+            *(f"{name}={os.environ[name]}" for name in names),
+        ]
     directory = os.path.join(flytekit.current_context().working_directory, f"out-{rank}")
     os.makedirs(directory)
     for name in ("a", "b"):
@@ -117,7 +125,11 @@ def nested(numbers: list[int]) -> tuple[list[int], int]:
     return map_task(square)(number=numbers), square_in_dynamic(number=2)
 
 
-@task(task_config=Distributed(nnodes=2, nproc_per_node=1, cluster={"kind": "local", "gpus_per_node": 8}))
+@task(
+    task_config=Distributed(
+        nnodes=2, nproc_per_node=1, cluster={"kind": "local", "gpus_per_node": 8}
+    )
+)
 def on_two_nodes(name: str) -> FlyteFile:
     dist.init_process_group()
     ranks: list[object] = [None, None]

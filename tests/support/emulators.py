@@ -1,6 +1,8 @@
-"""Stores on this machine, as fixtures: moto for S3, fake-gcs-server, which Go builds, and Azurite from npm.
+"""Stores on this machine, as fixtures: moto for S3, fake-gcs-server, which Go builds, and Azurite
+from npm.
 
-Azurite checks keys, the others do not. `make emulators` fetches those that are no packages of Python: it needs Go, npm.
+Azurite checks keys, the others do not. `make emulators` fetches those that are no packages of
+Python: it needs Go, npm.
 """
 
 from __future__ import annotations
@@ -24,20 +26,28 @@ from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 ACCOUNT, KEY = "account", base64.b64encode(os.urandom(64)).decode()
-PROGRAMS = {"gs": "build/emulators/fake-gcs-server", "abfs": "build/emulators/node_modules/.bin/azurite-blob"}
+PROGRAMS = {
+    "gs": "build/emulators/fake-gcs-server",
+    "abfs": "build/emulators/node_modules/.bin/azurite-blob",
+}
 KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in PROGRAMS]
 
 
 def install(kind):
-    """Return the path of the emulator of `kind`, which is fetched if it is not there; skip the test if it cannot be."""
+    """Return the path of the emulator of `kind`, which is fetched if it is not there; skip the test
+    if it cannot be.
+    """
     program = REPOSITORY / PROGRAMS[kind]
     program.parent.mkdir(parents=True, exist_ok=True)
-    with open(REPOSITORY / "build/emulators/.lock", "w") as lock:  # another process of this session may be at it
+    # another process of this session may be at it
+    with open(REPOSITORY / "build/emulators/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = ["make", "-C", str(REPOSITORY), PROGRAMS[kind]]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     if done.returncode:
-        pytest.skip(f"{kind}:// was NOT tested: its emulator could not be fetched: {done.stderr[-300:]}")
+        pytest.skip(
+            f"{kind}:// was NOT tested: its emulator could not be fetched: {done.stderr[-300:]}"
+        )
     return str(program)
 
 
@@ -49,7 +59,13 @@ class Emulator:
         self.url = f"http://127.0.0.1:{self.port}"
         if kind == "gs":
             self.environment = {"STORAGE_EMULATOR_HOST": self.url, "NO_GCE_CHECK": "true"}
-            self._command = [program, "-scheme=http", "-host=127.0.0.1", f"-port={self.port}", "-log-level=error"]
+            self._command = [
+                program,
+                "-scheme=http",
+                "-host=127.0.0.1",
+                f"-port={self.port}",
+                "-log-level=error",
+            ]
             self._command += [f"-filesystem-root={place}/files", f"-external-url={self.url}"]
         else:
             self.environment = {"AZURE_STORAGE_CONNECTION_STRING": self.connection_string()}
@@ -65,10 +81,15 @@ class Emulator:
     def start(self):
         with open(self._log, "ab") as log:
             accounts = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **accounts})
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env={**os.environ, **accounts}
+            )
         deadline = time.monotonic() + 120
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), 5),
+            ):
                 return
             assert self.process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()
@@ -135,7 +156,9 @@ def s3_bucket(s3):
 
 @pytest.fixture(params=["disk", "s3", "memory", *KINDS], name="url")
 def place_url(request, tmp_path):
-    """An empty place: on a disk, in a bucket of each kind, and in a store that knows no condition for a put."""
+    """An empty place: on a disk, in a bucket of each kind, and in a store that knows no condition
+    for a put.
+    """
     if request.param == "disk":
         return str(tmp_path / "place")
     if request.param == "memory":

@@ -1,7 +1,8 @@
-"""Trainings in the loops of others, and in one of one's own, which count how often each sample is trained on.
+"""Trainings in the loops of others, and in one of one's own, which count how often each sample is
+trained on.
 
-The model has a parameter for each sample, whose gradient is the same each time the sample is seen. These are functions
-that every rank calls.
+The model has a parameter for each sample, whose gradient is the same each time the sample is seen.
+These are functions that every rank calls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Task:
     """A training.
 
     Attributes:
-        directory: for files; what `step-STEP-RANK-SIGNAL` in it says is done once, before that step.
+        directory: for files; what `step-STEP-RANK-SIGNAL` in it says is done once, before that
+            step.
         batch_size: global.
         num_missing: of the samples, at the end, whose parameters the model has nevertheless.
         save_steps: between two checkpoints; 0 for a training without the lines that a user adds.
@@ -61,7 +63,9 @@ class Task:
             time.sleep(30)
 
     def results(self, model: Counting) -> dict[str, list[Tensor]]:
-        """Return how often each sample was seen, the other weights, and the loss over all samples. For all ranks."""
+        """Return how often each sample was seen, the other weights, and the loss over all samples.
+        For all ranks.
+        """
         seen = _whole(model.seen) / (RATE / self.batch_size)
         samples = Samples(self.num_samples)
         batch = default_collate([samples[index] for index in range(self.num_samples)])
@@ -86,7 +90,9 @@ class Samples(Dataset[Any]):
 
 
 class Counting(nn.Module):
-    """A classifier with a number for each sample, which grows by `RATE / batch_size` each time it is seen."""
+    """A classifier with a number for each sample, which grows by `RATE / batch_size` each time it
+    is seen.
+    """
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()
@@ -174,7 +180,8 @@ def train_lightning(task: Task, shares_batches: bool = False, splits: bool = Fal
     """Train with Lightning's Trainer.
 
     Args:
-        shares_batches: by a data module that has `session.batches`, of which the last one is smaller.
+        shares_batches: by a data module that has `session.batches`, of which the last one is
+            smaller.
         splits: the model over the ranks, by FSDP2.
     """
     import lightning

@@ -1,4 +1,5 @@
-"""Gangs of real ranks that meet over gloo, without a launcher: for tests that need a hand in what a rank does.
+"""Gangs of real ranks that meet over gloo, without a launcher: for tests that need a hand in what a
+rank does.
 
 They are forked from the server of the ranks that a launcher in this process would start.
 """
@@ -31,7 +32,9 @@ NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: No
 
 
 def run_gang(num_ranks, work, *arguments):
-    """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None of a killed one."""
+    """The results of `work(world, store, *arguments)` on each rank, in the order of the ranks; None
+    of a killed one.
+    """
     start_server(["torch"])  # not at the import, which the ranks repeat
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
@@ -49,7 +52,9 @@ def run_gang(num_ranks, work, *arguments):
             assert ready, f"{num_ranks - len(results)} of {num_ranks} ranks did not end"
             for pipe in ready:
                 try:
-                    error, results[pipe] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                    error, results[pipe] = torch.load(
+                        io.BytesIO(pipe.recv_bytes()), weights_only=False
+                    )
                 except EOFError:
                     error, results[pipe] = "", None
                 assert not error, error
@@ -102,7 +107,8 @@ class Link:
         pass
 
     def emit(self, event):
-        self.events.append(events.to_dict(event))  # now, because the loop goes on to change what is in it
+        # now, because the loop goes on to change what is in it
+        self.events.append(events.to_dict(event))
 
 
 def train_recipe(world, store, recipe, config, data, checkpoints):

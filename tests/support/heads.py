@@ -1,4 +1,6 @@
-"""A recipe for tests of runs that start from the weights of another: a body under heads of different sizes."""
+"""A recipe for tests of runs that start from the weights of another: a body under heads of
+different sizes.
+"""
 
 from __future__ import annotations
 

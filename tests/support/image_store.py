@@ -1,4 +1,6 @@
-"""An S3 server of this machine that holds drawn images, notes every request, and misbehaves on request."""
+"""An S3 server of this machine that holds drawn images, notes every request, and misbehaves on
+request.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def write_tree(tree, directory):
 
 
 def prepare(source, directory, **options):
-    """Prepare `source` for recipe image_folder; return (recipe, training data, held-out data, description)."""
+    """Prepare `source` for recipe image_folder; return (recipe, training data, held-out data,
+    description).
+    """
     recipe = get_recipe("image_folder", {"image_size": 32, **options})
     prepare_data(recipe, str(source), directory)
     return (recipe, *recipe.datasets(directory), describe_data(directory)["description"])
@@ -60,8 +64,9 @@ def prepare(source, directory, **options):
 class ImageStore:
     """The server's requests and faults, by the name of the object.
 
-    `faults[name]` is a list of what happens to the next requests for it, one each: "throttle", "cut" (the connection
-    ends early), "short" (a whole answer with fewer bytes), "slow" (3 s) or "fine".
+    `faults[name]` is a list of what happens to the next requests for it, one each: "throttle",
+    "cut" (the connection ends early), "short" (a whole answer with fewer bytes), "slow" (3 s) or
+    "fine".
     """
 
     def __init__(self, app):
@@ -73,12 +78,23 @@ class ImageStore:
 
     def __call__(self, environ, start_response):
         path, query = environ["PATH_INFO"], environ["QUERY_STRING"]
-        self.requests.append((environ["REQUEST_METHOD"], path, parse_qs(query), environ.get("HTTP_AUTHORIZATION", "")))
+        self.requests.append(
+            (
+                environ["REQUEST_METHOD"],
+                path,
+                parse_qs(query),
+                environ.get("HTTP_AUTHORIZATION", ""),
+            )
+        )
         if self.fault:
             status, code = (
-                ("503 Unavailable", "ServiceUnavailable") if self.fault == "unavailable" else ("403 F", self.fault)
+                ("503 Unavailable", "ServiceUnavailable")
+                if self.fault == "unavailable"
+                else (("403 F"), self.fault)
             )
-            body = f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
+            body = (
+                f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
+            )
             headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
             if code == "RequestTimeTooSkewed":
                 headers.append(("Date", "Mon, 01 Jan 2024 00:00:00 GMT"))
@@ -88,8 +104,14 @@ class ImageStore:
         self.before_request(name)
         fault = self.faults[name].pop(0) if self.faults.get(name) else "fine"
         if fault == "throttle":
-            body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-            start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            body = (
+                b"<Error><Code>SlowDown</Code><Message>Please reduce your request "
+                b"rate.</Message></Error>"
+            )
+            start_response(
+                "503 Slow Down",
+                [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],
+            )
             return [body]
         if fault == "slow":
             time.sleep(3)
@@ -98,7 +120,9 @@ class ImageStore:
         answer = []
         body = b"".join(self.app(environ, lambda *values: answer.extend(values)))[:-20]
         if fault == "short":
-            answer[1] = [(key, value) for key, value in answer[1] if key.lower() != "content-length"]
+            answer[1] = [
+                (key, value) for key, value in answer[1] if key.lower() != "content-length"
+            ]
             answer[1].append(("Content-Length", str(len(body))))
         start_response(*answer[:2])
         return [body]
@@ -120,7 +144,9 @@ class ImageStore:
         s3_backends["123456789012"]["aws"].delete_object(url.split("/")[2], f"images/{name}")
 
     def put(self, url, name, contents):
-        return s3_backends["123456789012"]["aws"].put_object(url.split("/")[2], f"images/{name}", contents)
+        return s3_backends["123456789012"]["aws"].put_object(
+            url.split("/")[2], f"images/{name}", contents
+        )
 
     def asked_for(self, name):
         """The methods of the requests for the object."""

@@ -1,4 +1,6 @@
-"""A user's own task for two nodes, and the task that reads its output. Copied into a checkout that is registered."""
+"""A user's own task for two nodes, and the task that reads its output. Copied into a checkout that
+is registered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp import session
 from flyte_ddp.flytekit_plugin import Distributed
 
-PODS = {"worker_cpus": 0.2, "worker_memory": "1500Mi", "shared_memory": "64Mi", "scheduler_cpus": 0.25}
+PODS = {
+    "worker_cpus": 0.2,
+    "worker_memory": "1500Mi",
+    "shared_memory": "64Mi",
+    "scheduler_cpus": 0.25,
+}
 
 
 @task(
@@ -29,7 +36,9 @@ PODS = {"worker_cpus": 0.2, "worker_memory": "1500Mi", "shared_memory": "64Mi", 
     deck_fields=(),
 )
 def train(text: FlyteFile, steps: int) -> tuple[FlyteFile, int]:
-    """Add up the ranks' numbers, step by step; the second output is the step that was resumed at."""
+    """Add up the ranks' numbers, step by step; the second output is the step that was resumed
+    at.
+    """
     dist.init_process_group("gloo")
     state = session.load() or {"step": 0, "total": torch.zeros(1)}
     resumed, total = state["step"], state["total"]

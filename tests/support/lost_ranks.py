@@ -17,7 +17,9 @@ CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
 
 
 def train(directory, place, *orders, recipe=RECIPE, checkpoints="", listeners=(), **config):
-    """Train, and return what was seen of the run and the steps and places that it was resumed from."""
+    """Train, and return what was seen of the run and the steps and places that it was resumed
+    from.
+    """
     (directory / "orders").mkdir(parents=True)
     for number, order in enumerate(orders):
         (directory / "orders" / f"{number}-{order}").touch()
@@ -27,5 +29,7 @@ def train(directory, place, *orders, recipe=RECIPE, checkpoints="", listeners=()
     program = recipe_program(recipe, resolve(get_recipe(recipe, {}).defaults, values))
     job = Job(program, checkpoints or str(directory / "checkpoints"), time.time())
     run.result = driver.run(job, place, lambda: str(run.data()), [run, *listeners], run.relay)
-    loaded = [(event.step, event.url) for event in events_of(run, events.CheckpointLoaded) if event.step]
+    loaded = [
+        (event.step, event.url) for event in events_of(run, events.CheckpointLoaded) if event.step
+    ]
     return run, loaded

@@ -1,6 +1,8 @@
-"""A training as a program, for tests that take its standard streams away: `python -m tests.support.lost_streams`.
+"""A training as a program, for tests that take its standard streams away: `python -m
+tests.support.lost_streams`.
 
-Its arguments are what it trains, recipe or function, and a directory, where it leaves what came of it.
+Its arguments are what it trains, recipe or function, and a directory, where it leaves what came of
+it.
 """
 
 from __future__ import annotations

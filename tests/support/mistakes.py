@@ -86,7 +86,11 @@ class FlatTokens(Line):
         return nn.Sequential(nn.Embedding(5, 5), nn.Flatten(0, 1))
 
     def losses(self, outputs, targets):
-        return functional.cross_entropy(outputs, targets.flatten(), reduction="none").view(targets.shape).sum(1)
+        return (
+            functional.cross_entropy(outputs, targets.flatten(), reduction="none")
+            .view(targets.shape)
+            .sum(1)
+        )
 
     def num_targets(self, targets):
         return torch.full((len(targets),), targets.shape[1])
@@ -238,7 +242,12 @@ class WideRegression(Regression):
 
 
 class LabelsOfOneColumn(MultiLabel):
-    defaults, prepare, datasets, model = Line.defaults, Line.prepare, Line.datasets, WideRegression.model
+    defaults, prepare, datasets, model = (
+        Line.defaults,
+        Line.prepare,
+        Line.datasets,
+        WideRegression.model,
+    )
 
     def samples(self):
         return Line.samples(self)[0], torch.arange(NUM_SAMPLES) % 2
@@ -303,7 +312,10 @@ class TwoRates(Line):
     """Correct: its weight has a rate of its own, its bias the config's."""
 
     def optimizer_groups(self, model):
-        return [{"params": [model[0].weight], "lr": 0.3, "name": "weight"}, {"params": [model[0].bias]}]
+        return [
+            {"params": [model[0].weight], "lr": 0.3, "name": "weight"},
+            {"params": [model[0].bias]},
+        ]
 
 
 class OtherName(Recipe):
@@ -405,4 +417,7 @@ class _AdModel(nn.Module):
 
     def forward(self, ad):
         price = ad.price.float().unsqueeze(1)
-        return {"clicks": self.clicks(self.words(ad.words)).squeeze(1), "cost": self.cost(price).squeeze(1)}
+        return {
+            "clicks": self.clicks(self.words(ad.words)).squeeze(1),
+            "cost": self.cost(price).squeeze(1),
+        }

@@ -6,7 +6,9 @@ import socket
 
 
 def free_port():
-    """A port below those that the kernel gives to whoever asks for any: it stays free until it is needed."""
+    """A port below those that the kernel gives to whoever asks for any: it stays free until it is
+    needed.
+    """
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
             return port

@@ -27,7 +27,9 @@ needs_prometheus = pytest.mark.skipif(
 
 def promtool(*arguments, stdin=""):
     """Run promtool; AssertionError with everything that it printed if it fails or warns."""
-    done = subprocess.run(["promtool", *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], input=stdin, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -38,7 +40,9 @@ def _free_port():
 
 
 def record_figures(patch):
-    """Let tasks serve their figures, and return the list to which each new report adds them, or ""."""
+    """Let tasks serve their figures, and return the list to which each new report adds them, or
+    "".
+    """
     port = _free_port()
     figures = []
 
@@ -68,27 +72,42 @@ class Prometheus:
 
     def query(self, expression):
         """Return the labels and the value of each series of an instant query."""
-        return [(each["metric"], float(each["value"][1])) for each in self.get("query", query=expression)["result"]]
+        return [
+            (each["metric"], float(each["value"][1]))
+            for each in self.get("query", query=expression)["result"]
+        ]
 
     def firing(self, alert):
         """Return the labels of each alert of this name that fires."""
-        found = [each for each in self.get("alerts")["alerts"] if each["labels"]["alertname"] == alert]
+        found = [
+            each for each in self.get("alerts")["alerts"] if each["labels"]["alertname"] == alert
+        ]
         return [each["labels"] for each in found if each["state"] == "firing"]
 
 
 @contextlib.contextmanager
 def run_prometheus(directory, scrape_configs, groups):
-    """Start a Prometheus that scrapes and evaluates the groups of rules each second, and end it with the block."""
+    """Start a Prometheus that scrapes and evaluates the groups of rules each second, and end it
+    with the block.
+    """
     (directory / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
     every_second = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config = {"global": every_second, "rule_files": ["rules.yaml"], "scrape_configs": scrape_configs}
+    config = {
+        "global": every_second,
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": scrape_configs,
+    }
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     promtool("check", "config", directory / "prometheus.yaml")
     address = f"127.0.0.1:{_free_port()}"
     with open(directory / "prometheus.log", "w") as log:
         process = subprocess.Popen(
             [
-                *("prometheus", f"--config.file={directory}/prometheus.yaml", f"--web.listen-address={address}"),
+                *(
+                    "prometheus",
+                    f"--config.file={directory}/prometheus.yaml",
+                    f"--web.listen-address={address}",
+                ),
                 *(f"--storage.tsdb.path={directory}/data", "--log.level=warn"),
             ],
             stdout=log,
@@ -97,7 +116,10 @@ def run_prometheus(directory, scrape_configs, groups):
     try:
         deadline = time.monotonic() + 60
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/-/ready", timeout=10):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://{address}/-/ready", timeout=10),
+            ):
                 break
             has_time = process.poll() is None and time.monotonic() < deadline
             assert has_time, (directory / "prometheus.log").read_text()
@@ -109,37 +131,53 @@ def run_prometheus(directory, scrape_configs, groups):
 
 
 def pod_targets(pods):
-    """Return what Prometheus' discovery of pods finds: a target for each declared port, or one without for a container.
+    """Return what Prometheus' discovery of pods finds: a target for each declared port, or one
+    without for a container.
 
-    By its discovery/kubernetes/pod.go. Debian's Prometheus has no discovery by Kubernetes, but one by HTTP.
+    By its discovery/kubernetes/pod.go. Debian's Prometheus has no discovery by Kubernetes, but one
+    by HTTP.
     """
     found = []
     for pod in pods:
         metadata, address = pod["metadata"], pod["status"].get("podIP")
         if not address:
             continue
-        of_pod = {"namespace": metadata["namespace"], "pod_name": metadata["name"], "pod_phase": pod["status"]["phase"]}
+        of_pod = {
+            "namespace": metadata["namespace"],
+            "pod_name": metadata["name"],
+            "pod_phase": pod["status"]["phase"],
+        }
         for name, value in metadata.get("labels", {}).items():
-            of_pod |= {f"pod_label_{_clean(name)}": value, f"pod_labelpresent_{_clean(name)}": "true"}
+            of_pod |= {
+                f"pod_label_{_clean(name)}": value,
+                f"pod_labelpresent_{_clean(name)}": "true",
+            }
         for container in pod["spec"]["containers"]:
             of_container = {**of_pod, "pod_container_name": container["name"]}
             for port in container.get("ports", []):
                 number = str(port["containerPort"])
-                of_port = {"pod_container_port_name": port.get("name", ""), "pod_container_port_number": number}
+                of_port = {
+                    "pod_container_port_name": port.get("name", ""),
+                    "pod_container_port_number": number,
+                }
                 found.append((f"{address}:{number}", {**of_container, **of_port}))
             if not container.get("ports"):
                 found.append((address, of_container))
     return [
-        {"targets": [target], "labels": {f"__meta_kubernetes_{name}": value for name, value in labels.items()}}
+        {
+            "targets": [target],
+            "labels": {f"__meta_kubernetes_{name}": value for name, value in labels.items()},
+        }
         for target, labels in found
     ]
 
 
 def scrape_config(monitor, namespace, pods_url):
-    """Return the scrape configuration that the Prometheus operator makes of a PodMonitor in a namespace, but for times.
+    """Return the scrape configuration that the Prometheus operator makes of a PodMonitor in a
+    namespace, but for times.
 
-    By its pkg/prometheus/promcfg.go: a pod without the declared port that the endpoint names is no target. `pods_url`
-    serves `pod_targets`.
+    By its pkg/prometheus/promcfg.go: a pod without the declared port that the endpoint names is no
+    target. `pods_url` serves `pod_targets`.
     """
     spec = monitor["spec"]
     (endpoint,) = spec["podMetricsEndpoints"]
@@ -158,8 +196,15 @@ def scrape_config(monitor, namespace, pods_url):
         "metrics_path": endpoint["path"],
         "http_sd_configs": [{"url": pods_url, "refresh_interval": "1s"}],
         "relabel_configs": [
-            {"action": "drop", "source_labels": [f"{meta}pod_phase"], "regex": "(Failed|Succeeded)"},
-            *({"action": "keep", "source_labels": [meta + label], "regex": re.escape(value)} for label, value in kept),
+            {
+                "action": "drop",
+                "source_labels": [f"{meta}pod_phase"],
+                "regex": "(Failed|Succeeded)",
+            },
+            *(
+                {"action": "keep", "source_labels": [meta + label], "regex": re.escape(value)}
+                for label, value in kept
+            ),
             {"source_labels": [f"{meta}namespace"], "target_label": "namespace"},
             {"source_labels": [f"{meta}pod_container_name"], "target_label": "container"},
             {"source_labels": [f"{meta}pod_name"], "target_label": "pod"},

@@ -1,8 +1,10 @@
-"""The same small training as a recipe and as a function, whose ranks meet the faults that a test has ordered.
+"""The same small training as a recipe and as a function, whose ranks meet the faults that a test
+has ordered.
 
-A fault is a file in a directory that all ranks see, named by the rank, the kind and a number of steps, such as
-`1-kill-5`: it comes when that rank has taken so many in its process, once, or with `-always` after each restart again.
-While any is there, steps take a moment, so that checkpoints are written meanwhile.
+A fault is a file in a directory that all ranks see, named by the rank, the kind and a number of
+steps, such as `1-kill-5`: it comes when that rank has taken so many in its process, once, or with
+`-always` after each restart again. While any is there, steps take a moment, so that checkpoints are
+written meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ FAULTS = {
 
 
 def meet_fault(directory: str, rank: int, num_steps: int) -> None:
-    """Do what the test has ordered of this rank, which takes its step `num_steps` in this process."""
+    """Do what the test has ordered of this rank, which takes its step `num_steps` in this
+    process.
+    """
     orders = [order for order in Path(directory).iterdir() if order.is_file()]
     if orders:
         time.sleep(PACE)

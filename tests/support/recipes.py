@@ -1,9 +1,10 @@
-"""Tiny recipes that ranks find by dotted name, with faults that a test switches on through the environment.
+"""Tiny recipes that ranks find by dotted name, with faults that a test switches on through the
+environment.
 
-FAULT="kind rank step" makes the rank with that number do `kind` in its step with that number, counted from the start of
-its process. RECORD=directory makes every rank note there which samples it computed losses of. STEP_SECONDS,
-WRITE_SECONDS and PREPARE_SECONDS slow training steps, a rank's writes of files and the preparation of data down, for
-tests that have to meet a run on its way.
+FAULT="kind rank step" makes the rank with that number do `kind` in its step with that number,
+counted from the start of its process. RECORD=directory makes every rank note there which samples it
+computed losses of. STEP_SECONDS, WRITE_SECONDS and PREPARE_SECONDS slow training steps, a rank's
+writes of files and the preparation of data down, for tests that have to meet a run on its way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NUM_FEATURES, NUM_CLASSES = 8, 3
 class Tiny(Recipe):
     """A small MLP. Targets are (class, sample number) pairs, so that losses know whose they are."""
 
-    num_train, num_test = 97, 17  # 97 leaves one sample for the last of the batches of 12: fewer than ranks
+    # 97 leaves one sample for the last of the batches of 12: fewer than ranks
+    num_train, num_test = 97, 17
     defaults = {
         "epochs": 3,
         "global_batch_size": 12,
@@ -48,7 +50,11 @@ class Tiny(Recipe):
         random_state = np.random.RandomState(int(source or 0))
         for name, size in (("train", self.num_train), ("test", self.num_test)):
             inputs = random_state.standard_normal((size, NUM_FEATURES)).astype(np.float32)
-            np.savez(directory / f"{name}.npz", images=inputs, labels=self.draw_targets(random_state, size))
+            np.savez(
+                directory / f"{name}.npz",
+                images=inputs,
+                labels=self.draw_targets(random_state, size),
+            )
         return f"{self.num_train} samples of noise, seed {source or 0}"
 
     def draw_targets(self, random_state, size):
@@ -70,11 +76,18 @@ class Tiny(Recipe):
             _record("test", targets[:, -1].tolist())
             return losses
         self._num_steps += 1
-        pace = "ALONE_SECONDS" if os.environ.get("ALONE_SECONDS") and _world_size() == 1 else "STEP_SECONDS"
+        pace = (
+            "ALONE_SECONDS"
+            if os.environ.get("ALONE_SECONDS") and _world_size() == 1
+            else "STEP_SECONDS"
+        )
         time.sleep(float(os.environ.get(pace, 0)))
         if "RECORD" in os.environ:
-            # A sample counts in training by the gradient of its loss; one repeated to fill an empty share has none.
-            losses.register_hook(lambda gradient: _record("train", targets[:, -1].tolist(), gradient.tolist()))
+            # A sample counts in training by the gradient of its loss; one repeated to fill an empty
+            # share has none.
+            losses.register_hook(
+                lambda gradient: _record("train", targets[:, -1].tolist(), gradient.tolist())
+            )
         kind, rank, step = os.environ.get("FAULT", "none 0 0").split()
         if int(rank) == _rank() and int(step) == self._num_steps:
             losses = FAULTS[kind](losses)
@@ -104,7 +117,9 @@ class Optional(Tiny):
 
     def __post_init__(self):
         if self.width < 1:
-            raise ValueError(f"width: {self.width} is out of range; accepted is a whole number of at least 1")
+            raise ValueError(
+                f"width: {self.width} is out of range; accepted is a whole number of at least 1"
+            )
 
     def prepare(self, source, directory):
         return super().prepare(source, directory) + f", for width {self.width}"
@@ -113,7 +128,9 @@ class Optional(Tiny):
         from torch import nn
 
         return nn.Sequential(
-            nn.Linear(NUM_FEATURES, self.width, bias=self.biased), nn.Tanh(), nn.Linear(self.width, NUM_CLASSES)
+            nn.Linear(NUM_FEATURES, self.width, bias=self.biased),
+            nn.Tanh(),
+            nn.Linear(self.width, NUM_CLASSES),
         )
 
 
@@ -130,7 +147,9 @@ class Dropping(Tiny):
     def model(self):
         from torch import nn
 
-        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES)
+        )
 
 
 class Normed(Tiny):
@@ -141,7 +160,9 @@ class Normed(Tiny):
     def model(self):
         from torch import nn
 
-        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, NUM_CLASSES)
+        )
 
 
 class NormedWithOneLeft(Normed):
@@ -151,13 +172,17 @@ class NormedWithOneLeft(Normed):
 
 
 class NormedByBatch(NormedWithOneLeft):
-    """Its BatchNorm has no running statistics, also in an evaluation, whose last batch has one sample too."""
+    """Its BatchNorm has no running statistics, also in an evaluation, whose last batch has one
+    sample too.
+    """
 
     def model(self):
         from torch import nn
 
         norm = nn.BatchNorm1d(16, track_running_stats=False)
-        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), norm, nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), norm, nn.Tanh(), nn.Linear(16, NUM_CLASSES)
+        )
 
 
 class Unshown(Tiny):
@@ -191,11 +216,18 @@ class Volumes(Tiny):
     def model(self):
         from torch import nn
 
-        return nn.Sequential(nn.Unflatten(1, (1, 2, 2, 2)), nn.Conv3d(1, 4, 2), nn.Flatten(), nn.Linear(4, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2, 2)),
+            nn.Conv3d(1, 4, 2),
+            nn.Flatten(),
+            nn.Linear(4, NUM_CLASSES),
+        )
 
 
 class Sequences(Tiny):
-    """Up to four targets per sample, (N, 4), padded with -1: a mean over targets is not one over samples."""
+    """Up to four targets per sample, (N, 4), padded with -1: a mean over targets is not one over
+    samples.
+    """
 
     num_train, length = 103, 4
 
@@ -208,13 +240,16 @@ class Sequences(Tiny):
         from torch import nn
 
         return nn.Sequential(
-            nn.Linear(NUM_FEATURES, self.length * NUM_CLASSES), nn.Unflatten(1, (self.length, NUM_CLASSES))
+            nn.Linear(NUM_FEATURES, self.length * NUM_CLASSES),
+            nn.Unflatten(1, (self.length, NUM_CLASSES)),
         )
 
     def plain_losses(self, outputs, targets):
         from torch.nn import functional
 
-        losses = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        losses = functional.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none"
+        )
         return losses.view_as(targets).sum(dim=1)
 
     def num_correct(self, outputs, targets):
@@ -238,7 +273,9 @@ class Listed(Tiny):
 
 
 class Augmented(Listed, Dropping):
-    """Random changes to samples, from each of the generators that augmentations draw from, beside dropout."""
+    """Random changes to samples, from each of the generators that augmentations draw from, beside
+    dropout.
+    """
 
     augmented = True
 
@@ -254,12 +291,16 @@ class _List:
     def __getitem__(self, index):
         import torch
 
-        noise = torch.rand(()) + random.random() + float(np.random.rand()) if self.augmented else 0.0
+        noise = (
+            torch.rand(()) + random.random() + float(np.random.rand()) if self.augmented else 0.0
+        )
         return self.inputs[index] + noise, self.targets[index]
 
 
 class WatchedImages(ImageFolder):
-    """Notes the statistics of the model's first BatchNorm, on every rank, as they are when it evaluates."""
+    """Notes the statistics of the model's first BatchNorm, on every rank, as they are when it
+    evaluates.
+    """
 
     def model(self):
         self.watched = super().model()
@@ -326,7 +367,9 @@ def _fork_and_kill(losses):
 
 
 def _fail_deeply(losses, depth=60):
-    """A chain of errors with long messages, as storage clients raise them; none is the recipe's fault."""
+    """A chain of errors with long messages, as storage clients raise them; none is the recipe's
+    fault.
+    """
     if depth:
         return _fail_deeply(losses, depth - 1)
     try:

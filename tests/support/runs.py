@@ -57,7 +57,9 @@ class Run:
 
     @property
     def last_step(self):
-        return max((event.step for event in self.events if isinstance(event, events.Reported)), default=0)
+        return max(
+            (event.step for event in self.events if isinstance(event, events.Reported)), default=0
+        )
 
     def data(self, source=""):
         """The directory of the prepared data."""
@@ -77,13 +79,26 @@ class Run:
     def relay(self, line):
         self.lines.append(line)
 
-    def train(self, num_processes=2, source="", checkpoints="", data=None, max_restarts=0, initial_state="", **config):
-        """Train to the end, or to the error, which is raised; `config` are fields that differ from the recipe's."""
+    def train(
+        self,
+        num_processes=2,
+        source="",
+        checkpoints="",
+        data=None,
+        max_restarts=0,
+        initial_state="",
+        **config,
+    ):
+        """Train to the end, or to the error, which is raised; `config` are fields that differ from
+        the recipe's.
+        """
         self.config = config_of(self.recipe, config)
         program = recipe_program(self.recipe, self.config, initial_state)
         self.job = Job(program, checkpoints or str(self.checkpoints), time.time())
         place = LocalPlace(num_processes, max_restarts)
-        self.result = driver.run(self.job, place, data or (lambda: str(self.data(source))), [self], self.relay)
+        self.result = driver.run(
+            self.job, place, data or (lambda: str(self.data(source))), [self], self.relay
+        )
         return self
 
     def state(self):
@@ -99,9 +114,16 @@ def new_run(directory, recipe="Tiny"):
 
 
 def start_parent(directory, recipe="Tiny", **arguments):
-    """The process of a parent that calls `Run.train` with `arguments`, alone in a process group as under a shell."""
+    """The process of a parent that calls `Run.train` with `arguments`, alone in a process group as
+    under a shell.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.runs", json.dumps([str(directory), recipe, arguments])],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.runs",
+            json.dumps([str(directory), recipe, arguments]),
+        ],
         cwd=REPOSITORY,
         env=dict(os.environ),
         stdout=subprocess.PIPE,
@@ -126,7 +148,9 @@ def wait_for_step(parent, step):
 
 
 def how_it_ended(parent):
-    """The name and the message of the error with which the run of `parent` ended; ("", "") where there was none."""
+    """The name and the message of the error with which the run of `parent` ended; ("", "") where
+    there was none.
+    """
     output, _ = parent.communicate()
     return tuple(json.loads(output.splitlines()[-1])["ended"])
 

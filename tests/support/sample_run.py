@@ -1,4 +1,6 @@
-"""The events of a made-up run with numbers as of a real one, for pages and figures. short_run.py has exact ones."""
+"""The events of a made-up run with numbers as of a real one, for pages and figures. short_run.py
+has exact ones.
+"""
 
 import dataclasses
 import io
@@ -25,7 +27,9 @@ STEPS_PER_EPOCH = 50
 
 
 def started(epochs: int = 4, world_size: int = 2, **changes: Any) -> RunStarted:
-    config = TrainingConfig(epochs=epochs, global_batch_size=128, learning_rate=2e-3, log_interval=5)
+    config = TrainingConfig(
+        epochs=epochs, global_batch_size=128, learning_rate=2e-3, log_interval=5
+    )
     event = RunStarted(
         name="mnist",
         world_size=world_size,
@@ -94,7 +98,10 @@ def training(epochs: int = 4, world_size: int = 2) -> list[Event]:
         events.append(epoch(number, world_size))
         step = number * STEPS_PER_EPOCH
         url, best = f"s3://bucket/run/step-{step:010d}.pt", number != 3
-        events += [CheckpointSaved(step, url, best, seconds=0.03), CheckpointWritten(step, url, best)]
+        events += [
+            CheckpointSaved(step, url, best, seconds=0.03),
+            CheckpointWritten(step, url, best),
+        ]
     return events
 
 

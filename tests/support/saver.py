@@ -1,7 +1,8 @@
-"""A function that saves in memory after each step, and loses ranks or workers where a test has ordered it.
+"""A function that saves in memory after each step, and loses ranks or workers where a test has
+ordered it.
 
-An order is a file in a directory that all ranks see, such as `2-rank-0-4`: of the orders that are left the first by
-name counts. It comes to rank 0 after it has saved its fourth step.
+An order is a file in a directory that all ranks see, such as `2-rank-0-4`: of the orders that are
+left the first by name counts. It comes to rank 0 after it has saved its fourth step.
 """
 
 from __future__ import annotations
@@ -48,11 +49,19 @@ def train(orders="", splits=False, to_store=0):
         step = state["step"]
         assert found["step"] == step  # a program may load more than once
         if splits:
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         else:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-    data = [(values[:5], values[5:]) for values in torch.randn(37, 6, generator=torch.Generator().manual_seed(0))]
+    data = [
+        (values[:5], values[5:])
+        for values in torch.randn(37, 6, generator=torch.Generator().manual_seed(0))
+    ]
     _obey(orders, step)
     for epoch in session.epochs(2):
         for (inputs, targets), weight in session.batches(data, 8, epoch):
@@ -68,7 +77,9 @@ def train(orders="", splits=False, to_store=0):
                 session.current().wait()
             dist.barrier()
             _obey(orders, step)
-    weights = {name: each.full_tensor() if splits else each for name, each in model.state_dict().items()}
+    weights = {
+        name: each.full_tensor() if splits else each for name, each in model.state_dict().items()
+    }
     return {name: each.tolist() for name, each in weights.items()}, samples
 
 

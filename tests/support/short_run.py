@@ -1,4 +1,6 @@
-"""The events of a made-up run of three epochs with four steps each, with numbers that tests can name."""
+"""The events of a made-up run of three epochs with four steps each, with numbers that tests can
+name.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def started(**changes: Any) -> RunStarted:
         num_train_samples=1437,
         num_test_samples=360,
         num_steps=3 * STEPS_PER_EPOCH,
-        layers=[LayerDescribed("conv", "Conv2d", [1, 20, 8, 8], 520), LayerDescribed("fc", "Linear", [1, 10], 650)],
+        layers=[
+            LayerDescribed("conv", "Conv2d", [1, 20, 8, 8], 520),
+            LayerDescribed("fc", "Linear", [1, 10], 650),
+        ],
         versions={"torch": "2.15.0"},
     )
     return replace(event, **changes)
@@ -50,7 +55,12 @@ def loaded(step: int = 0, **changes: Any) -> CheckpointLoaded:
 
 
 def reported(step: int) -> Reported:
-    values = {"loss": 1 / step, "learning_rate": 0.1, "gradient_norm": 2.5, "samples_per_second": 1234.5}
+    values = {
+        "loss": 1 / step,
+        "learning_rate": 0.1,
+        "gradient_norm": 2.5,
+        "samples_per_second": 1234.5,
+    }
     return Reported(step, step / STEPS_PER_EPOCH, values)
 
 
@@ -87,7 +97,9 @@ def predictions_made() -> PredictionsMade:
 
     png = io.BytesIO()
     Image.new("L", (8, 8), 200).save(png, "PNG")
-    prediction = Prediction(truth="3", guess="8", scores={"3": 0.25, "8": 0.75}, image=png.getvalue())
+    prediction = Prediction(
+        truth="3", guess="8", scores={"3": 0.25, "8": 0.75}, image=png.getvalue()
+    )
     return PredictionsMade(3, [prediction, replace(prediction, guess="3")])
 
 
@@ -96,4 +108,11 @@ def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
 
 
 def whole_run() -> list[Event]:
-    return [started(), loaded(), *epoch_of_events(1), *epoch_of_events(2), *epoch_of_events(3), predictions_made()]
+    return [
+        started(),
+        loaded(),
+        *epoch_of_events(1),
+        *epoch_of_events(2),
+        *epoch_of_events(3),
+        predictions_made(),
+    ]

@@ -1,4 +1,6 @@
-"""Recipes that split and number their data themselves: right ones, and ones on which the ranks cannot agree."""
+"""Recipes that split and number their data themselves: right ones, and ones on which the ranks
+cannot agree.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def by_numpy(numbers):
 def by_torch(numbers):
     import torch
 
-    return [numbers[index] for index in torch.utils.data.random_split(numbers, [SIZE, 0])[0].indices]
+    return [
+        numbers[index] for index in torch.utils.data.random_split(numbers, [SIZE, 0])[0].indices
+    ]
 
 
 def by_own_generator(numbers):  # which nobody can seed
@@ -91,9 +95,13 @@ class NumberedBySet(Split):
         import torch
         from torch.utils.data import TensorDataset
 
-        classes = {name: number for number, name in enumerate({f"class {number}" for number in range(40)})}
+        classes = {
+            name: number for number, name in enumerate({f"class {number}" for number in range(40)})
+        }
         inputs = torch.tensor(numbers, dtype=torch.float32).view(-1, 1)
-        return TensorDataset(inputs, torch.tensor([classes[f"class {number % 40}"] for number in numbers]))
+        return TensorDataset(
+            inputs, torch.tensor([classes[f"class {number % 40}"] for number in numbers])
+        )
 
     def model(self):
         from torch import nn
@@ -108,7 +116,9 @@ class NamedBySet(Split):
 
 
 class Noisy(Split):
-    """Inputs in nested samples that are drawn from every generator, one of which nobody can seed."""
+    """Inputs in nested samples that are drawn from every generator, one of which nobody can
+    seed.
+    """
 
     draw = staticmethod(sorted)
 
@@ -128,4 +138,7 @@ class _NoisyList:
         import torch
 
         noise = [random.random(), np.random.rand(), torch.rand(()).item()]
-        return {"noise": torch.tensor(noise), "own": torch.tensor(self.generator.random())}, self.numbers[index] % 4
+        return {
+            "noise": torch.tensor(noise),
+            "own": torch.tensor(self.generator.random()),
+        }, self.numbers[index] % 4

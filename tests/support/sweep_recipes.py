@@ -16,10 +16,11 @@ from tests.support.recipes import FAULTS, NUM_FEATURES, Tiny
 
 @dataclass
 class Swept(Tiny):
-    """Its inputs contain the class of a sample, so that a model that learns has a lower held-out loss.
+    """Its inputs contain the class of a sample, so that a model that learns has a lower held-out
+    loss.
 
-    Below RECORD there is a file for each worker with the labels of the models that it trained, which a rank locks for
-    as long as it lives. It fails where another model's rank has it.
+    Below RECORD there is a file for each worker with the labels of the models that it trained,
+    which a rank locks for as long as it lives. It fails where another model's rank has it.
     """
 
     label: str = ""
@@ -37,7 +38,8 @@ class Swept(Tiny):
         return "samples of the class of their largest feature"
 
     def datasets(self, directory):
-        worker = psutil.Process().parent().parent().parent()  # of the server of ranks and its supervisor
+        # of the server of ranks and its supervisor
+        worker = psutil.Process().parent().parent().parent()
         self.record = open(Path(os.environ["RECORD"], str(worker.pid)), "a")  # noqa: SIM115 - for life
         fcntl.flock(self.record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         print(self.label, file=self.record, flush=True)

@@ -29,12 +29,24 @@ class _MallocState(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+        )
     ] + [("keepcost", ctypes.c_int)]
 
 
 class MallocWatchingText(Text):
-    """Adds a metric: 1 if malloc maps a block of 4 MiB alone, so that the kernel gets it back once it is freed."""
+    """Adds a metric: 1 if malloc maps a block of 4 MiB alone, so that the kernel gets it back once
+    it is freed.
+    """
 
     def figures(self, epoch):
         return {**super().figures(epoch), "maps_blocks": float(_maps_blocks(4 << 20))}

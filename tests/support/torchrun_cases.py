@@ -1,6 +1,8 @@
-"""Run torchrun's own main function for several command lines in one process, which imports torch once.
+"""Run torchrun's own main function for several command lines in one process, which imports torch
+once.
 
-Usage: torchrun_cases.py CASES RESULTS, two JSON files: a list of [arguments, environment], and one of [status, output].
+Usage: torchrun_cases.py CASES RESULTS, two JSON files: a list of [arguments, environment], and one
+of [status, output].
 """
 
 import contextlib

@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 class Link:
-    """A rank's link that keeps the events and asks to stop after `stop_after` beats; 0 never does."""
+    """A rank's link that keeps the events and asks to stop after `stop_after` beats; 0 never
+    does.
+    """
 
     def __init__(self, stop_after):
         self.stop_after = stop_after

@@ -9,12 +9,15 @@ from typing import Any
 
 FILE_HEADER = 7  # bytes, of W&B
 BLOCK = 32768  # bytes; no header crosses from one to the next
-HEADER = struct.Struct("<IHB")  # of a part: its checksum, its size, and which part of a record it is
+# of a part: its checksum, its size, and which part of a record it is
+HEADER = struct.Struct("<IHB")
 WHOLE, LAST = 1, 4
 
 
 def read_records(log: Path) -> list[bytes]:
-    """Return the records of the log, each a `wandb_internal_pb2.Record`, without one that is not complete yet."""
+    """Return the records of the log, each a `wandb_internal_pb2.Record`, without one that is not
+    complete yet.
+    """
     contents = log.read_bytes()
     found, record, at = [], b"", FILE_HEADER
     while at + HEADER.size <= len(contents):
@@ -56,7 +59,11 @@ def values_of(items: Any) -> dict[str, Any]:
 
 def records_of(directory: Path, kind: str) -> list[Any]:
     """The parts of the record that are of this kind."""
-    return [getattr(record, kind) for record in records(directory) if record.WhichOneof("record_type") == kind]
+    return [
+        getattr(record, kind)
+        for record in records(directory)
+        if record.WhichOneof("record_type") == kind
+    ]
 
 
 def rows_of(directory: Path) -> list[dict[str, Any]]:
@@ -70,4 +77,6 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
-    return values_of([item for summary in records_of(directory, "summary") for item in summary.update])
+    return values_of(
+        [item for summary in records_of(directory, "summary") for item in summary.update]
+    )

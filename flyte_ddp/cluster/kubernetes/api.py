@@ -1,7 +1,8 @@
 """Requests to the API server, and what their answers show of a cluster's pods. Creates nothing.
 
-`kubernetes` is the one client for requests: each has a timeout of its own. kr8s, which dask-kubernetes brings along,
-forwards the scheduler's port to a driver outside the cluster; the other client has only sockets for that.
+`kubernetes` is the one client for requests: each has a timeout of its own. kr8s, which
+dask-kubernetes brings along, forwards the scheduler's port to a driver outside the cluster; the
+other client has only sockets for that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from typing import Any
 
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import GROUP, KUEUE, PLURAL, VERSION, Driver, cluster_name
+from flyte_ddp.cluster.kubernetes.manifest import (
+    GROUP,
+    KUEUE,
+    PLURAL,
+    VERSION,
+    Driver,
+    cluster_name,
+)
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
@@ -29,7 +37,8 @@ REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
 API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
 MAX_RETRY_DELAY = 5.0  # seconds between two tries
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
-POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # mounted into every pod that may use the API
+# mounted into every pod that may use the API
+POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 END_TIMEOUT = 3.0  # seconds until the kubelet has reported a container's end
 END_MAX_AGE = 120.0  # seconds; an older end belongs to an earlier failure
 
@@ -41,7 +50,9 @@ class ApiUnavailable(ClusterError):
 
 
 class ApiRefused(ClusterError):
-    """The API server refuses a request, or this process has no access to one. The text is the server's message."""
+    """The API server refuses a request, or this process has no access to one. The text is the
+    server's message.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -49,13 +60,16 @@ class ApiRefused(ClusterError):
 
     @property
     def is_right_missing(self) -> bool:
-        """Return whether RBAC refused it. Quotas, Pod Security and policies refuse with the same status, 403."""
+        """Return whether RBAC refused it. Quotas, Pod Security and policies refuse with the same
+        status, 403.
+        """
         return self.status == 403 and "cannot" in str(self) and "User " in str(self)
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    reason: str  # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
+    # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
+    reason: str
     log: str  # the last lines of it and of its successor; "" where there is no pod
 
     @property
@@ -64,14 +78,24 @@ class WorkerEnd:
         return self.reason == OUT_OF_MEMORY
 
     def __str__(self) -> str:
-        remedy = ": it exceeded its memory limit; raise kubernetes.worker_memory" if self.is_out_of_memory else ""
+        remedy = (
+            ": it exceeded its memory limit; raise kubernetes.worker_memory"
+            if self.is_out_of_memory
+            else ""
+        )
         return f"its container ended ({self.reason}){remedy}"
 
 
 def call(
-    api: str, method: str, *args: Any, patience: float = API_PATIENCE, ignored: Sequence[int] = (), **kwargs: Any
+    api: str,
+    method: str,
+    *args: Any,
+    patience: float = API_PATIENCE,
+    ignored: Sequence[int] = (),
+    **kwargs: Any,
 ) -> Any:
-    """Send one request; repeat it with back-off for `patience` seconds while the API server is away.
+    """Send one request; repeat it with back-off for `patience` seconds while the API server is
+    away.
 
     Args:
         ignored: statuses of HTTP for which None is returned.
@@ -101,10 +125,14 @@ def call(
                 raise ApiRefused(_describe(error)) from error
             failure = error
         if time.monotonic() + delay > deadline:
-            raise ApiUnavailable(f"the Kubernetes API server does not answer: {_describe(failure)}") from failure
+            raise ApiUnavailable(
+                f"the Kubernetes API server does not answer: {_describe(failure)}"
+            ) from failure
         if delay == 0.5:
             logger.warning(
-                "the Kubernetes API server does not answer (%s); trying again for %g s", _describe(failure), patience
+                "the Kubernetes API server does not answer (%s); trying again for %g s",
+                _describe(failure),
+                patience,
             )
         time.sleep(delay)
         delay = min(2 * delay, MAX_RETRY_DELAY)
@@ -116,7 +144,9 @@ def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> A
 
 
 def explain(config: ClusterConfig, run_name: str) -> str:
-    """Return what the cluster's unready pods wait for, and which could not be created, in sentences."""
+    """Return what the cluster's unready pods wait for, and which could not be created, in
+    sentences.
+    """
     name, namespace = cluster_name(run_name), target_namespace(config)
     try:
         pods = [pod for pod in pods_of(name, namespace) if not is_ready(pod)]
@@ -139,7 +169,9 @@ def explain(config: ClusterConfig, run_name: str) -> str:
 
 
 def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> WorkerEnd:
-    """Return how the container of a lost worker ended, and the last lines of its log. Its name is its pod's."""
+    """Return how the container of a lost worker ended, and the last lines of its log. Its name is
+    its pod's.
+    """
     namespace = target_namespace(config)
     deadline = time.monotonic() + END_TIMEOUT
     try:
@@ -151,15 +183,21 @@ def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> Worke
             if reason or is_deleted or time.monotonic() > deadline:
                 return WorkerEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
             time.sleep(0.25)
-    except Exception as error:  # of any kind: a diagnosis must not hide the failure that it is about
+    except (
+        Exception
+    ) as error:  # of any kind: a diagnosis must not hide the failure that it is about
         logger.debug("how worker %s ended is unknown: %s", worker_name, error)
     return WorkerEnd("", "")
 
 
 def pod_end(name: str) -> str:
-    """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if unknown."""
+    """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if
+    unknown.
+    """
     try:
-        pod = call("CoreV1Api", "read_namespaced_pod", name, target_namespace(ClusterConfig()), patience=0)
+        pod = call(
+            "CoreV1Api", "read_namespaced_pod", name, target_namespace(ClusterConfig()), patience=0
+        )
         ended = [status.state.terminated for status in pod.status.container_statuses or []]
         return next((str(each.reason or "") for each in ended if each and each.exit_code), "")
     except Exception as error:  # of any kind: a diagnosis must not end a run
@@ -194,7 +232,9 @@ def context_namespace() -> str:
 
 
 def driver_pod() -> Driver | None:
-    """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be read."""
+    """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be
+    read.
+    """
     from kubernetes.client import ApiClient
 
     namespace = own_namespace()
@@ -204,28 +244,45 @@ def driver_pod() -> Driver | None:
         pod = call("CoreV1Api", "read_namespaced_pod", socket.gethostname(), namespace)
     except ApiRefused as error:
         logger.warning(
-            "this process's own pod cannot be read (%s): if it is killed, its Dask cluster goes by idle_timeout only",
+            (
+                "this process's own pod cannot be read (%s): if it is killed, its Dask cluster "
+                "goes "
+                "by idle_timeout only"
+            ),
             error,
         )
         return None
     requests = sum_requests(ApiClient().sanitize_for_serialization(pod.spec))
-    return Driver(pod.metadata.name, pod.metadata.uid, namespace, _own_image(pod), pod.metadata.labels or {}, requests)
+    return Driver(
+        pod.metadata.name,
+        pod.metadata.uid,
+        namespace,
+        _own_image(pod),
+        pod.metadata.labels or {},
+        requests,
+    )
 
 
 def _own_image(pod: Any) -> str:
     """Return the image of the container that this process runs in. A sidecar may stand before it.
 
-    That is the container with the task's registered image, or the one that Flyte marks or names after the pod.
+    That is the container with the task's registered image, or the one that Flyte marks or names
+    after the pod.
     """
     registered = os.environ.get(IMAGE_VARIABLE)
     marked = (pod.metadata.annotations or {}).get("primary_container_name")
     name = pod.metadata.name
-    own = max(pod.spec.containers, key=lambda each: (each.image == registered, each.name == marked, each.name == name))
+    own = max(
+        pod.spec.containers,
+        key=lambda each: (each.image == registered, each.name == marked, each.name == name),
+    )
     return str(own.image)
 
 
 def _describe(error: Exception) -> str:
-    """Return the API server's message of a kubernetes.client.ApiException, or what happened to the request."""
+    """Return the API server's message of a kubernetes.client.ApiException, or what happened to the
+    request.
+    """
     with contextlib.suppress(TypeError, ValueError, KeyError):
         return str(json.loads(getattr(error, "body", ""))["message"])
     if status := getattr(error, "status", 0):
@@ -237,7 +294,11 @@ def _describe(error: Exception) -> str:
 
 def pods_of(name: str, namespace: str) -> list[Any]:
     selector = f"dask.org/cluster-name={name}"
-    return list(call("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0).items)
+    return list(
+        call(
+            "CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0
+        ).items
+    )
 
 
 def is_ready(pod: Any) -> bool:
@@ -252,25 +313,36 @@ def is_scheduler(pod: Any) -> bool:
     return (pod.metadata.labels or {}).get("dask.org/component") == "scheduler"
 
 
-def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> dict[str, Any] | None:
+def read_cluster(
+    name: str, namespace: str, patience: float = API_PATIENCE
+) -> dict[str, Any] | None:
     request = ("get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
     cluster: dict[str, Any] | None = find("CustomObjectsApi", *request, patience=patience)
     return cluster
 
 
 def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
-    for status in [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]:
+    for status in [
+        *(pod.status.init_container_statuses or []),
+        *(pod.status.container_statuses or []),
+    ]:
         waiting, ended = status.state.waiting, status.last_state.terminated
         if ended is not None and not status.ready:
             reason = f"its container ended with code {ended.exit_code} ({ended.reason})"
-            return f"{reason} and is started again" if waiting is None else f"{reason}: {waiting.message}"
+            return (
+                f"{reason} and is started again"
+                if waiting is None
+                else (f"{reason}: {waiting.message}")
+            )
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"
     queue = (pod.metadata.labels or {}).get(f"{KUEUE}/queue-name")
     for condition in pod.status.conditions or []:
         if condition.reason == "SchedulingGated" and queue:
             group = pod.metadata.labels.get(f"{KUEUE}/pod-group-name", "")
-            where = f"kubectl --namespace {pod.metadata.namespace} describe workload {group}".rstrip()
+            where = (
+                f"kubectl --namespace {pod.metadata.namespace} describe workload {group}"
+            ).rstrip()
             return f"waits in Kueue's queue {queue} ({where})"
         if condition.type == "PodScheduled" and condition.status != "True":
             return f"cannot be placed on a node: {condition.message}"
@@ -283,7 +355,12 @@ def _end_reason(pod: Any) -> str:
     oldest = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=END_MAX_AGE)
     for status in pod.status.container_statuses or []:
         for ended in (status.state.terminated, status.last_state.terminated):
-            if status.name == "worker" and ended is not None and ended.finished_at and ended.finished_at > oldest:
+            if (
+                status.name == "worker"
+                and ended is not None
+                and ended.finished_at
+                and ended.finished_at > oldest
+            ):
                 return str(ended.reason or f"exit code {ended.exit_code}")
     return ""
 
@@ -291,9 +368,17 @@ def _end_reason(pod: Any) -> str:
 def _last_lines(pod: Any, namespace: str, num_lines: int) -> str:
     logs = []
     for previous in (True, False):
-        options: dict[str, Any] = {"container": "worker", "previous": previous, "tail_lines": num_lines, "patience": 0}
-        with contextlib.suppress(ApiRefused):  # there is no previous container, or none has started yet
-            log = call("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options)
+        options: dict[str, Any] = {
+            "container": "worker",
+            "previous": previous,
+            "tail_lines": num_lines,
+            "patience": 0,
+        }
+        # there is no previous container, or none has started yet
+        with contextlib.suppress(ApiRefused):
+            log = call(
+                "CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options
+            )
             logs.append(log or "")  # the client makes None of an empty one
     return "".join(logs)
 
@@ -313,5 +398,6 @@ def _api(name: str) -> Any:
         config.load_incluster_config(configuration)
     else:
         config.load_kube_config(client_configuration=configuration)
-    configuration.retries = Retry(0, redirect=3)  # `call` repeats requests; urllib3 would log a warning for each try
+    # `call` repeats requests; urllib3 would log a warning for each try
+    configuration.retries = Retry(0, redirect=3)
     return getattr(client, name)(client.ApiClient(configuration))

@@ -1,8 +1,9 @@
-"""A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block. Knows neither recipes nor ranks.
+"""A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block. Knows
+neither recipes nor ranks.
 
-dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot report what pods wait for, it may
-wait an hour for a deletion, and it cleans up at exit only, which SIGTERM skips. Without it there is one object to
-create and one to delete.
+dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot report what
+pods wait for, it may wait an hour for a deletion, and it cleans up at exit only, which SIGTERM
+skips. Without it there is one object to create and one to delete.
 """
 
 from __future__ import annotations
@@ -50,31 +51,37 @@ from flyte_ddp.errors import ClusterError, PreflightError
 if TYPE_CHECKING:
     from distributed import Client, Security
 
-TOKEN_ANNOTATION = "flyte-ddp/token"  # distinguishes the cluster that this process made from another of the same name
+# distinguishes the cluster that this process made from another of the same name
+TOKEN_ANNOTATION = "flyte-ddp/token"
 POLL_INTERVAL = 0.25  # seconds
 REPORT_INTERVAL = 15.0  # seconds between two log lines about what a start waits for
 OPERATOR_TIMEOUT = 60.0  # seconds until the operator must have reacted to the new cluster
-DELETE_PATIENCE = 5.0  # seconds; after a SIGTERM Kubernetes gives the driver 30, most of them for a last checkpoint
+# seconds; after a SIGTERM Kubernetes gives the driver 30, most of them for a last checkpoint
+DELETE_PATIENCE = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Iterator[tuple[str, Security | None]]:
-    """Yield the address of a new cluster's ready scheduler, and the certificate to connect with; None without TLS.
+def kube_cluster(
+    config: ClusterConfig, run_name: str, deadline: float
+) -> Iterator[tuple[str, Security | None]]:
+    """Yield the address of a new cluster's ready scheduler, and the certificate to connect with;
+    None without TLS.
 
-    The cluster is deleted however the block is left, also on SIGTERM, which leaves it with SystemExit. A SIGKILL of
-    this process leaves the cluster behind until its pod is deleted, or until `idle_timeout` seconds after its last
-    heartbeat.
+    The cluster is deleted however the block is left, also on SIGTERM, which leaves it with
+    SystemExit. A SIGKILL of this process leaves the cluster behind until its pod is deleted, or
+    until `idle_timeout` seconds after its last heartbeat.
 
     Args:
         run_name: the cluster's name is `cluster_name` of it.
         deadline: on time.monotonic's clock, for the whole start.
 
     Raises:
-        PreflightError: what the cluster lacks for this run: the user's to mend, and nothing was created.
-        ClusterError: it did not start in time, with what its pods wait for; the API server does not answer; or a
-            cluster of this name exists already.
+        PreflightError: what the cluster lacks for this run: the user's to mend, and nothing was
+            created.
+        ClusterError: it did not start in time, with what its pods wait for; the API server does not
+            answer; or a cluster of this name exists already.
     """
     from distributed import Security
 
@@ -102,7 +109,10 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
                 warn_if_unenforced(scheduler.status.pod_ip)
             with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
                 logger.info(
-                    "dashboard: http://localhost:8787/status after kubectl --namespace %s port-forward service/%s 8787",
+                    (
+                        "dashboard: http://localhost:8787/status after kubectl --namespace %s "
+                        "port-forward service/%s 8787"
+                    ),
                     namespace,
                     scheduler_name(name),
                 )
@@ -115,16 +125,20 @@ def kube_cluster(config: ClusterConfig, run_name: str, deadline: float) -> Itera
 def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
     """Keep the operator from deleting the cluster as idle while the block runs.
 
-    To the operator a cluster is idle that waits for nodes, or whose driver saves a checkpoint. Each of these calls
-    starts the scheduler's idle time anew, so that it counts from the driver's end.
+    To the operator a cluster is idle that waits for nodes, or whose driver saves a checkpoint. Each
+    of these calls starts the scheduler's idle time anew, so that it counts from the driver's end.
     """
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(idle_timeout / 4):
             try:
-                client.run_on_scheduler(lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None))
-            except Exception as error:  # of any kind, while the scheduler is away; the next call may find it back
+                client.run_on_scheduler(
+                    lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None)
+                )
+            except (
+                Exception
+            ) as error:  # of any kind, while the scheduler is away; the next call may find it back
                 logger.debug("the scheduler could not be kept from counting as idle: %s", error)
 
     thread = threading.Thread(target=beat, name="keep-alive", daemon=True)
@@ -138,7 +152,8 @@ def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminate_on_sigterm() -> Iterator[None]:
-    """SIGTERM, which ends Python at once, raises SystemExit in the block instead, so that `finally` runs.
+    """SIGTERM, which ends Python at once, raises SystemExit in the block instead, so that `finally`
+    runs.
 
     Signal handlers belong to the main thread; in another one this changes nothing.
     """
@@ -159,16 +174,30 @@ def terminate_on_sigterm() -> Iterator[None]:
 def delete_cluster(name: str, namespace: str, uid: str) -> None:
     """Ask for the deletion of the cluster of this name, if it still has this uid.
 
-    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for the operator's
-    finalizer, and so for an operator that is away, or busy with a check that takes a minute.
+    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for
+    the operator's finalizer, and so for an operator that is away, or busy with a check that takes a
+    minute.
     """
-    request = ("CustomObjectsApi", "delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
+    request = (
+        "CustomObjectsApi",
+        "delete_namespaced_custom_object",
+        GROUP,
+        VERSION,
+        namespace,
+        PLURAL,
+        name,
+    )
     options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
-    call(*request, body=options, patience=DELETE_PATIENCE, ignored=(404, 409))  # gone, or another's by now
+    # gone, or another's by now
+    call(*request, body=options, patience=DELETE_PATIENCE, ignored=(404, 409))
 
 
 def _create(
-    spec: Mapping[str, Any], namespace: str, driver: Driver | None, operator_namespace: str, security: Security | None
+    spec: Mapping[str, Any],
+    namespace: str,
+    driver: Driver | None,
+    operator_namespace: str,
+    security: Security | None,
 ) -> None:
     """Create the DaskCluster, and before the operator makes any pods of it, what it owns.
 
@@ -180,22 +209,34 @@ def _create(
         made = call("CustomObjectsApi", *create, ignored=(409,))
         if made is None:
             made = read_cluster(name, namespace) or {"metadata": {}}
-            if _read_token(made) != _read_token(spec):  # else it is ours: the answer to an earlier try was lost
+            # else it is ours: the answer to an earlier try was lost
+            if _read_token(made) != _read_token(spec):
                 raise ClusterError(
-                    f"a Dask cluster named {name} exists already in namespace {namespace}, and belongs to another run; "
-                    f"if none is running, remove it with: kubectl --namespace {namespace} delete daskcluster {name}"
+                    f"a Dask cluster named {name} exists already in namespace {namespace}, and "
+                    "belongs to another run; "
+                    f"if none is running, remove it with: kubectl --namespace {namespace} delete "
+                    f"daskcluster {name}"
                 )
         uid = made["metadata"]["uid"]
         policy = network_policy(name, uid, namespace, operator_namespace, driver)
         # One that is there already is ours, too.
-        call("NetworkingV1Api", "create_namespaced_network_policy", namespace, policy, ignored=(409,))
+        call(
+            "NetworkingV1Api", "create_namespaced_network_policy", namespace, policy, ignored=(409,)
+        )
         if security is not None:
-            secret = certificate_secret(name, uid, security.tls_scheduler_cert, security.tls_scheduler_key)
+            secret = certificate_secret(
+                name, uid, security.tls_scheduler_cert, security.tls_scheduler_key
+            )
             call("CoreV1Api", "create_namespaced_secret", namespace, secret, ignored=(409,))
     except ApiRefused as error:
         if error.status in (400, 422):
             raise PreflightError(
-                [f"the API server refuses the pods as they are described: {error}; correct `pod_template`"]
+                [
+                    (
+                        f"the API server refuses the pods as they are described: {error}; correct "
+                        "`pod_template`"
+                    )
+                ]
             ) from error
         raise ClusterError(f"Dask cluster {name} was not created: {error}") from error
 
@@ -213,7 +254,9 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
     while True:
         now = time.monotonic()
         try:
-            cluster = {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
+            cluster = (
+                {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
+            )
             is_known_to_operator = is_known_to_operator or "phase" in cluster.get("status", {})
             pods = pods_of(name, namespace) if is_known_to_operator else []
             has_pods = has_pods or bool(pods)
@@ -222,18 +265,24 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
                 return ready[0]
         except ClusterError as error:  # the API server may restart meanwhile
             logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, error)
-        # An operator that ends after its first look at the cluster makes no pods, and nothing says why.
+        # An operator that ends after its first look at the cluster makes no pods, and nothing says
+        # why.
         if not has_pods and now > expect_pods_at:
             expect_pods_at = now + REPORT_INTERVAL
             if not explain(config, name):
                 raise ClusterError(
-                    f"the Dask operator did not react to cluster {name} within {now - started:.0f} s: it is not "
-                    f"running, or does not watch namespace {namespace}; see: python -m flyte_ddp doctor --namespace "
+                    f"the Dask operator did not react to cluster {name} within "
+                    f"{now - started:.0f} s: it is not "
+                    f"running, or does not watch namespace {namespace}; see: python -m flyte_ddp "
+                    "doctor --namespace "
                     f"{namespace}"
                 )
         if now > deadline:
             raise ClusterError(
-                f"Dask cluster {name} did not start within {config.start_timeout:g} s. {explain(config, name)}".rstrip()
+                (
+                    f"Dask cluster {name} did not start within {config.start_timeout:g} s. "
+                    f"{explain(config, name)}"
+                ).rstrip()
             )
         if now > report_at:
             report_at = now + REPORT_INTERVAL
@@ -244,7 +293,9 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
 
 @contextlib.contextmanager
 def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str]:
-    """By the Service's name inside the Kubernetes cluster, through a port forwarded by its API server outside."""
+    """By the Service's name inside the Kubernetes cluster, through a port forwarded by its API
+    server outside.
+    """
     if is_in_pod():
         yield f"{protocol}://{scheduler_name(name)}.{namespace}:{SCHEDULER_PORT}"
         return
@@ -258,14 +309,17 @@ def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str
     try:
         yield f"{protocol}://127.0.0.1:{free_port}"
     finally:
-        # From Python 3.12 on this waits for connections that are still open; the deletion after it must not.
+        # From Python 3.12 on this waits for connections that are still open; the deletion after it
+        # must not.
         closing = threading.Thread(target=forward.__exit__, args=(None, None, None), daemon=True)
         closing.start()
         closing.join(timeout=1.0)
 
 
 def _delete_own(name: str, namespace: str, token: str) -> None:
-    """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a refusal."""
+    """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a
+    refusal.
+    """
     try:
         cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
         if cluster is not None and _read_token(cluster) == token:
@@ -273,7 +327,10 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
             logger.info("Dask cluster %s is being deleted", name)
     except ClusterError as error:
         logger.error(
-            "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s delete daskcluster %s",
+            (
+                "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s "
+                "delete daskcluster %s"
+            ),
             name,
             error,
             namespace,

@@ -1,4 +1,6 @@
-"""The objects that a run creates in Kubernetes, as pure functions: the cluster's name, its DaskCluster, its policy."""
+"""The objects that a run creates in Kubernetes, as pure functions: the cluster's name, its
+DaskCluster, its policy.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
 CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
-# A worker that is moved costs the start of a gang, a scheduler its own besides: an autoscaler is not to pack them.
-KEEP_IN_PLACE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+# A worker that is moved costs the start of a gang, a scheduler its own besides: an autoscaler is
+# not to pack them.
+KEEP_IN_PLACE = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
 KUEUE = "kueue.x-k8s.io"
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
-# The scheduler's own routes, and the first one, by which the operator asks whether it is idle. Without that route the
-# operator sets an idle timeout inside the scheduler, which then closes itself while it works.
+# The scheduler's own routes, and the first one, by which the operator asks whether it is idle.
+# Without that route the operator sets an idle timeout inside the scheduler, which then closes
+# itself while it works.
 SCHEDULER_ROUTES = [
     "distributed.http.scheduler.api",
     "distributed.http.scheduler.prometheus",
@@ -49,19 +56,24 @@ class Driver:
     namespace: str
     image: str  # of the container that this process runs in
     labels: Mapping[str, str] = field(default_factory=dict)
-    requests: Mapping[str, Decimal] = field(default_factory=dict)  # of all its containers, by resource
+    # of all its containers, by resource
+    requests: Mapping[str, Decimal] = field(default_factory=dict)
 
 
 def cluster_name(run_name: str) -> str:
-    """Return a name for a run's cluster: a DNS-1035 label of at most 53 characters, made of `run_name` alone.
+    """Return a name for a run's cluster: a DNS-1035 label of at most 53 characters, made of
+    `run_name` alone.
 
     A name that this function made stays as it is.
 
     Args:
-        run_name: unique among the runs and attempts of a namespace. A Flyte execution may have several training tasks
-            at once, so its own id is not enough.
+        run_name: unique among the runs and attempts of a namespace. A Flyte execution may have
+            several training tasks at once, so its own id is not enough.
     """
-    if re.fullmatch(r"ddp-([a-z0-9-]*-)?[0-9a-f]{8}", run_name) and len(run_name) <= MAX_NAME_LENGTH:
+    if (
+        re.fullmatch(r"ddp-([a-z0-9-]*-)?[0-9a-f]{8}", run_name)
+        and len(run_name) <= MAX_NAME_LENGTH
+    ):
         return run_name
     digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", run_name.lower())
@@ -72,7 +84,8 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
     """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
 
     Args:
-        owner: the pod with which Kubernetes deletes the cluster. It must be in the cluster's namespace.
+        owner: the pod with which Kubernetes deletes the cluster. It must be in the cluster's
+            namespace.
     """
     metadata: dict[str, Any] = {
         "name": name,
@@ -81,12 +94,17 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
     }
     if config.kubernetes.queue:
-        # Kueue lets no pod of a group start before it has seen all and has room for them. The operator makes the
-        # scheduler and the workers at once, so none waits for another.
-        metadata["labels"] |= {f"{KUEUE}/queue-name": config.kubernetes.queue, f"{KUEUE}/pod-group-name": name}
+        # Kueue lets no pod of a group start before it has seen all and has room for them. The
+        # operator makes the scheduler and the workers at once, so none waits for another.
+        metadata["labels"] |= {
+            f"{KUEUE}/queue-name": config.kubernetes.queue,
+            f"{KUEUE}/pod-group-name": name,
+        }
         metadata["annotations"] |= {f"{KUEUE}/pod-group-total-count": str(config.num_nodes + 1)}
     if owner is not None:
-        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
+        metadata["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}
+        ]
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "DaskCluster",
@@ -94,7 +112,9 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         "spec": {
             "idleTimeout": round(config.kubernetes.idle_timeout),
             "scheduler": {
-                "spec": merge_pod(_scheduler_pod(config, name), config.kubernetes.scheduler_pod_template),
+                "spec": merge_pod(
+                    _scheduler_pod(config, name), config.kubernetes.scheduler_pod_template
+                ),
                 "service": _scheduler_service(name),
             },
             "worker": {
@@ -108,22 +128,32 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
 def network_policy(
     name: str, uid: str, namespace: str, operator_namespace: str, driver: Driver | None = None
 ) -> dict[str, Any]:
-    """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a cluster's pods.
+    """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a
+    cluster's pods.
 
-    A Dask scheduler runs any code that a client sends. Kubernetes deletes the policy with the cluster.
+    A Dask scheduler runs any code that a client sends. Kubernetes deletes the policy with the
+    cluster.
 
     Args:
         uid: of the DaskCluster called `name`, in `namespace`.
         operator_namespace: in which the operator runs, which asks the scheduler whether it is idle.
-        driver: its labels distinguish its pod; without labels, any pod of the namespace may be the driver. None is a
-            driver outside Kubernetes, which connects through a port that the API server forwards.
+        driver: its labels distinguish its pod; without labels, any pod of the namespace may be the
+            driver. None is a driver outside Kubernetes, which connects through a port that the API
+            server forwards.
     """
     own = {"dask.org/cluster-name": name}
     ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
     callers: list[dict[str, Any]] = [_namespace_selector(operator_namespace)]
     if driver is not None:
-        caller: dict[str, Any] = {"podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}}
-        callers.append({**caller, **({} if driver.namespace == namespace else _namespace_selector(driver.namespace))})
+        caller: dict[str, Any] = {
+            "podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}
+        }
+        callers.append(
+            {
+                **caller,
+                **({} if driver.namespace == namespace else _namespace_selector(driver.namespace)),
+            }
+        )
     return {
         "apiVersion": f"{POLICY_GROUP}/v1",
         "kind": "NetworkPolicy",
@@ -132,7 +162,8 @@ def network_policy(
             "podSelector": {"matchLabels": own},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [{"podSelector": {"matchLabels": own}}]},  # on any port: the ranks choose theirs
+                # on any port: the ranks choose theirs
+                {"from": [{"podSelector": {"matchLabels": own}}]},
                 {"from": callers, "ports": ports},
             ],
         },
@@ -140,7 +171,9 @@ def network_policy(
 
 
 def certificate_secret(name: str, uid: str, certificate: str, key: str) -> dict[str, Any]:
-    """Return the Secret with the run's certificate (PEM). Kubernetes deletes it with the DaskCluster of that `uid`."""
+    """Return the Secret with the run's certificate (PEM). Kubernetes deletes it with the
+    DaskCluster of that `uid`.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -151,11 +184,15 @@ def certificate_secret(name: str, uid: str, certificate: str, key: str) -> dict[
 
 
 def _owned_metadata(name: str, uid: str) -> dict[str, Any]:
-    """Return the metadata of an object that goes with the DaskCluster called `name`, whose name it has."""
+    """Return the metadata of an object that goes with the DaskCluster called `name`, whose name it
+    has.
+    """
     return {
         "name": name,
         "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
-        "ownerReferences": [{"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid}],
+        "ownerReferences": [
+            {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", "name": name, "uid": uid}
+        ],
     }
 
 
@@ -164,12 +201,16 @@ def _namespace_selector(namespace: str) -> dict[str, Any]:
 
 
 def scheduler_name(name: str) -> str:
-    """Return the operator's name for the Service, and the Deployment, of the cluster's scheduler."""
+    """Return the operator's name for the Service, and the Deployment, of the cluster's
+    scheduler.
+    """
     return f"{name}-scheduler"
 
 
 def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `override` over `base`: mappings by key, lists of named items by name; None removes, the rest replaces."""
+    """Merge `override` over `base`: mappings by key, lists of named items by name; None removes,
+    the rest replaces.
+    """
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
@@ -199,22 +240,42 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     if config.gpus_per_node:
         resources[pods.gpu_resource] = str(config.gpus_per_node)
     # The operator would set the scheduler's address to a tcp:// one.
-    address = {"DASK_SCHEDULER_ADDRESS": f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"} if pods.tls else {}
+    address = (
+        {"DASK_SCHEDULER_ADDRESS": f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"}
+        if pods.tls
+        else {}
+    )
     # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
-    arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1", "--memory-limit", "0"]
+    arguments = [
+        "dask",
+        "worker",
+        "--name",
+        "$(DASK_WORKER_NAME)",
+        "--nthreads",
+        "1",
+        "--memory-limit",
+        "0",
+    ]
     # The worker has to know how long it has for a last checkpoint.
     grace = round(pods.worker_grace)
     variables = {**address, GRACE_VARIABLE: str(grace), **pods.env}
     pod = _pod(config, name, "worker", arguments, {}, variables, resources)
     pod["terminationGracePeriodSeconds"] = grace
     (container,) = pod["containers"]
-    # The operator's is the Deployment's, which Dask gives no second pod until the one that it replaces has left.
-    container["env"].append({"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
+    # The operator's is the Deployment's, which Dask gives no second pod until the one that it
+    # replaces has left.
+    container["env"].append(
+        {"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    )
     if pods.env_from_secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets]
     container["volumeMounts"].insert(0, {"name": "shared-memory", "mountPath": "/dev/shm"})
     pod["volumes"].insert(
-        0, {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}
+        0,
+        {
+            "name": "shared-memory",
+            "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory},
+        },
     )
     # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
     pod["topologySpreadConstraints"] = [
@@ -222,7 +283,9 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             "maxSkew": 1,
             "topologyKey": "kubernetes.io/hostname",
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {"dask.org/cluster-name": name, "dask.org/component": "worker"}},
+            "labelSelector": {
+                "matchLabels": {"dask.org/cluster-name": name, "dask.org/component": "worker"}
+            },
         }
     ]
     return pod
@@ -231,11 +294,19 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
 def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     """Return the scheduler's pod: small and without a GPU."""
     pods = config.kubernetes
-    arguments = ["dask", "scheduler", "--host", "0.0.0.0", *(["--protocol", "tls"] if pods.tls else [])]
+    arguments = [
+        "dask",
+        "scheduler",
+        "--host",
+        "0.0.0.0",
+        *(["--protocol", "tls"] if pods.tls else []),
+    ]
     routes = {"distributed.scheduler.http.routes": SCHEDULER_ROUTES}
     resources = _resources(pods.scheduler_cpus, pods.scheduler_memory)
     grace = round(pods.worker_grace)  # it closes after the ranks' last checkpoint
-    pod = _pod(config, name, "scheduler", arguments, routes, {GRACE_VARIABLE: str(grace)}, resources)
+    pod = _pod(
+        config, name, "scheduler", arguments, routes, {GRACE_VARIABLE: str(grace)}, resources
+    )
     pod["terminationGracePeriodSeconds"] = grace
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
     pod["containers"][0] |= {
@@ -244,7 +315,12 @@ def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             {"name": "http-dashboard", "containerPort": DASHBOARD_PORT, "protocol": "TCP"},
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
-        "livenessProbe": {**health, "initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10},
+        "livenessProbe": {
+            **health,
+            "initialDelaySeconds": 60,
+            "periodSeconds": 20,
+            "timeoutSeconds": 10,
+        },
     }
     return pod
 
@@ -260,8 +336,8 @@ def _pod(
 ) -> dict[str, Any]:
     """Return what the pods of both roles have: one container, which may write to /tmp alone.
 
-    With TLS it has the run's certificate. That one, which is its own authority, serves all: whoever has its key belongs
-    to the run.
+    With TLS it has the run's certificate. That one, which is its own authority, serves all: whoever
+    has its key belongs to the run.
 
     Args:
         settings: of Dask, besides those of every gang.
@@ -272,9 +348,15 @@ def _pod(
     settings = {**dask_config(config), **settings}
     if pods.tls:
         certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
-        settings |= {"distributed.comm.require-encryption": True, "distributed.comm.tls.ca-file": certificate}
+        settings |= {
+            "distributed.comm.require-encryption": True,
+            "distributed.comm.tls.ca-file": certificate,
+        }
         for peer in ("scheduler", "worker", "client"):
-            settings |= {f"distributed.comm.tls.{peer}.cert": certificate, f"distributed.comm.tls.{peer}.key": key}
+            settings |= {
+                f"distributed.comm.tls.{peer}.cert": certificate,
+                f"distributed.comm.tls.{peer}.key": key,
+            }
         mounts.append({"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True})
         volumes.append({"name": "certificate", "secret": {"secretName": name}})
     container = {
@@ -309,19 +391,27 @@ def _scheduler_service(name: str) -> dict[str, Any]:
         "selector": {"dask.org/cluster-name": name, "dask.org/component": "scheduler"},
         "ports": [
             {"name": port_name, "protocol": "TCP", "port": port, "targetPort": port_name}
-            for port_name, port in (("tcp-comm", SCHEDULER_PORT), ("http-dashboard", DASHBOARD_PORT))
+            for port_name, port in (
+                ("tcp-comm", SCHEDULER_PORT),
+                ("http-dashboard", DASHBOARD_PORT),
+            )
         ],
     }
 
 
 def _resources(cpus: float, memory: str) -> dict[str, str]:
     millicores = round(cpus * 1000)
-    return {"cpu": f"{millicores}m" if millicores % 1000 else str(millicores // 1000), "memory": memory}
+    return {
+        "cpu": f"{millicores}m" if millicores % 1000 else str(millicores // 1000),
+        "memory": memory,
+    }
 
 
 def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings of Dask as environment variables, which Dask reads as Python literals."""
     return {
-        "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value if isinstance(value, str) else repr(value)
+        "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value
+        if isinstance(value, str)
+        else repr(value)
         for key, value in dask_settings.items()
     }

@@ -1,4 +1,6 @@
-"""The checks that a run makes itself: before anything is created, and of its NetworkPolicy beside its scheduler."""
+"""The checks that a run makes itself: before anything is created, and of its NetworkPolicy beside
+its scheduler.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,26 @@ from flyte_ddp.cluster.kubernetes.manifest import DASHBOARD_PORT, Driver
 from flyte_ddp.errors import ClusterError, PreflightError
 
 ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # from 0
-CLOSED_PORT = DASHBOARD_PORT + 2  # of a scheduler's pod, and not one of those that its policy opens to the driver
+# of a scheduler's pod, and not one of those that its policy opens to the driver
+CLOSED_PORT = DASHBOARD_PORT + 2
 PROBE_TIMEOUT = 2.0  # seconds; a policy that is enforced lets the probe wait until then
 
 logger = logging.getLogger(__name__)
 
 
-def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str, driver: Driver | None = None) -> None:
-    """Check that `spec`, a DaskCluster, can start in `namespace`. Checks without RBAC permission are skipped.
+def preflight(
+    config: ClusterConfig, spec: Mapping[str, Any], namespace: str, driver: Driver | None = None
+) -> None:
+    """Check that `spec`, a DaskCluster, can start in `namespace`. Checks without RBAC permission
+    are skipped.
 
     Args:
         driver: the pod of this process, which a quota of its namespace counts, too.
 
     Raises:
         PreflightError: it cannot, with each finding.
-        ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in which it cannot start.
-            Another attempt ran on them, so they may be mended.
+        ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in
+            which it cannot start. Another attempt ran on them, so they may be mended.
     """
     requests = driver.requests if driver is not None and driver.namespace == namespace else None
     findings, unseen = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
@@ -46,10 +52,11 @@ def preflight(config: ClusterConfig, spec: Mapping[str, Any], namespace: str, dr
 
 
 def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> threading.Thread:
-    """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not block the probe.
+    """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not
+    block the probe.
 
-    A pod that is reached refuses the connection at once; a policy drops it without an answer. Returns the thread that
-    does so, because a start must not wait for it.
+    A pod that is reached refuses the connection at once; a policy drops it without an answer.
+    Returns the thread that does so, because a start must not wait for it.
 
     Args:
         address: the scheduler pod's IP address. The policy has been there for some seconds.
@@ -69,6 +76,7 @@ def _probe(address: str, port: int) -> None:
         logger.debug("the run's NetworkPolicy is enforced: %s", error)
         return
     logger.warning(
-        "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other pods away from "
+        "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other "
+        "pods away from "
         "its ranks and dashboard. Use a network plugin that does, such as Calico or Cilium"
     )

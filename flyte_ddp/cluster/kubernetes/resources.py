@@ -10,11 +10,16 @@ from flyte_ddp.errors import PreflightError
 
 
 def sum_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return the sum of the containers' requests, by resource; a limit without a request counts as one."""
+    """Return the sum of the containers' requests, by resource; a limit without a request counts as
+    one.
+    """
     total: dict[str, Decimal] = {}
     for container in pod["containers"]:
         resources = container.get("resources", {})
-        for resource, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
+        for resource, amount in {
+            **resources.get("limits", {}),
+            **resources.get("requests", {}),
+        }.items():
             total[resource] = total.get(resource, Decimal(0)) + quantity(amount)
     return total
 
@@ -25,7 +30,8 @@ def quantity(amount: object) -> Decimal:
     Raises:
         PreflightError: `amount` is not a quantity; only `pod_template` can hold such a thing.
     """
-    from kubernetes.utils import parse_quantity  # imports a second of client, which the requests need anyway
+    # imports a second of client, which the requests need anyway
+    from kubernetes.utils import parse_quantity
 
     try:
         return Decimal(parse_quantity(str(amount)))
@@ -34,7 +40,9 @@ def quantity(amount: object) -> Decimal:
 
 
 def sum_needs(pods: Iterable[tuple[int, Mapping[str, Decimal]]]) -> dict[str, Decimal]:
-    """Return the resources of all pods, given as (count, requests), by the names that quotas use."""
+    """Return the resources of all pods, given as (count, requests), by the names that quotas
+    use.
+    """
     needs: dict[str, Decimal] = {"pods": Decimal(0)}
     for count, requests in pods:
         needs["pods"] += count

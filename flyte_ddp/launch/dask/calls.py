@@ -1,4 +1,6 @@
-"""Calls to the workers and the scheduler of a Dask cluster that end in time, whether they are answered or not."""
+"""Calls to the workers and the scheduler of a Dask cluster that end in time, whether they are
+answered or not.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,11 @@ def call_workers(
     *arguments: Any,
     timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
-    """Call `function` in each of the workers at once, outside their tasks; return answers or exceptions by address.
+    """Call `function` in each of the workers at once, outside their tasks; return answers or
+    exceptions by address.
 
-    A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay the others.
+    A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay
+    the others.
     """
 
     async def call(address: str) -> Any:
@@ -54,7 +58,9 @@ def call_workers(
         return (await asyncio.wait_for(answers, timeout))[address]
 
     async def call_all() -> list[Any]:
-        return await asyncio.gather(*(call(address) for address in addresses), return_exceptions=True)
+        return await asyncio.gather(
+            *(call(address) for address in addresses), return_exceptions=True
+        )
 
     if not addresses:
         return {}
@@ -66,21 +72,34 @@ def call_workers(
 
 
 def call_scheduler(client: Client, method: str, **arguments: Any) -> Any:
-    """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for it much longer."""
+    """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for
+    it much longer.
+    """
     try:
-        return client.sync(getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments)
-    except (OSError, RuntimeError, AttributeError, asyncio.TimeoutError):  # it is gone, or the client is closed
+        return client.sync(
+            getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments
+        )
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+        asyncio.TimeoutError,
+    ):  # it is gone, or the client is closed
         return None
 
 
 def listed_workers(client: Client) -> dict[str, str]:
-    """Return the names of the workers that the scheduler knows, by address; they may be dead or silent."""
+    """Return the names of the workers that the scheduler knows, by address; they may be dead or
+    silent.
+    """
     scheduler = call_scheduler(client, "identity", n_workers=-1) or {"workers": {}}
     return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
 
 
 def scheduler_id(client: Client) -> str:
-    """Return the identity of the scheduler, which another one at its address would not have; "" without an answer."""
+    """Return the identity of the scheduler, which another one at its address would not have; ""
+    without an answer.
+    """
     return str((call_scheduler(client, "identity", n_workers=0) or {}).get("id", ""))
 
 
@@ -90,8 +109,12 @@ def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
     return answer["result"] if answer.get("status") == "OK" else None
 
 
-async def send_command(client: Client, addresses: list[str], plugin: str, attempt: str, command: str) -> None:
-    """Send `command` to the supervisors at `addresses`; those that cannot be reached are skipped."""
+async def send_command(
+    client: Client, addresses: list[str], plugin: str, attempt: str, command: str
+) -> None:
+    """Send `command` to the supervisors at `addresses`; those that cannot be reached are
+    skipped.
+    """
     message = {"op": plugin, "attempt": attempt, "command": command}
     with contextlib.suppress(OSError, RuntimeError):
         await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")

@@ -1,7 +1,9 @@
-"""Bring code and data to the nodes: as zips, or the prepared data by a directory that the nodes see as well.
+"""Bring code and data to the nodes: as zips, or the prepared data by a directory that the nodes see
+as well.
 
-The workers' image may be older than the code that this process runs (after a fast registration, or in an edited
-checkout), or may not have the package at all. So the code travels with every run, some 100 kB of it.
+The workers' image may be older than the code that this process runs (after a fast registration, or
+in an edited checkout), or may not have the package at all. So the code travels with every run, some
+100 kB of it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from flyte_ddp.storage import Storage
 
 @dataclass
 class SharedData:
-    """The data of one run, and the copy of them for nodes that do not see the driver's directory."""
+    """The data of one run, and the copy of them for nodes that do not see the driver's
+    directory.
+    """
 
     client: Client
     storage: Storage  # where the copy is: the run's checkpoints, or what a pool shares
@@ -39,13 +43,16 @@ class SharedData:
     archive: str = ""  # URL of the copy
 
     def locate(self, directory: str, nodes: Sequence[DaskNode]) -> tuple[set[str], str]:
-        """Return the addresses of the nodes that see `directory`, and the file name of the copy for the others.
+        """Return the addresses of the nodes that see `directory`, and the file name of the copy for
+        the others.
 
         Uploads the copy if any node needs it.
         """
         note = Path(directory, NOTE)
         addresses = [node.address for node in nodes]
-        answers = call_workers(self.client, addresses, worker.holds_file, str(note), note.read_bytes())
+        answers = call_workers(
+            self.client, addresses, worker.holds_file, str(note), note.read_bytes()
+        )
         name = f"data-{describe_data(directory)['fingerprint'][:16]}.zip"
         sees_data = {address for address in addresses if answers[address] is True}
         if not self.archive and len(sees_data) < len(addresses):
@@ -62,23 +69,32 @@ class SharedData:
         with tempfile.TemporaryDirectory(prefix="data-") as scratch:
             archive = Path(scratch, name)
             packed_directory(directory, archive)
-            self.storage.retry(lambda: self.storage.file_system.put_file(str(archive), f"{self.storage.root}/{name}"))
+            self.storage.retry(
+                lambda: self.storage.file_system.put_file(
+                    str(archive), f"{self.storage.root}/{name}"
+                )
+            )
         return self.storage.join(name)
 
 
 def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskNode]) -> None:
-    """Raise ConfigError if checkpoints go to a local path that is another directory on one of the nodes."""
+    """Raise ConfigError if checkpoints go to a local path that is another directory on one of the
+    nodes.
+    """
     if not storage.is_local:
         return
     token = uuid.uuid4().hex
     storage.write(f".probe-{token}", token.encode())
     path = os.path.join(storage.root, f".probe-{token}")
-    answers = call_workers(client, [node.address for node in nodes], worker.holds_file, path, token.encode())
+    answers = call_workers(
+        client, [node.address for node in nodes], worker.holds_file, path, token.encode()
+    )
     storage.delete(f".probe-{token}")
     for node in nodes:
         if answers[node.address] is False:
             raise ConfigError(
-                f"checkpoints: expected a URL, or a path that all machines share, got {storage.root!r}, which is "
+                "checkpoints: expected a URL, or a path that all machines share, got "
+                f"{storage.root!r}, which is "
                 f"another directory on {node}"
             )
 
@@ -91,12 +107,19 @@ def packed_directory(directory: Path, target: Path) -> None:
 
 
 def packed_code(program: Program) -> bytes:
-    """Return a zip of the program's files, equal for equal code. Raises ConfigError if they are too large for code."""
+    """Return a zip of the program's files, equal for equal code. Raises ConfigError if they are too
+    large for code.
+    """
     files = program.source_files()
     if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
-        folders = [program.directory] if program.directory else sorted({name.split("/")[0] for name in files})
+        folders = (
+            [program.directory]
+            if program.directory
+            else sorted({name.split("/")[0] for name in files})
+        )
         raise ConfigError(
-            f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in {', '.join(folders)}, "
+            f"{program.name}: expected code without data, got more than {MAX_SIZE >> 20} MiB in "
+            f"{', '.join(folders)}, "
             "which every node needs; keep data and results elsewhere, and give their path or URL"
         )
     buffer = io.BytesIO()

@@ -1,7 +1,9 @@
-"""The notice that a Dask worker has to go: SIGTERM, as a pod gets it that is deleted, drained or preempted.
+"""The notice that a Dask worker has to go: SIGTERM, as a pod gets it that is deleted, drained or
+preempted.
 
-The worker then announces it to the drivers of its ranks, and closes when these have ended, or shortly before its time
-is up. A second SIGTERM closes it at once. Travels by value, as worker.py does.
+The worker then announces it to the drivers of its ranks, and closes when these have ended, or
+shortly before its time is up. A second SIGTERM closes it at once. Travels by value, as worker.py
+does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need t
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
 NO_CLIENTS = {"fire-and-forget"}  # what a scheduler has besides its clients
 IDLE_TIME = 2.0  # seconds without an attempt after which a scheduler that has to go closes
-SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"  # the event of a scheduler that has received SIGTERM
+# the event of a scheduler that has received SIGTERM
+SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"
 
 
 async def announce_departures(dask_worker: Worker) -> None:
@@ -40,7 +43,8 @@ async def announce_departures(dask_worker: Worker) -> None:
 
 
 async def hold_scheduler(dask_scheduler: Scheduler) -> float:
-    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt runs.
+    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt
+    runs.
 
     Returns:
         Seconds until it closes, if it has received SIGTERM before; infinity otherwise.
@@ -72,14 +76,17 @@ async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
 
 def is_leaving(dask_worker: Worker) -> bool:
     """Return whether this worker has received SIGTERM, or its scheduler retires it."""
-    return getattr(dask_worker, "leaves_at", float("inf")) < float("inf") or dask_worker.status.name != "running"
+    return (
+        getattr(dask_worker, "leaves_at", float("inf")) < float("inf")
+        or dask_worker.status.name != "running"
+    )
 
 
 def _on_first_sigterm(act: Callable[[], object]) -> None:
     """Call `act` at the first SIGTERM; at the second one, what was called before.
 
-    Only the main thread may install a handler. In another one, such as that of a LocalCluster's nannies, this changes
-    nothing.
+    Only the main thread may install a handler. In another one, such as that of a LocalCluster's
+    nannies, this changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -100,7 +107,8 @@ def _leave(dask_worker: Worker) -> None:
     dask_worker.leaves_at = time.monotonic() + _time_to_leave()
     for each in _plugins_of(dask_worker):
         each.announce_departure(dask_worker.leaves_at)
-    dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))  # a task that nobody holds may vanish
+    # a task that nobody holds may vanish
+    dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))
 
 
 def _time_to_leave() -> float:
@@ -108,20 +116,26 @@ def _time_to_leave() -> float:
 
 
 async def _close_after_ranks(dask_worker: Worker) -> None:
-    while time.monotonic() < dask_worker.leaves_at and any(each.is_at_work for each in _plugins_of(dask_worker)):
+    while time.monotonic() < dask_worker.leaves_at and any(
+        each.is_at_work for each in _plugins_of(dask_worker)
+    ):
         await asyncio.sleep(POLL_INTERVAL)
-    await dask_worker.close(nanny=False, reason="SIGTERM")  # a nanny that was not told starts another worker
+    # a nanny that was not told starts another worker
+    await dask_worker.close(nanny=False, reason="SIGTERM")
 
 
 def _forward_sigterm(dask_worker: Nanny) -> None:
-    """Have a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's process."""
+    """Have a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's
+    process.
+    """
     nanny, loop = dask_worker, asyncio.get_running_loop()
     if hasattr(nanny, "forwards_sigterm"):
         return
     nanny.forwards_sigterm = True
 
     def forward() -> None:
-        nanny.close_gracefully(reason="SIGTERM")  # it ends with its worker, in whose place it starts no other
+        # it ends with its worker, in whose place it starts no other
+        nanny.close_gracefully(reason="SIGTERM")
         os.kill(nanny.pid or os.getpid(), signal.SIGTERM)
 
     _on_first_sigterm(lambda: loop.call_soon_threadsafe(forward))

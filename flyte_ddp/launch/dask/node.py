@@ -1,9 +1,11 @@
-"""One node's supervisor: a process that a Dask worker starts, and that runs the ranks of its machine.
+"""One node's supervisor: a process that a Dask worker starts, and that runs the ranks of its
+machine.
 
-It runs one attempt after another, so that the ranks of a restart find the server from which they are forked. Its jobs
-and the driver's commands come through a pipe, and its messages leave through another. What lies between it and the
-driver it does not know. When the commands cease, because the driver, the scheduler, the network or the worker is gone,
-it kills its ranks: nothing trains unsupervised.
+It runs one attempt after another, so that the ranks of a restart find the server from which they
+are forked. Its jobs and the driver's commands come through a pipe, and its messages leave through
+another. What lies between it and the driver it does not know. When the commands cease, because the
+driver, the scheduler, the network or the worker is gone, it kills its ranks: nothing trains
+unsupervised.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, END_OF_ATTEMPT, JOB, PREPARE, PREPARED, NodeJob, encode
+from flyte_ddp.launch.dask.messages import (
+    BEAT_INTERVAL,
+    END_OF_ATTEMPT,
+    JOB,
+    PREPARE,
+    PREPARED,
+    NodeJob,
+    encode,
+)
 from flyte_ddp.launch.node import KILL_GRACE, Link
 from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.rank_start import start_server, wait_for_server
@@ -32,7 +42,8 @@ from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
-IDLE_TIMEOUT = 300.0  # seconds without an attempt, as after the driver's death, after which this process ends
+# seconds without an attempt, as after the driver's death, after which this process ends
+IDLE_TIMEOUT = 300.0
 
 
 class DriverLink(Link):
@@ -56,7 +67,9 @@ class DriverLink(Link):
         super().obey(text)
 
     def kill_ranks(self, reason: str) -> None:
-        """Have the ranks killed, wait for the end of the attempt, and exit this process if it does not come."""
+        """Have the ranks killed, wait for the end of the attempt, and exit this process if it does
+        not come.
+        """
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
@@ -86,9 +99,9 @@ class DriverLink(Link):
 def main() -> None:
     """Run the ranks of this node, attempt after attempt, and report last how each of them ended.
 
-    Arguments of the process: the directory of the code, one for what later attempts may want again, and the file
-    descriptors of the two pipes and of a socket. Where the ranks of a gang meet, the rendezvous' listening socket comes
-    through that before the job does.
+    Arguments of the process: the directory of the code, one for what later attempts may want again,
+    and the file descriptors of the two pipes and of a socket. Where the ranks of a gang meet, the
+    rendezvous' listening socket comes through that before the job does.
     """
     open_standard_streams()
     _, _, directory, commands_in, messages_out, listeners_in = sys.argv
@@ -97,7 +110,9 @@ def main() -> None:
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
     memory = NodeMemory()
-    threading.Thread(target=_listen, args=(commands, messages, attempts), name="commands", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(commands, messages, attempts), name="commands", daemon=True
+    ).start()
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
@@ -122,7 +137,9 @@ def _listen(
     messages: BinaryIO,
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]],
 ) -> None:
-    """Start an attempt for each job, and pass the commands that follow it on. Have the server of ranks started."""
+    """Start an attempt for each job, and pass the commands that follow it on. Have the server of
+    ranks started.
+    """
     link = None
     try:
         for line in commands:
@@ -133,7 +150,9 @@ def _listen(
                 attempts.put((node_job, link))
             elif text.startswith(f"{PREPARE} "):
                 start_server(text.split()[1:])
-                threading.Thread(target=_report_server, args=(messages,), name="prepare", daemon=True).start()
+                threading.Thread(
+                    target=_report_server, args=(messages,), name="prepare", daemon=True
+                ).start()
             elif link:
                 link.obey(text)
     except Exception:
@@ -152,7 +171,11 @@ def _report_server(messages: BinaryIO) -> None:
 
 
 def _run_attempt(
-    node_job: NodeJob, link: DriverLink, listener: socket.socket | None, directory: Path, memory: NodeMemory
+    node_job: NodeJob,
+    link: DriverLink,
+    listener: socket.socket | None,
+    directory: Path,
+    memory: NodeMemory,
 ) -> None:
     """Run the ranks of this node to their end."""
 
@@ -166,13 +189,20 @@ def _run_attempt(
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
-        link.send("end", outcome="broken", message=f"{type(error).__name__}: {error}", cause=type(error).__name__)
+        link.send(
+            "end",
+            outcome="broken",
+            message=f"{type(error).__name__}: {error}",
+            cause=type(error).__name__,
+        )
         return
     supervise(node_job.job, ranks, listener, data, link, memory, relay)
 
 
 def interface_to(host: str) -> str:
-    """Return the network interface by which this machine reaches `host`, which may be itself, for gloo and NCCL."""
+    """Return the network interface by which this machine reaches `host`, which may be itself, for
+    gloo and NCCL.
+    """
     import psutil  # type: ignore[import-untyped]
 
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -182,11 +212,15 @@ def interface_to(host: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
             return str(name)
-    raise OSError(f"no network interface of this machine has the address {own}, by which it reaches {host}")
+    raise OSError(
+        f"no network interface of this machine has the address {own}, by which it reaches {host}"
+    )
 
 
 def local_data(node_job: NodeJob, directory: Path) -> str:
-    """Return the directory of the prepared data on this machine, fetched and unpacked there if need be."""
+    """Return the directory of the prepared data on this machine, fetched and unpacked there if need
+    be.
+    """
     if node_job.data:
         return node_job.data
     unpacked = directory / node_job.data_name

@@ -1,11 +1,11 @@
 """The workers of a Dask cluster as the nodes of one attempt.
 
-Dask carries messages, not tensors. On each worker a task runs a process with the node's supervisor in it (worker.py,
-node.py). The messages of these processes come back as Dask's structured events.
+Dask carries messages, not tensors. On each worker a task runs a process with the node's supervisor
+in it (worker.py, node.py). The messages of these processes come back as Dask's structured events.
 
-A silent machine is the hard case: its connections stay open and nobody reports it. So both sides send heartbeats every
-second, and each takes the other for lost after `node_timeout`. A driver that has lost a node ends the others; a node
-that has lost its driver kills its own ranks.
+A silent machine is the hard case: its connections stay open and nobody reports it. So both sides
+send heartbeats every second, and each takes the other for lost after `node_timeout`. A driver that
+has lost a node ends the others; a node that has lost its driver kills its own ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from flyte_ddp.launch.failures import shorten
 from flyte_ddp.launch.node import GO
 from flyte_ddp.launch.process.programs import Job
 
-MESSAGE_INTERVAL = 0.1  # seconds that the driver waits for a message before it looks at anything else
+# seconds that the driver waits for a message before it looks at anything else
+MESSAGE_INTERVAL = 0.1
 TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
 FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
 WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
-SCHEDULER_TOPIC = "all"  # where the scheduler reports, among other things, that it has lost a worker
+# where the scheduler reports, among other things, that it has lost a worker
+SCHEDULER_TOPIC = "all"
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +62,8 @@ class DaskNodes:
     client: Client
     config: ClusterConfig
     nodes: list[DaskNode]
-    # Returns what each node has to do in an attempt of a job, given the number of restarts before it.
+    # Returns what each node has to do in an attempt of a job, given the number of restarts before
+    # it.
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: GrowthWatch  # the watch for a larger gang
 
@@ -74,7 +77,8 @@ class DaskNodes:
         self._next_command_at = 0.0
         self._futures: list[Future] = []
         self._arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = queue.SimpleQueue()
-        self._departures: queue.SimpleQueue[str] = queue.SimpleQueue()  # addresses of workers that the scheduler lost
+        # addresses of workers that the scheduler lost
+        self._departures: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     @property
     def larger(self) -> int:
@@ -90,14 +94,18 @@ class DaskNodes:
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""
         self._name = f"{self.plugin}-{num_restarts}"
-        self.client.subscribe_topic(self._name, lambda event: self._arrivals.put((time.monotonic(), event[1])))
+        self.client.subscribe_topic(
+            self._name, lambda event: self._arrivals.put((time.monotonic(), event[1]))
+        )
         self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
         seconds = run_on_scheduler(self.client, hold_scheduler)
         self.scheduler_leaves_at = time.monotonic() + (float("inf") if seconds is None else seconds)
         first, *others = self.nodes
         new = [node for node in self.nodes if not node.has_plugin]
         self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
-        host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[first.address]
+        host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[
+            first.address
+        ]
         self._call(others, worker.call, self.plugin, "admit", self._name, False)
         for node in self.nodes:
             node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
@@ -106,7 +114,12 @@ class DaskNodes:
             self._futures.append(
                 self.client.submit(
                     ByValue(worker.supervise),
-                    *(self.plugin, self._name, ByValue(worker.Sealed(node_job.to_line())), self._name),
+                    *(
+                        self.plugin,
+                        self._name,
+                        ByValue(worker.Sealed(node_job.to_line())),
+                        self._name,
+                    ),
                     key=f"{self._name}-node-{node.index}",
                     workers=[node.address],
                     allow_other_workers=False,
@@ -128,7 +141,9 @@ class DaskNodes:
                 node.leave(self.scheduler_leaves_at - time.monotonic(), "the Dask scheduler leaves")
         found: list[tuple[Node, dict[str, Any]]] = []
         # Looked up before the messages: whatever a task has sent arrived before its end did.
-        ended = [node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()]
+        ended = [
+            node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
+        ]
         with contextlib.suppress(queue.Empty):
             found += self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
             while True:
@@ -139,11 +154,17 @@ class DaskNodes:
         with contextlib.suppress(queue.Empty):
             while True:
                 address = self._departures.get_nowait()
-                found += [(node, _lost("its worker is gone")) for node in self.nodes if node.address == address]
+                found += [
+                    (node, _lost("its worker is gone"))
+                    for node in self.nodes
+                    if node.address == address
+                ]
         return [*found, *self._find_silent()]
 
     def explain(self, failure: Exception) -> Exception:
-        """Add the last lines of the lost worker's pod, or name the loss of the scheduler instead."""
+        """Add the last lines of the lost worker's pod, or name the loss of the scheduler
+        instead.
+        """
         if not isinstance(failure, NodeLost):
             return failure
         if (now := scheduler_id(self.client)) != self.scheduler_id:
@@ -156,7 +177,9 @@ class DaskNodes:
         text = f"{failure}; {end}" if end.reason else str(failure)
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
-        return NodeLost(text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause)
+        return NodeLost(
+            text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause
+        )
 
     def close(self) -> None:
         self.growth.close()
@@ -166,8 +189,16 @@ class DaskNodes:
             self.client.unsubscribe_topic(self._name)
             self.client.unsubscribe_topic(SCHEDULER_TOPIC)
 
-    def _call(self, nodes: Sequence[DaskNode], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        answers = call_workers(self.client, [node.address for node in nodes], function, *arguments, **options)
+    def _call(
+        self,
+        nodes: Sequence[DaskNode],
+        function: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        answers = call_workers(
+            self.client, [node.address for node in nodes], function, *arguments, **options
+        )
         for node in nodes:
             if isinstance(error := answers[node.address], Exception):
                 why = f"it does not answer: {type(error).__name__}: {error}"
@@ -181,10 +212,16 @@ class DaskNodes:
         self._next_command_at = time.monotonic() + BEAT_INTERVAL
         addresses = [node.address for node in self.nodes if not node.outcome]
         # Without waiting: a node that does not answer must not delay the others.
-        self.client.loop.add_callback(send_command, self.client, addresses, self.plugin, self._name, self._command)
+        self.client.loop.add_callback(
+            send_command, self.client, addresses, self.plugin, self._name, self._command
+        )
 
-    def _take(self, arrived_at: float, envelope: dict[str, Any]) -> list[tuple[Node, dict[str, Any]]]:
-        """Take in one of Dask's events with a message of a node in it; return the messages whose turn has come."""
+    def _take(
+        self, arrived_at: float, envelope: dict[str, Any]
+    ) -> list[tuple[Node, dict[str, Any]]]:
+        """Take in one of Dask's events with a message of a node in it; return the messages whose
+        turn has come.
+        """
         sender = next((node for node in self.nodes if node.address == envelope["worker"]), None)
         if sender is None:
             return []
@@ -205,7 +242,8 @@ class DaskNodes:
         if node.has_sent_end:
             return []
         found: list[tuple[Node, dict[str, Any]]] = []
-        # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be among them.
+        # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be
+        # among them.
         for _, message in call_scheduler(self.client, "events", topic=self._name) or ():
             found += self._take(0.0, message)
         if not node.has_sent_end:
@@ -230,7 +268,9 @@ class DaskNodes:
                 why = f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
                 found.append((node, {**_lost(why), "is_silent": True}))
             elif not node.has_reported and silence > max(limit, FIRST_REPORT_TIMEOUT):
-                found.append((node, _lost(f"its supervisor has not started within {silence:.0f} s")))
+                found.append(
+                    (node, _lost(f"its supervisor has not started within {silence:.0f} s"))
+                )
         return found
 
     def _note_departure(self, event: tuple[float, dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
-"""The workers of a Dask cluster as the place of a run: which of them an attempt gets, and how it gets its data."""
+"""The workers of a Dask cluster as the place of a run: which of them an attempt gets, and how it
+gets its data.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.policy import Ended
 
 ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
-REUNION_TIMEOUT = 5.0  # seconds for all workers of a larger gang to be idle, after the smaller one has ended
+# seconds for all workers of a larger gang to be idle, after the smaller one has ended
+REUNION_TIMEOUT = 5.0
 
 
 @dataclass(eq=False)
@@ -44,8 +47,8 @@ class DaskPlace:
     client: Client  # from `cluster.open_cluster`
     config: ClusterConfig
     run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
-    # Shared with other runs that train on the cluster at the same time, each on one node and with a client of its own,
-    # because a client has one handler for each kind of Dask's events.
+    # Shared with other runs that train on the cluster at the same time, each on one node and with a
+    # client of its own, because a client has one handler for each kind of Dask's events.
     pool: Pool | None = None
     is_cluster = True
 
@@ -61,24 +64,30 @@ class DaskPlace:
         self._data: SharedData | None = None
         self._roll_call: RollCall | None = None
         self._latest: DaskNodes | None = None
-        self._checked: set[str] = set()  # addresses of workers that have the directory of the checkpoints
+        # addresses of workers that have the directory of the checkpoints
+        self._checked: set[str] = set()
         self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
 
     def check(self, job: Job) -> None:
         check(job.program, self.config)
 
     def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
-        """Return the nodes of the next attempt: all workers, or after a while as many as a smaller size needs.
+        """Return the nodes of the next attempt: all workers, or after a while as many as a smaller
+        size needs.
 
-        Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory on one of the nodes.
+        Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory
+        on one of the nodes.
         """
         if self._roll_call is None:
             self._roll_call = RollCall(self.client, run.name)
             self._code = packed_code(run.job.program)
             if run.prepared and run.storage:
-                self._data = SharedData(self.client, self.pool.shared if self.pool else run.storage, self.pool)
+                self._data = SharedData(
+                    self.client, self.pool.shared if self.pool else run.storage, self.pool
+                )
         if self._latest and self._latest.scheduler_leaves_at < float("inf"):
-            while scheduler_id(self.client) == self._latest.scheduler_id:  # it closes when no attempt runs
+            # it closes when no attempt runs
+            while scheduler_id(self.client) == self._latest.scheduler_id:
                 run.check_stop()
                 time.sleep(ROLL_CALL_INTERVAL)
         sizes = usable_sizes(run.job.program, self.config)
@@ -93,13 +102,16 @@ class DaskPlace:
             self._checked.update(node.address for node in new)
         growth = self._watch_for_growth(run, workers, nodes, sizes)
         make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
-        self._latest = DaskNodes(run.name, self._code, self.client, self.config, nodes, make_jobs, growth)
+        self._latest = DaskNodes(
+            run.name, self._code, self.client, self.config, nodes, make_jobs, growth
+        )
         return self._latest
 
     def close(self, run: Run) -> None:
         """Remove the plugin from the workers and the copy of the data from the store."""
         if self._latest:
-            self._latest.growth.join(2 * ANSWER_TIMEOUT)  # not to have it install the plugin after this
+            # not to have it install the plugin after this
+            self._latest.growth.join(2 * ANSWER_TIMEOUT)
         if self._roll_call:
             asked = self._roll_call.known & set(listed_workers(self.client))
             call_workers(self.client, asked, worker.uninstall, run.name)
@@ -109,8 +121,12 @@ class DaskPlace:
             self._data.close()
 
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
-        """Return the addresses of workers that the next gang may have at once, and how long all are waited for."""
-        patience = self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
+        """Return the addresses of workers that the next gang may have at once, and how long all are
+        waited for.
+        """
+        patience = (
+            self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
+        )
         if self._latest is None or self._roll_call is None or previous is None:
             return frozenset(), patience
         if previous.failure is None and not previous.is_announced:
@@ -128,7 +144,12 @@ class DaskPlace:
         return frozenset(node.address for node in self._latest.nodes), patience
 
     def _wait_for_workers(
-        self, run: Run, previous: Ended | None, sizes: Sequence[int], expected: frozenset[str], patience: float
+        self,
+        run: Run,
+        previous: Ended | None,
+        sizes: Sequence[int],
+        expected: frozenset[str],
+        patience: float,
     ) -> list[Worker]:
         """Return the workers for the next attempt.
 
@@ -155,17 +176,25 @@ class DaskPlace:
                 return workers
             if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
                 break
-            # At first they are only about to be idle again. A smaller size is enough as soon as `patience` is over.
+            # At first they are only about to be idle again. A smaller size is enough as soon as
+            # `patience` is over.
             pause = min(ROLL_CALL_INTERVAL, 0.1 + waited)
             time.sleep(min(pause, patience - waited) if waited < patience else pause)
-        message = f"{len(workers)} of {self.config.num_nodes} workers are there and idle after {waited:.0f} s"
+        message = (
+            f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
+            f"{waited:.0f} s"
+        )
         if is_gone := self.client.status == "closed":
             message = "the Dask scheduler is gone"
         if reason := explain_missing_workers(self.config, self.run_name):
             message += f". {reason.rstrip('.')}"
         if previous is None:
             raise ClusterError(message)
-        because = "" if is_gone or not previous.failure else f". The gang had to restart, because {previous.failure}"
+        because = (
+            ""
+            if is_gone or not previous.failure
+            else (f". The gang had to restart, because {previous.failure}")
+        )
         raise WorkersLost(f"{message}{because}") from previous.failure
 
     def _watch_for_growth(
@@ -226,7 +255,8 @@ class DaskPlace:
                 data_archive=self._data.archive if self._data else "",
                 data_name=archive_name.removesuffix(".zip"),
                 start_timeout=self.config.start_timeout,
-                prints_lines=self.config.resolved_kind != "local",  # whose workers have this process's terminal
+                # whose workers have this process's terminal
+                prints_lines=self.config.resolved_kind != "local",
             )
             for node in nodes
         ]
@@ -241,20 +271,26 @@ def check(program: Program, config: ClusterConfig) -> None:
     """Check the program before anything is asked of its cluster.
 
     Raises:
-        ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot be split evenly at
-            `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
+        ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot
+            be split evenly at `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
     """
     program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
-    if config.enough_nodes < config.num_nodes and usable_sizes(program, config) == [config.num_nodes]:
+    if config.enough_nodes < config.num_nodes and usable_sizes(program, config) == [
+        config.num_nodes
+    ]:
         raise ConfigError(
-            f"min_nodes: expected a smaller number of nodes, because the global batch splits evenly at none from "
-            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), or 0 for a run that "
+            "min_nodes: expected a smaller number of nodes, because the global batch splits "
+            "evenly at none from "
+            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), "
+            "or 0 for a run that "
             f"needs all {config.num_nodes}, got {config.min_nodes}"
         )
 
 
 def usable_sizes(program: Program, config: ClusterConfig) -> list[int]:
-    """Return the numbers of nodes at which the run may go on, largest first: those that split the batch evenly."""
+    """Return the numbers of nodes at which the run may go on, largest first: those that split the
+    batch evenly.
+    """
     sizes = []
     for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):
         with contextlib.suppress(ConfigError):

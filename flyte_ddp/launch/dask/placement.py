@@ -32,7 +32,9 @@ class Worker:
 
 @dataclass(kw_only=True)
 class DaskNode(Node):
-    """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike its address."""
+    """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike
+    its address.
+    """
 
     address: str
     host: str
@@ -46,11 +48,15 @@ class DaskNode(Node):
     inbox: Inbox = field(default_factory=Inbox)
 
 
-def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfig) -> list[DaskNode]:
-    """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still open.
+def assign_nodes(
+    workers: Sequence[Worker], num_nodes: int, config: ClusterConfig
+) -> list[DaskNode]:
+    """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still
+    open.
 
-    Those that have run ranks before are chosen first. Workers on one host are neighbours, so that their ranks are too.
-    Hosts and workers are sorted by the workers' names: a node that comes back elsewhere gets its ranks back.
+    Those that have run ranks before are chosen first. Workers on one host are neighbours, so that
+    their ranks are too. Hosts and workers are sorted by the workers' names: a node that comes back
+    elsewhere gets its ranks back.
 
     Raises:
         ConfigError: a worker has fewer GPUs than its node needs.
@@ -59,7 +65,9 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
     for each in workers:
         key = natural_key(each.name)
         first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
-    ordered = sorted(workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name)))
+    ordered = sorted(
+        workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name))
+    )
     first = sorted(ordered, key=lambda each: not each.has_run)[:num_nodes]
     chosen = [each for each in ordered if each in first]
     nodes: list[DaskNode] = []
@@ -73,7 +81,8 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
             port=0,
             interface="",
             use_gpus=config.gpus_per_node > 0,
-            num_threads=config.threads_per_rank or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+            num_threads=config.threads_per_rank
+            or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
             node_rank=index,
             num_nodes=num_nodes,
         )
@@ -93,8 +102,11 @@ def assign_nodes(workers: Sequence[Worker], num_nodes: int, config: ClusterConfi
     return nodes
 
 
-def _gpu_environment(each: Worker, neighbours: list[Worker], config: ClusterConfig) -> dict[str, str]:
-    """Return the variable that gives the node its own GPUs. Workers of one host that see the same ones share them.
+def _gpu_environment(
+    each: Worker, neighbours: list[Worker], config: ClusterConfig
+) -> dict[str, str]:
+    """Return the variable that gives the node its own GPUs. Workers of one host that see the same
+    ones share them.
 
     A worker alone on its host, such as a pod, has its GPUs to itself and needs no variable.
     """
@@ -106,8 +118,10 @@ def _gpu_environment(each: Worker, neighbours: list[Worker], config: ClusterConf
     if len(gpus) < config.gpus_per_node:
         hint = "" if each.gpus else f". {MISSING_GPUS_HINT}"
         raise ConfigError(
-            f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker {each.name} at "
-            f"{each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, got {config.gpus_per_node}{hint}"
+            f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker "
+            f"{each.name} at "
+            f"{each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, got "
+            f"{config.gpus_per_node}{hint}"
         )
     if len(neighbours) > 1 or each.shares_host:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -1,7 +1,7 @@
 """The workers of a cluster and the copy of the data that runs which train at the same time share.
 
-Knows neither trials nor attempts. A worker belongs to one run at a time, from before its attempt begins until it has
-ended; a run that finds none free waits for its turn.
+Knows neither trials nor attempts. A worker belongs to one run at a time, from before its attempt
+begins until it has ended; a run that finds none free waits for its turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """The workers of a cluster, of which each run takes one, and the place for the data that all runs need.
+    """The workers of a cluster, of which each run takes one, and the place for the data that all
+    runs need.
 
     Args:
         shared: URL of a directory that every worker reaches.
@@ -35,8 +36,9 @@ class Pool:
     def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
         """Return an idle worker that is `run`'s own until it releases it; none if there is none.
 
-        It has its share of its host: the cores are split evenly among the `workers` there, which are all that answer,
-        and of GPUs that several of them see it has `num_gpus` that no other run uses.
+        It has its share of its host: the cores are split evenly among the `workers` there, which
+        are all that answer, and of GPUs that several of them see it has `num_gpus` that no other
+        run uses.
         """
         with self._lock:
             taken = list(self._claims.values())

@@ -22,31 +22,50 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RollCall:
-    """The workers that answer and run the same versions as this process. Sets of workers are of their addresses."""
+    """The workers that answer and run the same versions as this process. Sets of workers are of
+    their addresses.
+    """
 
     client: Client
     plugin: str  # the name of the run's plugin in the workers
-    is_strict: bool = True  # raise for a worker with other versions; later, in mid-run, leave it out
+    # raise for a worker with other versions; later, in mid-run, leave it out
+    is_strict: bool = True
     known: set[str] = field(default_factory=set)  # were found to have our versions
-    silent: set[str] = field(default_factory=set)  # were lost without a report; asked with less patience
-    unfit: dict[str, str] = field(default_factory=dict)  # why a worker cannot take part, by its address
+    # were lost without a report; asked with less patience
+    silent: set[str] = field(default_factory=set)
+    # why a worker cannot take part, by its address
+    unfit: dict[str, str] = field(default_factory=dict)
 
     def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
-        """Return the workers that answer, stay and are not known to be unfit, but for the addresses in `leave_out`.
+        """Return the workers that answer, stay and are not known to be unfit, but for the addresses
+        in `leave_out`.
 
         Raises:
-            ConfigError: one of them runs other versions than this process; only while this `is_strict`.
+            ConfigError: one of them runs other versions than this process; only while this
+                `is_strict`.
         """
-        names = {address: name for address, name in listed_workers(self.client).items() if address not in leave_out}
+        names = {
+            address: name
+            for address, name in listed_workers(self.client).items()
+            if address not in leave_out
+        }
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()
         answers = call_workers(self.client, asked - self.silent, worker.introduce, self.plugin)
         answers |= call_workers(
-            self.client, asked & self.silent, worker.introduce, self.plugin, timeout=SILENT_ANSWER_TIMEOUT
+            self.client,
+            asked & self.silent,
+            worker.introduce,
+            self.plugin,
+            timeout=SILENT_ANSWER_TIMEOUT,
         )
-        present = {address: facts for address, facts in answers.items() if not isinstance(facts, Exception)}
+        present = {
+            address: facts for address, facts in answers.items() if not isinstance(facts, Exception)
+        }
         self.silent -= present.keys()
-        present = {address: facts for address, facts in present.items() if not facts.pop("is_leaving")}
+        present = {
+            address: facts for address, facts in present.items() if not facts.pop("is_leaving")
+        }
         hosts = [facts["host"] for facts in present.values()]
         return [
             Worker(address, names[address], shares_host=hosts.count(facts["host"]) > 1, **facts)
@@ -60,7 +79,9 @@ class RollCall:
             logger.warning("the run continues without a worker: %s", why)
 
     def _check_versions(self, names: dict[str, str]) -> None:
-        """Compare the versions of new workers among `names` with ours, before any of our code goes there."""
+        """Compare the versions of new workers among `names` with ours, before any of our code goes
+        there.
+        """
         new = set(names) - self.known - self.unfit.keys()
         for package, ours in own_versions().items():
             # Python's own functions: one of ours could not even be unpickled by another Python.
@@ -75,7 +96,8 @@ class RollCall:
                     new.discard(address)  # it does not answer, and is asked again
                 elif _comparable(package, theirs) != _comparable(package, ours):
                     why = (
-                        f"cluster: expected workers with {package} {ours}, as in this process and its image, got "
+                        f"cluster: expected workers with {package} {ours}, as in this process and "
+                        "its image, got "
                         f"{theirs} on worker {names[address]} at {address}"
                     )
                     if self.is_strict:
@@ -86,9 +108,13 @@ class RollCall:
 
 
 def own_versions() -> dict[str, str]:
-    """Return what must be the same here and in the workers, because pickles and collectives cross between them."""
+    """Return what must be the same here and in the workers, because pickles and collectives cross
+    between them.
+    """
     packages = ("torch", "distributed", "cloudpickle")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
 
 
 def _comparable(package: str, version: str) -> str:

@@ -1,9 +1,11 @@
-"""The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes messages up and down.
+"""The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes
+messages up and down.
 
-It travels by value, code and all, because the worker may have another version of this package, or none. So it imports
-nothing from here but what travels alike, and a variable's name. All that knows of training runs in a
-process of its own (node.py) from the code that the plugin brings along. That process runs one attempt after another. It
-dies with the worker's: it reads its commands from a pipe, and the pipe ends.
+It travels by value, code and all, because the worker may have another version of this package, or
+none. So it imports nothing from here but what travels alike, and a variable's name. All that knows
+of training runs in a process of its own (node.py) from the code that the plugin brings along. That
+process runs one attempt after another. It dies with the worker's: it reads its commands from a
+pipe, and the pipe ends.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE
 
 END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
 
-# Set by Dask for tasks that share a process with others; a rank has its share of the cores to itself.
+# Set by Dask for tasks that share a process with others; a rank has its share of the cores to
+# itself.
 DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-# The standard library comes first, so that no module of a user's takes the place of one of its: neither in the working
-# directory nor on the worker's path. Then the shipped code, before what is installed here, maybe of another version.
+# The standard library comes first, so that no module of a user's takes the place of one of its:
+# neither in the working directory nor on the worker's path. Then the shipped code, before what is
+# installed here, maybe of another version.
 BOOTSTRAP = (
     "import os, sys; lib = os.path.dirname(os.__file__); "
     "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
@@ -49,7 +53,9 @@ BOOTSTRAP = (
 
 
 class Sealed:
-    """A text with secrets in it, such as a node's job: Dask shows and logs the arguments of tasks."""
+    """A text with secrets in it, such as a node's job: Dask shows and logs the arguments of
+    tasks.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -70,7 +76,9 @@ class Supervisor:
 
     @property
     def is_prepared(self) -> bool:
-        """Its ranks start at once: it has run some, or has answered that it is prepared. For one that is idle."""
+        """Its ranks start at once: it has run some, or has answered that it is prepared. For one
+        that is idle.
+        """
         return self.has_run or bool(select.select([self.messages], [], [], 0)[0])
 
     def begin(self, job: str, listener: socket.socket | None) -> None:
@@ -97,7 +105,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
 
     Args:
         name: of the run, and of the plugin.
-        code: a zip of packages and modules, what the supervisor and the ranks import before all else.
+        code: a zip of packages and modules, what the supervisor and the ranks import before all
+            else.
     """
 
     directory: str
@@ -108,7 +117,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.name = name
         self.code = code
         self.attempt = ""  # the latest, the only one that may run
-        self.admitted: dict[str, socket.socket | None] = {}  # attempts whose supervisor has not been started yet
+        # attempts whose supervisor has not been started yet
+        self.admitted: dict[str, socket.socket | None] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.idle: Supervisor | None = None  # ready for the next attempt
         self.is_over = False
@@ -121,7 +131,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
-            part = f"{self.directory}.part"  # a full disk leaves half of the code, which no later attempt may import
+            # a full disk leaves half of the code, which no later attempt may import
+            part = f"{self.directory}.part"
             try:
                 with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
                     archive.extractall(part)
@@ -129,7 +140,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             finally:
                 shutil.rmtree(part, ignore_errors=True)
         self.code = b""
-        # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a line every second.
+        # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a
+        # line every second.
         worker.handlers[self.name] = self.send_command
 
     def teardown(self, worker: Worker) -> None:
@@ -144,7 +156,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
     def prepare(self, modules: Sequence[str]) -> bool:
-        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for the next attempt.
+        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for
+        the next attempt.
 
         Returns:
             True when it has imported them, or where an attempt runs already.
@@ -162,8 +175,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """Prepare for an attempt, and end what is left of earlier ones here.
 
         Returns:
-            The rendezvous' host and port where `meets_here`. The port is bound now and stays so until rank 0 takes it
-            over: nobody else can get it in between.
+            The rendezvous' host and port where `meets_here`. The port is bound now and stays so
+            until rank 0 takes it over: nobody else can get it in between.
         """
         self._clear()
         self.attempt = attempt
@@ -176,17 +189,20 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return host, listener.getsockname()[1] if listener else 0
 
     def supervise(self, attempt: str, job: Sealed, topic: str) -> str:
-        """Have the supervisor run an attempt, pass its messages on as events of `topic`, and return how it ended.
+        """Have the supervisor run an attempt, pass its messages on as events of `topic`, and return
+        how it ended.
 
         Raises:
-            RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again when a worker comes
-                back under the address of a dead one, but an attempt that lost a node is over.
+            RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again
+                when a worker comes back under the address of a dead one, but an attempt that lost a
+                node is over.
         """
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
             supervisor = self._begin(job, listener)
-        self.supervisors[attempt] = supervisor  # now, because the job is the first line that it reads
+        # now, because the job is the first line that it reads
+        self.supervisors[attempt] = supervisor
         if attempt != self.attempt:  # another one was admitted in the meantime
             supervisor.process.kill()
         if self.leaves_at < float("inf"):
@@ -210,7 +226,11 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         code = supervisor.process.returncode
         if code is None:
             return "has ended the attempt"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else (f"ended with exit code {code}")
+        )
 
     @property
     def is_at_work(self) -> bool:
@@ -218,7 +238,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return bool(self.supervisors or self.admitted)
 
     def announce_departure(self, leaves_at: float) -> None:
-        """Tell the driver that this worker closes at `leaves_at` (monotonic), or as soon as its ranks have ended."""
+        """Tell the driver that this worker closes at `leaves_at` (monotonic), or as soon as its
+        ranks have ended.
+        """
         self.leaves_at = leaves_at
         for attempt in list(self.supervisors):
             self.send_command(attempt, f"leave {leaves_at - time.monotonic():g}")
@@ -239,7 +261,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             except BrokenPipeError:  # it has just ended
                 idle.end()
         supervisor = self._start()
-        with contextlib.suppress(BrokenPipeError):  # it has died, which is reported by the end of its messages
+        # it has died, which is reported by the end of its messages
+        with contextlib.suppress(BrokenPipeError):
             supervisor.begin(job.text, listener)
         return supervisor
 
@@ -249,7 +272,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return idle
 
     def _keep(self, supervisor: Supervisor) -> bool:
-        """Keep a supervisor that has ended an attempt for the next one. Return whether there may be one."""
+        """Keep a supervisor that has ended an attempt for the next one. Return whether there may be
+        one.
+        """
         with self.lock:
             if self.is_over or self.idle or supervisor.process.poll() is not None:
                 return False
@@ -258,7 +283,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return True
 
     def _start(self) -> Supervisor:
-        environment = {name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS
+        }
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment[OUTPUTS_VARIABLE] = self.outputs
         # Not its standard input and output, into which whatever it imports may print.
@@ -268,12 +295,20 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         handed_over = [commands_in, messages_out, listeners_in.fileno()]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, self.directory, self.worker.local_directory, *map(str, handed_over)],
+                [
+                    sys.executable,
+                    "-c",
+                    BOOTSTRAP,
+                    self.directory,
+                    self.worker.local_directory,
+                    *map(str, handed_over),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 env=environment,
                 pass_fds=handed_over,
-                start_new_session=True,  # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                start_new_session=True,
             )
         finally:
             os.close(commands_in)
@@ -291,11 +326,14 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             supervisor.process.kill()  # its ranks kill themselves when their pipe to it ends
 
 
-# --- What the driver runs in the worker, by value ------------------------------------------------------------------
+# --- What the driver runs in the worker, by value
+# --------------------------------------------------------------------------------------------------
 
 
 def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
-    """Return what the driver has to know of this worker: whether it leaves, and fields of `placement.Worker`."""
+    """Return what the driver has to know of this worker: whether it leaves, and fields of
+    `placement.Worker`.
+    """
     supervisor = getattr(dask_worker.plugins.get(plugin), "idle", None)
     return {
         "host": get_address_host(dask_worker.address),
@@ -309,7 +347,9 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
 
 
 async def install(name: str, code: bytes, dask_worker: Worker) -> None:
-    """Have the plugin there. One that is there stays: its gang may train, and Dask would end it for a new one."""
+    """Have the plugin there. One that is there stays: its gang may train, and Dask would end it for
+    a new one.
+    """
     if name in dask_worker.plugins:
         return
     try:
@@ -340,7 +380,9 @@ def supervise(plugin: str, attempt: str, job: Sealed, topic: str) -> str:
 
 
 def holds_file(path: str, contents: bytes) -> bool:
-    """Return whether this machine has a file at `path` with these `contents`: the same directory, or a copy of it."""
+    """Return whether this machine has a file at `path` with these `contents`: the same directory,
+    or a copy of it.
+    """
     try:
         with open(path, "rb") as file:
             return file.read() == contents

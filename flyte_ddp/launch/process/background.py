@@ -1,4 +1,6 @@
-"""A call in a thread whose result is wanted later: of the driver, of a supervisor and of a rank. Imports no torch."""
+"""A call in a thread whose result is wanted later: of the driver, of a supervisor and of a rank.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ T = TypeVar("T")
 
 
 def call_in_background(function: Callable[[], T]) -> Future[T]:
-    """Call `function` in a thread that sees the caller's context variables, such as Flyte's context."""
+    """Call `function` in a thread that sees the caller's context variables, such as Flyte's
+    context.
+    """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 

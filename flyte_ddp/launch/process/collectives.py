@@ -1,7 +1,8 @@
-"""The collectives that this rank has entered, and its waits in them. Imports no torch: the program has, or not.
+"""The collectives that this rank has entered, and its waits in them. Imports no torch: the program
+has, or not.
 
-torch's flight recorder is on by default, for gloo and NCCL. It counts the collectives of each process group, so the
-rank with the smallest number is the one that the others wait for.
+torch's flight recorder is on by default, for gloo and NCCL. It counts the collectives of each
+process group, so the rank with the smallest number is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MAX_PENDING = 4  # collectives of a group that have begun and not ended: the oldest ones, of which the first one hangs
+# collectives of a group that have begun and not ended: the oldest ones, of which the first one
+# hangs
+MAX_PENDING = 4
 BACKENDS = ("gloo", "nccl")
 PLACES = ("torch.distributed", "torch.autograd")  # modules whose calls wait for other ranks
 MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
@@ -21,14 +24,16 @@ NUM_LOOKS = 10  # in the timeout
 
 
 def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | None:
-    """Return what this rank has entered of each process group, as plain values; None where torch does not tell.
+    """Return what this rank has entered of each process group, as plain values; None where torch
+    does not tell.
 
-    Each has the `name` of its group, its `ranks`, the number of collectives that were `entered`, and of those that have
-    not ended the oldest ones as `pending`: their `number`, `what` they are for people, their `operation` and `since`
-    when they wait, in seconds since the epoch.
+    Each has the `name` of its group, its `ranks`, the number of collectives that were `entered`,
+    and of those that have not ended the oldest ones as `pending`: their `number`, `what` they are
+    for people, their `operation` and `since` when they wait, in seconds since the epoch.
 
     Args:
-        only_pending: for a look now and then, which costs less; the number `entered` is that of pending ones then.
+        only_pending: for a look now and then, which costs less; the number `entered` is that of
+            pending ones then.
     """
     torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
@@ -38,17 +43,21 @@ def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | No
         entries = [entry for backend in BACKENDS for entry in _entries(dump, backend, only_pending)]
         groups = {group.group_name: group for group in torch_c10d._world.pg_map}
         return [_describe(group, torch_c10d, entries) for group in groups.values()]
-    except Exception:  # of any kind: these are torch's internals, and a report without them is better than none
+    except (
+        Exception
+    ):  # of any kind: these are torch's internals, and a report without them is better than none
         return None
 
 
 def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float) -> None:
-    """Call `set_waiting_since`, from a thread, with the monotonic time since when the main thread waits; else with 0.
+    """Call `set_waiting_since`, from a thread, with the monotonic time since when the main thread
+    waits; else with 0.
 
-    For a function that reports no progress. The thread looks now and then. The main thread waits if the flight recorder
-    has a collective that has not ended, which also shows a wait for a GPU; or if torch.distributed or a backward pass
-    has called what runs now, and it has used no processor time since the last look. By this process's own clock: the
-    recorder's moves when the machine's clock is set.
+    For a function that reports no progress. The thread looks now and then. The main thread waits if
+    the flight recorder has a collective that has not ended, which also shows a wait for a GPU; or
+    if torch.distributed or a backward pass has called what runs now, and it has used no processor
+    time since the last look. By this process's own clock: the recorder's moves when the machine's
+    clock is set.
 
     Args:
         timeout: seconds of waiting that matter.
@@ -77,8 +86,14 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
 
 
 def _waiting_since() -> float:
-    """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does not."""
-    pending = [each["since"] for group in entered_collectives(only_pending=True) or () for each in group["pending"]]
+    """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does
+    not.
+    """
+    pending = [
+        each["since"]
+        for group in entered_collectives(only_pending=True) or ()
+        for each in group["pending"]
+    ]
     return float(min(pending, default=0.0))
 
 
@@ -92,14 +107,17 @@ def _is_in_collective(thread: int) -> bool:
 
 
 def _entries(dump: Any, backend: str, only_pending: bool) -> list[dict[str, Any]]:
-    contents = dump(True, False, only_pending, backend)  # without stacks, whose lines it would look up for seconds
+    # without stacks, whose lines it would look up for seconds
+    contents = dump(True, False, only_pending, backend)
     return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
 
 
 def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> dict[str, Any]:
     own = [each for each in entries if each["process_group"][0] == group.group_name]
     return {
-        "name": "the default group" if group.group_desc == "default_pg" else f"group {group.group_desc}",
+        "name": "the default group"
+        if group.group_desc == "default_pg"
+        else (f"group {group.group_desc}"),
         "ranks": sorted(torch_c10d._world.pg_group_ranks[group]),
         "entered": max((each["collective_seq_id"] for each in own), default=0),
         "pending": [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],
@@ -107,7 +125,9 @@ def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> dic
 
 
 def _describe_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    operation = entry["profiling_name"].partition(":")[2].removeprefix("_") or entry["profiling_name"]
+    operation = (
+        entry["profiling_name"].partition(":")[2].removeprefix("_") or entry["profiling_name"]
+    )
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     of = ", ".join(f"{kind.lower()} {sizes}" for kind, sizes in tensors)
     return {

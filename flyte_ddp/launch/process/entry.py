@@ -1,10 +1,12 @@
-"""The process of a rank: its log, its environment, the call of the program with a session, and how it ends.
+"""The process of a rank: its log, its environment, the call of the program with a session, and how
+it ends.
 
 Knows nothing of training: a job's program does (programs.py).
 
-Imports no torch at the top: a rank must be killable, and must notice its parent's death, before the seconds that torch
-takes to import. Nor may torch be imported before a function does it: a variable that the function sets for torch would
-come too late. So the store where the ranks meet is served from a thread that waits for the function's own import.
+Imports no torch at the top: a rank must be killable, and must notice its parent's death, before the
+seconds that torch takes to import. Nor may torch be imported before a function does it: a variable
+that the function sets for torch would come too late. So the store where the ranks meet is served
+from a thread that waits for the function's own import.
 """
 
 from __future__ import annotations
@@ -60,24 +62,37 @@ KEPT_BYTES, RETURNED_BYTES = 1 << 30, 1 << 20
 
 # Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
 PEER_FAILURE = re.compile(
-    r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|recvValue|sendBytes|failed to recv"
+    r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken "
+    r"pipe|recvValue|sendBytes|failed to recv"
 )
 
 # What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
 SHARED_MEMORY = re.compile(r"</torch_|out of shared memory|SemLock\(")
 SHARED_MEMORY_HINT = (
-    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task a larger "
-    "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use data_workers: 0"
+    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task "
+    "a larger "
+    "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use "
+    "data_workers: 0"
 )
 
-# What a process says where a limit of the shell, by its option of ulimit, leaves it no thread, process or memory.
+# What a process says where a limit of the shell, by its option of ulimit, leaves it no thread,
+# process or memory.
 LIMITS = {
-    "can't start new thread|Resource temporarily unavailable": (resource.RLIMIT_NPROC, "-u", "threads and processes"),
-    "failed to map segment|[Cc]an(?:not|'t) allocate memory": (resource.RLIMIT_AS, "-v", "bytes of addresses"),
+    "can't start new thread|Resource temporarily unavailable": (
+        resource.RLIMIT_NPROC,
+        "-u",
+        ("threads and processes"),
+    ),
+    "failed to map segment|[Cc]an(?:not|'t) allocate memory": (
+        resource.RLIMIT_AS,
+        "-v",
+        ("bytes of addresses"),
+    ),
 }
 
 MEMORY_HINT = (
-    "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it when necessary"
+    "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it "
+    "when necessary"
 )
 
 
@@ -92,7 +107,8 @@ def run_rank(
     logs: str,
     memory: tuple[Any, ...] = (),
 ) -> None:
-    """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or "error".
+    """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or
+    "error".
 
     Args:
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
@@ -103,7 +119,8 @@ def run_rank(
     """
     show_working_directory()
     open_standard_streams()
-    os.setpgid(0, 0)  # so that the supervisor can kill this process with all that it starts, such as loader workers
+    # so that the supervisor can kill this process with all that it starts, such as loader workers
+    os.setpgid(0, 0)
     # The supervisor removes what loader processes leave when they are killed.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
     rank = node.first_rank + local_rank
@@ -132,15 +149,18 @@ def run_rank(
             outcome: tuple[Any, ...] = ("stopped",)
         else:
             outcome = ("error", *_describe(error))
-            link.send(*outcome)  # the end of this process may wait for dead peers; the supervisor ends it in time
-            if not isinstance(error, SystemExit):  # as Python does: W&B marks its run as failed by such a hook
+            # the end of this process may wait for dead peers; the supervisor ends it in time
+            link.send(*outcome)
+            # as Python does: W&B marks its run as failed by such a hook
+            if not isinstance(error, SystemExit):
                 sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
     else:
         outcome = ("done",)
     _flush_files()
     if outcome[0] != "error":
         link.send(*outcome)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a thread of gloo's that aborts this process now says
+        # what a thread of gloo's that aborts this process now says
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def call_program(process: RankProcess) -> None:
@@ -160,8 +180,11 @@ def call_program(process: RankProcess) -> None:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.set_waiting_since, timeout)
     if process.node.copy_distance and not program.is_command:
-        threading.Thread(target=_receive_copies, args=(process, store.open), name="copies", daemon=True).start()
-    # Nothing shows that multiprocessing has started this process: a script may ask, or choose a start method.
+        threading.Thread(
+            target=_receive_copies, args=(process, store.open), name="copies", daemon=True
+        ).start()
+    # Nothing shows that multiprocessing has started this process: a script may ask, or choose a
+    # start method.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
     with current.finish_on_error(), _end_forked_processes():
@@ -170,11 +193,13 @@ def call_program(process: RankProcess) -> None:
             value = cloudpickle.loads(program.call)()
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
-            f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got {len(value) >> 20} MiB: "
+            f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got "
+            f"{len(value) >> 20} MiB: "
             "write it to session.checkpoints, and return where it is"
         )
     current.close()
-    if process.node.num_nodes > 1:  # whose ranks learn by it that this one has ended, or this one of them
+    # whose ranks learn by it that this one has ended, or this one of them
+    if process.node.num_nodes > 1:
         store.open()  # may import torch, which a process that has shut down its threads cannot
     threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
     atexit._run_exitfuncs()  # so may these, which Python then has done
@@ -186,16 +211,21 @@ def call_program(process: RankProcess) -> None:
 
 
 def _flush_files() -> None:
-    """Write what open files hold back. As this process ends, a daemon thread that waits in gloo may abort it."""
+    """Write what open files hold back. As this process ends, a daemon thread that waits in gloo may
+    abort it.
+    """
     for kind in (io.TextIOWrapper, io.BufferedWriter):
         for file in [each for each in gc.get_objects() if type(each) is kind]:
-            with contextlib.suppress(OSError, ValueError):  # it is closed, or whoever read it is gone
+            # it is closed, or whoever read it is gone
+            with contextlib.suppress(OSError, ValueError):
                 file.flush()
 
 
 @contextlib.contextmanager
 def _end_forked_processes() -> Iterator[None]:
-    """End a process that the block has forked where the block ends, as Python ends it: that one is no rank."""
+    """End a process that the block has forked where the block ends, as Python ends it: that one is
+    no rank.
+    """
     rank = os.getpid()
     try:
         yield
@@ -214,7 +244,9 @@ def _has_imported_torch() -> bool:
 
 
 def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
-    """Take copies of another node's states into the memory of this one, once the program has imported torch."""
+    """Take copies of another node's states into the memory of this one, once the program has
+    imported torch.
+    """
     while not _has_imported_torch():
         time.sleep(POLL_INTERVAL)
     from flyte_ddp.rank.copies import receive_copies
@@ -223,13 +255,16 @@ def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> No
 
 
 class _Store:
-    """The store where the ranks meet: served by rank 0's process, from a thread, until the last rank has ended."""
+    """The store where the ranks meet: served by rank 0's process, from a thread, until the last
+    rank has ended.
+    """
 
     def __init__(self, process: RankProcess, is_for_others: bool) -> None:
         self._process = process
         self._lock = threading.Lock()
         self._is_needed = threading.Event()  # now, even if that imports torch
-        self._is_for_others = is_for_others  # processes below this one's use it, and this one imports no torch itself
+        # processes below this one's use it, and this one imports no torch itself
+        self._is_for_others = is_for_others
         self._opened = call_in_background(self._open) if process.rank == 0 else None
 
     def open(self) -> Store:
@@ -240,7 +275,9 @@ class _Store:
         return self._opened.result()
 
     def wait_until_all_ended(self) -> None:
-        """Wait, on rank 0, for the functions of all ranks: they may use the store until they return."""
+        """Wait, on rank 0, for the functions of all ranks: they may use the store until they
+        return.
+        """
         node, link = self._process.node, self._process.link
         link.set_ended()
         if self._process.rank > 0:
@@ -255,38 +292,58 @@ class _Store:
 
     def _is_asked_for(self) -> bool:
         listener = self._process.listener
-        return self._is_for_others and listener is not None and bool(select.select([listener], [], [], 0)[0])
+        return (
+            self._is_for_others
+            and listener is not None
+            and bool(select.select([listener], [], [], 0)[0])
+        )
 
     def _open(self) -> Store:
-        while not (_has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()):
+        while not (
+            _has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()
+        ):
             pass
         return self._process.open_store(STORE_TIMEOUT)
 
 
 def _describe(error: BaseException) -> tuple[str, str, str, bool]:
-    """Return the name of an error's class, its message, its traceback, and whether a peer's death is its cause."""
+    """Return the name of an error's class, its message, its traceback, and whether a peer's death
+    is its cause.
+    """
     if isinstance(error, SystemExit):  # without a traceback, as Python ends
         message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
         return "SystemExit", message, "", False
-    text = "".join(traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__))
+    text = "".join(
+        traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__)
+    )
     message = str(error)
     is_consequence = (
         isinstance(error, (RuntimeError, OSError))
-        and not isinstance(error, StorageUnavailable)  # which may also say that a connection was refused
+        # which may also say that a connection was refused
+        and not isinstance(error, StorageUnavailable)
         and bool(PEER_FAILURE.search(message))
     )
     name = type(error).__name__
-    if original := message.partition("\nOriginal ")[2]:  # traceback, of a loader's process: torch has it as the message
+    # traceback, of a loader's process: torch has it as the message
+    if original := message.partition("\nOriginal ")[2]:
         before, _, after = original.rpartition(f"{name}: ")
         text, message = original, after.strip() if before else ""
     if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
         name = f"{type(error).__module__}.{name}"  # not the one that has this name here
     if SHARED_MEMORY.search(text):
-        reason = next((line for line in reversed(text.splitlines()) if "Error" in line), message).strip()
+        reason = next(
+            (line for line in reversed(text.splitlines()) if "Error" in line), message
+        ).strip()
         return "ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False
     for said, (limit, option, what) in LIMITS.items():
-        if re.search(said, message) and (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY:
-            text = f"ulimit {option}: expected more than {most} {what}, with which a rank ended: {message}"
+        if (
+            re.search(said, message)
+            and (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY
+        ):
+            text = (
+                f"ulimit {option}: expected more than {most} {what}, with which a rank ended: "
+                f"{message}"
+            )
             return "ConfigError", text, "", False
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
@@ -296,8 +353,8 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     """Return the variables that torch and its libraries read, with torchrun's names and meaning.
 
-    Those that choose a network interface or a number of threads are the user's own where they are set: a user may know
-    a faster one.
+    Those that choose a network interface or a number of threads are the user's own where they are
+    set: a user may know a faster one.
     """
     values = {
         "RANK": node.first_rank + local_rank,
@@ -316,7 +373,8 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # all ranks are clients of a store that is served for them
+        # all ranks are clients of a store that is served for them
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     defaults = {
         "GLOO_SOCKET_IFNAME": node.interface,
@@ -324,24 +382,32 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(node.num_threads),
     }
     given = {name: os.environ[name] for name in defaults if name in os.environ}
-    return {name: str(value) for name, value in values.items()} | defaults | given | job.program.variables
+    return (
+        {name: str(value) for name, value in values.items()}
+        | defaults
+        | given
+        | job.program.variables
+    )
 
 
 def keep_freed_memory() -> None:
-    """Keep glibc from returning a step's activations to the kernel, only to fault them in again in the next step.
+    """Keep glibc from returning a step's activations to the kernel, only to fault them in again in
+    the next step.
 
-    By default it maps large blocks one by one and trims the end of the heap until it has seen larger blocks freed: up
-    to 5,000 page faults and a quarter of the time of a step of `mnist`. The process keeps its peak instead, which it
-    needs again. A C library without `mallopt` keeps its own ways.
+    By default it maps large blocks one by one and trims the end of the heap until it has seen
+    larger blocks freed: up to 5,000 page faults and a quarter of the time of a step of `mnist`. The
+    process keeps its peak instead, which it needs again. A C library without `mallopt` keeps its
+    own ways.
     """
     _keep_blocks_below(KEPT_BYTES)
 
 
 def return_freed_memory() -> None:
-    """Have glibc return large blocks to the kernel at once: a rank splits its model in order to have more memory.
+    """Have glibc return large blocks to the kernel at once: a rank splits its model in order to
+    have more memory.
 
-    Kept, the blocks of weights that are gathered and dropped stay in the heap of each thread that gathered one: 0.6 GB
-    of a rank on a CPU with 100 million parameters.
+    Kept, the blocks of weights that are gathered and dropped stay in the heap of each thread that
+    gathered one: 0.6 GB of a rank on a CPU with 100 million parameters.
     """
     _keep_blocks_below(RETURNED_BYTES)
 

@@ -7,13 +7,16 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")  # in the paths of others' modules
+# in the paths of others' modules
+LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 
 
 def frames_of_user(error: BaseException | types.TracebackType) -> types.TracebackType | None:
-    """Return a traceback, or that of an error, from the first frame of the user's own code on; None if there is none.
+    """Return a traceback, or that of an error, from the first frame of the user's own code on; None
+    if there is none.
 
-    What comes before that, such as the training loop and torch's modules, is the same for every error in a recipe.
+    What comes before that, such as the training loop and torch's modules, is the same for every
+    error in a recipe.
     """
     frames = error.__traceback__ if isinstance(error, BaseException) else error
     while frames and not is_of_program(frames.tb_frame.f_globals):
@@ -22,7 +25,9 @@ def frames_of_user(error: BaseException | types.TracebackType) -> types.Tracebac
 
 
 def is_of_program(module: Mapping[str, Any]) -> bool:
-    """Return whether a module with this dictionary is the main one, or neither of this package nor installed."""
+    """Return whether a module with this dictionary is the main one, or neither of this package nor
+    installed.
+    """
     name, file = module.get("__name__"), module.get("__file__")
     if name == "__main__":
         return True

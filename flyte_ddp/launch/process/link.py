@@ -1,4 +1,6 @@
-"""A rank's process as its program and its session see it, and its link to the supervisor. Imports no torch."""
+"""A rank's process as its program and its session see it, and its link to the supervisor. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,22 @@ from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-SAVE_SHARE = 0.5  # of the time that a stop leaves, for which a function that does not ask may train on to its next save
+# of the time that a stop leaves, for which a function that does not ask may train on to its next
+# save
+SAVE_SHARE = 0.5
 
 
 class SupervisorLink:
-    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they share.
+    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they
+    share.
 
-    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the thread then kills this
-    process and everything it started, because no other process can.
+    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the
+    thread then kills this process and everything it started, because no other process can.
     """
 
-    def __init__(self, up: Connection, down: Connection, beats: Any, local_rank: int, stacks: TextIO) -> None:
+    def __init__(
+        self, up: Connection, down: Connection, beats: Any, local_rank: int, stacks: TextIO
+    ) -> None:
         self._up = up
         self._stacks = stacks  # takes the stacks of all threads
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
@@ -44,29 +51,38 @@ class SupervisorLink:
         self._num_ranks = len(beats) // NUM_SLOTS  # of this node
         self._local_rank = local_rank
         self._stop = threading.Event()
-        self.stop_signal = int(signal.SIGTERM)  # by which a function that does not ask learns of a stop
+        # by which a function that does not ask learns of a stop
+        self.stop_signal = int(signal.SIGTERM)
         self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
-        self.on_stop: Callable[[], None] = lambda: None  # called when this rank is asked to end the run
+        # called when this rank is asked to end the run
+        self.on_stop: Callable[[], None] = lambda: None
         self._has_data = threading.Event()
         self._data = ""
         threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
 
     @property
     def stop_requested(self) -> bool:
-        """True once this rank was asked to end the run. The other ranks may not have been asked yet."""
+        """True once this rank was asked to end the run. The other ranks may not have been asked
+        yet.
+        """
         return self._stop.is_set()
 
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
-        self._beats[2 * self._local_rank] = time.monotonic()  # one clock for all processes of a machine
+        # one clock for all processes of a machine
+        self._beats[2 * self._local_rank] = time.monotonic()
         self._beats[2 * self._local_rank + 1] = step
 
     def set_writing(self, is_writing: bool) -> None:
-        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if another rank fails."""
+        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if
+        another rank fails.
+        """
         self._beats[-1] = float(is_writing)
 
     def set_stoppable(self) -> None:
-        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the gang may grow."""
+        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the
+        gang may grow.
+        """
         self._beats[-2] = 1.0
 
     def set_ended(self) -> None:
@@ -74,11 +90,15 @@ class SupervisorLink:
         self._beats[2 * self._num_ranks + self._local_rank] = 1.0
 
     def set_waiting_since(self, moment: float) -> None:
-        """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it does not."""
+        """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it
+        does not.
+        """
         self._beats[3 * self._num_ranks + self._local_rank] = moment
 
     def set_pace(self, num_steps: int, seconds: list[float]) -> None:
-        """Report this rank's steps of the attempt, and the seconds of its own in each phase of them."""
+        """Report this rank's steps of the attempt, and the seconds of its own in each phase of
+        them.
+        """
         first = 4 * self._num_ranks + (1 + len(PHASES)) * self._local_rank
         self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
 
@@ -110,8 +130,10 @@ class SupervisorLink:
                 self._data = values[0]
                 self._has_data.set()
             elif kind == "inspect":
-                # No thread runs meanwhile. A signal's handler would read the frames of those that do, and may crash.
-                if not os.fstat(self._stacks.fileno()).st_size:  # else a signal was necessary, and came first
+                # No thread runs meanwhile. A signal's handler would read the frames of those that
+                # do, and may crash.
+                # else a signal was necessary, and came first
+                if not os.fstat(self._stacks.fileno()).st_size:
                     faulthandler.dump_traceback(self._stacks)
                 self.send("collectives", entered_collectives() or [])
             elif kind == "stop":
@@ -131,9 +153,11 @@ class RankProcess:
     local_rank: int
     listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
     link: SupervisorLink
-    slots: list[MemoryFile] = field(default_factory=list)  # take the parts of states that this rank saves in memory
+    # take the parts of states that this rank saves in memory
+    slots: list[MemoryFile] = field(default_factory=list)
     copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node
-    parts: list[Part] = field(default_factory=list)  # of states that earlier attempts have left on this node
+    # of states that earlier attempts have left on this node
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -141,12 +165,15 @@ class RankProcess:
         return self.node.first_rank + self.local_rank
 
     def free_parts(self, attempt: int = -1, turn: int = 0) -> None:
-        """Free the parts that earlier attempts have left in memory, but for the state that this one goes on from."""
+        """Free the parts that earlier attempts have left in memory, but for the state that this one
+        goes on from.
+        """
         self.link.send("resumed", attempt, turn)
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
     def open_store(self, timeout: float) -> TCPStore:
-        """Return the store where the ranks meet, which rank 0's process serves. Call it once on rank 0.
+        """Return the store where the ranks meet, which rank 0's process serves. Call it once on
+        rank 0.
 
         Args:
             timeout: seconds that an operation waits for the other ranks.

@@ -1,13 +1,14 @@
 """The memory of a node, in which states outlive the ranks that had them. Imports no torch.
 
-A state is in files that are the kernel's, and have no name and no disk (`memfd_create`). The node's supervisor has them
-open and passes them on to its ranks. The kernel frees them with the last of these processes, however they end.
+A state is in files that are the kernel's, and have no name and no disk (`memfd_create`). The node's
+supervisor has them open and passes them on to its ranks. The kernel frees them with the last of
+these processes, however they end.
 
-Every few steps each rank writes its part of a state into one of two files in turn, and another node has two of its own
-for it. Of a model that every rank has whole, rank 0 writes the state. A rank begins to write the next state only when
-the one before it is whole: each rank has written its part, and the other node has it too. So there is always a whole
-state on the nodes that are left when one is lost. A file that was being overwritten then has another checksum than the
-one that is recorded.
+Every few steps each rank writes its part of a state into one of two files in turn, and another node
+has two of its own for it. Of a model that every rank has whole, rank 0 writes the state. A rank
+begins to write the next state only when the one before it is whole: each rank has written its part,
+and the other node has it too. So there is always a whole state on the nodes that are left when one
+is lost. A file that was being overwritten then has another checksum than the one that is recorded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class MemoryFile:
 
 
 class MappedFile:
-    """A file in memory as one process writes it, again and again: a new page costs more than what is written to it.
+    """A file in memory as one process writes it, again and again: a new page costs more than what
+    is written to it.
 
     In a `with` block it is written from its beginning, and ends where that has ended.
     """
@@ -75,7 +77,9 @@ class MappedFile:
         """Do nothing: what was written is in the file."""
 
     def view(self, num_bytes: int) -> Tensor:
-        """Return so many bytes of the file, to be read or written. The tensor must be gone before `write`."""
+        """Return so many bytes of the file, to be read or written. The tensor must be gone before
+        `write`.
+        """
         import torch
 
         if num_bytes > len(self._pages):
@@ -124,14 +128,19 @@ class NodeMemory:
         self._close_unused()
         self._attempt = node.num_restarts
         distances = {0, node.copy_distance}
-        numbers = [node.rank_away(number, -distance) for number in node.numbers for distance in distances]
-        with contextlib.suppress(OSError, AttributeError):  # a sandbox may forbid it; macOS has none
+        numbers = [
+            node.rank_away(number, -distance) for number in node.numbers for distance in distances
+        ]
+        # a sandbox may forbid it; macOS has none
+        with contextlib.suppress(OSError, AttributeError):
             self._slots = {number: [MemoryFile() for _ in range(NUM_FILES)] for number in numbers}
         return list(self._parts.values())
 
     @property
     def held(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each part here the three numbers that name its state, its own number, and the number of parts."""
+        """Of each part here the three numbers that name its state, its own number, and the number
+        of parts.
+        """
         return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
 
     def slots_of(self, number: int) -> list[MemoryFile]:
@@ -149,7 +158,9 @@ class NodeMemory:
 
     def keep_only(self, attempt: int, turn: int) -> None:
         """Free all that earlier attempts have left but the state from which this one goes on."""
-        others = [each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)]
+        others = [
+            each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)
+        ]
         self._drop(each for each in others if each.attempt != self._attempt)
 
     def close(self) -> None:
@@ -160,13 +171,16 @@ class NodeMemory:
     def _close_unused(self) -> None:
         """Close the files of the attempt that has ended in which there is nothing."""
         used = {id(each.file) for each in self._parts.values()}
-        for file in [file for files in self._slots.values() for file in files if id(file) not in used]:
+        for file in [
+            file for files in self._slots.values() for file in files if id(file) not in used
+        ]:
             file.close()
         self._slots = {}
 
     def _drop(self, parts: Iterable[Part]) -> None:
         for part in list(parts):
-            os.ftruncate(part.file.descriptor, 0)  # ranks may have it open, as what they have gone on from
+            # ranks may have it open, as what they have gone on from
+            os.ftruncate(part.file.descriptor, 0)
             part.file.close()
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
 
@@ -176,11 +190,16 @@ def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     if num_nodes == 1:
         return "this node's memory"
     *others, last = sorted(set(nodes))
-    return f"the memory of nodes {', '.join(map(str, others))} and {last}" if others else f"node {last}'s memory"
+    return (
+        f"the memory of nodes {', '.join(map(str, others))} and {last}"
+        if others
+        else (f"node {last}'s memory")
+    )
 
 
 def lacking_memory(num_bytes: int, node: NodeRanks) -> str:
-    """Return what this node lacks for two states in memory, and copies of another node's; "" if it lacks nothing.
+    """Return what this node lacks for two states in memory, and copies of another node's; "" if it
+    lacks nothing.
 
     One more is left for the copy from which a thread writes.
 
@@ -188,7 +207,11 @@ def lacking_memory(num_bytes: int, node: NodeRanks) -> str:
         num_bytes: of a state, of what the ranks of one node save of it.
     """
     needed, free = num_bytes * (NUM_FILES * min(2, node.num_nodes) + 1), free_memory()
-    return "" if free > needed else f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}"
+    return (
+        ""
+        if free > needed
+        else (f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}")
+    )
 
 
 def _gib(num_bytes: int) -> str:
@@ -196,14 +219,21 @@ def _gib(num_bytes: int) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes that may still be used on this machine, or in the container; some stay free."""
+    """Return the bytes that may still be used on this machine, or in the container; some stay
+    free.
+    """
     import psutil  # type: ignore[import-untyped]
 
-    return min(int(psutil.virtual_memory().available), *map(free_in, memory_cgroups()), UNLIMITED) - SPARE_BYTES
+    return (
+        min(int(psutil.virtual_memory().available), *map(free_in, memory_cgroups()), UNLIMITED)
+        - SPARE_BYTES
+    )
 
 
 def free_in(cgroup: Path) -> int:
-    """Return the bytes that a cgroup may still use. Files that it has read can go, so they count as free."""
+    """Return the bytes that a cgroup may still use. Files that it has read can go, so they count as
+    free.
+    """
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -216,26 +246,37 @@ def free_in(cgroup: Path) -> int:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Count the processes of this container that the kernel killed for lack of memory; 0 if that is not known.
+    """Count the processes of this container that the kernel killed for lack of memory; 0 if that is
+    not known.
 
-    Of this process's cgroup and of the one that the container sees as its root, with both versions of cgroups.
+    Of this process's cgroup and of the one that the container sees as its root, with both versions
+    of cgroups.
     """
     return sum(map(_count_kills, memory_cgroups(root)))
 
 
 def memory_cgroups(root: Path = Path("/")) -> set[Path]:
-    """Return the directories of this process's cgroup for memory, and of the root of what is mounted of the cgroups."""
+    """Return the directories of this process's cgroup for memory, and of the root of what is
+    mounted of the cgroups.
+    """
     try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [
+            line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()
+        ]
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
     except OSError:  # not Linux
         return set()
-    paths = {"cgroup2" if not names else "cgroup": path for _, names, path in groups if "memory" in names or not names}
+    paths = {
+        "cgroup2" if not names else "cgroup": path
+        for _, names, path in groups
+        if "memory" in names or not names
+    }
     found = set()
     for _, _, _, mounted, point, *_, kind, _, options in mounts:
         if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
             directory = root / point.lstrip("/")
-            own = os.path.relpath(paths[kind], mounted)  # a container may see its cgroup as the root
+            # a container may see its cgroup as the root
+            own = os.path.relpath(paths[kind], mounted)
             found |= {directory, directory / own} if not own.startswith("..") else {directory}
     return found
 
@@ -246,5 +287,6 @@ def _count_kills(cgroup: Path) -> int:
             counters = (cgroup / name).read_text().split()
             return int(counters[counters.index("oom_kill") + 1])
     with contextlib.suppress(OSError, ValueError):
-        return int((cgroup / "memory.failcnt").read_text())  # before Linux 4.13: how often the limit was reached
+        # before Linux 4.13: how often the limit was reached
+        return int((cgroup / "memory.failcnt").read_text())
     return 0

@@ -13,20 +13,24 @@ REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a ra
 
 
 def rank_log(directory: str, rank: int) -> str:
-    """Return the path of the file that the standard output and standard error of `rank` are written to."""
+    """Return the path of the file that the standard output and standard error of `rank` are written
+    to.
+    """
     return os.path.join(directory, f"rank-{rank}.log")
 
 
 def rank_stacks(directory: str, rank: int) -> str:
-    """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on SIGUSR1."""
+    """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on
+    SIGUSR1.
+    """
     return os.path.join(directory, f"rank-{rank}.stacks")
 
 
 class LogTail:
     """The lines that are appended to a growing file.
 
-    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn, and from time to
-    time while it is incomplete.
+    A line that a progress bar draws again and again, with carriage returns, is shown as last drawn,
+    and from time to time while it is incomplete.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,11 +58,14 @@ class LogTail:
             lines.append(self.rest)
         if b"\r" in contents:
             lines = [_as_drawn(line) for line in lines]
-        return b"\n".join(lines).decode(errors="replace").split("\n") if lines else []  # at once: ranks may print much
+        # at once: ranks may print much
+        return b"\n".join(lines).decode(errors="replace").split("\n") if lines else []
 
     def last_lines(self, count: int) -> str:
         try:
-            return "\n".join(self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
+            return "\n".join(
+                self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+            )
         except FileNotFoundError:
             return ""
 

@@ -1,6 +1,8 @@
-"""A run and its program: a call that every rank makes, and what its launcher must know of it. Imports no torch.
+"""A run and its program: a call that every rank makes, and what its launcher must know of it.
+Imports no torch.
 
-A recipe's training is such a call, as a user's function or script is. What makes them differ are fields.
+A recipe's training is such a call, as a user's function or script is. What makes them differ are
+fields.
 """
 
 from __future__ import annotations
@@ -24,20 +26,27 @@ from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
 from flyte_ddp.storage.weights import pin_state
 
-COMPILERS = ("g++", "gcc", "clang")  # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
+# torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
+COMPILERS = ("g++", "gcc", "clang")
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
-# These end a run early, as torchrun's, and are passed on to a function that does not ask for a stop.
+# These end a run early, as torchrun's, and are passed on to a function that does not ask for a
+# stop.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-END_RESERVE = 10.0  # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
+# seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
+END_RESERVE = 10.0
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
-OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"  # in ranks: the node's directory for a script's outputs, removed after the run
+# in ranks: the node's directory for a script's outputs, removed after the run
+OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"
 MAX_RUN_ID = 256  # characters
-WANDB_VARIABLE = "FLYTE_DDP_WANDB"  # of a rank's environment: set where the run itself is recorded in W&B
+# of a rank's environment: set where the run itself is recorded in W&B
+WANDB_VARIABLE = "FLYTE_DDP_WANDB"
 TRAINING = ("flyte_ddp.rank.main", "main")  # by name, because its module imports torch
 
 
 def stop_grace() -> float:
-    """Return the seconds for a last checkpoint after SIGTERM: what the pod has until it is killed, less a reserve."""
+    """Return the seconds for a last checkpoint after SIGTERM: what the pod has until it is killed,
+    less a reserve.
+    """
     return max(END_RESERVE, termination_grace() - END_RESERVE)
 
 
@@ -46,23 +55,33 @@ class Program:
     """A program that every rank runs, with the environment variables that torchrun sets."""
 
     name: str  # of the recipe, the function or the script, for people
-    call: bytes = field(repr=False)  # a callable without arguments that returns bytes, by cloudpickle
-    packages: tuple[str, ...] = ()  # top-level packages and modules that it imports from, besides this one
+    # a callable without arguments that returns bytes, by cloudpickle
+    call: bytes = field(repr=False)
+    # top-level packages and modules that it imports from, besides this one
+    packages: tuple[str, ...] = ()
     directory: str = ""  # of a script, which needs the files beside it
-    stall_timeout: float = 1800.0  # seconds without a report of any rank, from the first one on, until the run is ended
-    # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the run is ended.
+    # seconds without a report of any rank, from the first one on, until the run is ended
+    stall_timeout: float = 1800.0
+    # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the
+    # run is ended.
     left_timeout: float = 30.0
-    store_timeout: float = 600.0  # seconds without the checkpoints' store until the attempt ends recoverably
+    # seconds without the checkpoints' store until the attempt ends recoverably
+    store_timeout: float = 600.0
     variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
-    is_command: bool = False  # it runs another program, so torch is not imported in the rank's own process
-    stop_grace: float = field(default_factory=stop_grace)  # seconds from the request to stop until the ranks are killed
+    # it runs another program, so torch is not imported in the rank's own process
+    is_command: bool = False
+    # seconds from the request to stop until the ranks are killed
+    stop_grace: float = field(default_factory=stop_grace)
     shows_ranks: bool = True  # a line that a rank prints begins with its number
-    # Modules of others that every rank imports, in seconds: its ranks are forked from a process that has them. Without
-    # any, each rank is a fresh process, whose program may set variables before it imports torch.
+    # Modules of others that every rank imports, in seconds: its ranks are forked from a process
+    # that has them. Without any, each rank is a fresh process, whose program may set variables
+    # before it imports torch.
     slow_imports: tuple[str, ...] = ()
     may_exit: bool = True  # a rank that ends its process itself, with code 0, has succeeded
-    repeats_bugs: bool = True  # an exception that would repeat is answered by a restart too, as by torchrun
-    describes_itself: bool = False  # the call emits the event that the run has started, with what it knows of the run
+    # an exception that would repeat is answered by a restart too, as by torchrun
+    repeats_bugs: bool = True
+    # the call emits the event that the run has started, with what it knows of the run
+    describes_itself: bool = False
     can_resume: bool = False  # its ranks save their state whenever they are asked to stop
     batch: Batch | None = None  # that its ranks share; None where only the call knows it
     needs_compiler: bool = False  # it compiles its model
@@ -70,7 +89,9 @@ class Program:
     uses_nccl: bool = False  # its ranks with GPUs talk by NCCL, as far as is known
 
     def check(self, world_size: int, has_gpus: bool) -> None:
-        """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it lacks GPUs."""
+        """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it
+        lacks GPUs.
+        """
         self.check_world_size(world_size)
         if self.needs_gpus and world_size > 1 and not has_gpus:
             raise ConfigError(self.needs_gpus)
@@ -83,17 +104,22 @@ class Program:
     def check_compiler(self) -> None:
         """Raise ConfigError if this machine lacks the C++ compiler that the program needs."""
         named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
-        if self.needs_compiler and not any(shutil.which(name) for name in (*named, *COMPILERS) if name):
+        if self.needs_compiler and not any(
+            shutil.which(name) for name in (*named, *COMPILERS) if name
+        ):
             raise ConfigError(
-                "compile: expected false, or a C++ compiler (an image built with --build-arg COMPILER=1), got true and "
+                "compile: expected false, or a C++ compiler (an image built with --build-arg "
+                "COMPILER=1), got true and "
                 "no compiler"
             )
 
     def with_smaller_batches(self, failure: RankFailure, world_size: int) -> Program | None:
-        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and the user allows it.
+        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and
+        the user allows it.
 
         Returns:
-            None if `failure` is another one, or the batch cannot be split further over `world_size` ranks.
+            None if `failure` is another one, or the batch cannot be split further over `world_size`
+            ranks.
         """
         batch = self.batch
         if batch is None or not batch.may_split or failure.error_name != CUDA_OUT_OF_MEMORY:
@@ -104,10 +130,15 @@ class Program:
         return dataclasses.replace(self, batch=dataclasses.replace(batch, num_parts=num_parts))
 
     def source_files(self) -> dict[str, Path]:
-        """Return the files that the ranks import or read, by their names relative to an entry of sys.path."""
+        """Return the files that the ranks import or read, by their names relative to an entry of
+        sys.path.
+        """
         files = source_files(sorted({"flyte_ddp", *self.packages}))
         if self.directory:
-            files |= {f"{SCRIPT_DIRECTORY}/{name}": file for name, file in files_below(Path(self.directory)).items()}
+            files |= {
+                f"{SCRIPT_DIRECTORY}/{name}": file
+                for name, file in files_below(Path(self.directory)).items()
+            }
         return files
 
     @classmethod
@@ -122,29 +153,37 @@ class Job:
     """One run: the same for all of its ranks."""
 
     program: Program  # that each rank runs
-    checkpoints: str  # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
+    # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
+    checkpoints: str
     launched_at: float  # seconds since the epoch
-    run: str = ""  # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
-    owner: str = ""  # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
+    # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
+    run: str = ""
+    # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
+    owner: str = ""
     is_kept: bool = True  # the checkpoints outlive the run
-    stored: tuple[int, ...] = ()  # steps of checkpoints after the last attempt, as far as the driver knows
+    # steps of checkpoints after the last attempt, as far as the driver knows
+    stored: tuple[int, ...] = ()
     is_store_away: bool = False  # it did not answer the driver then
-    is_in_memory: bool = False  # the nodes have a state from which to go on that is newer than the store's
-    ran_out_of_memory: bool = False  # an attempt of this run did, so that states take none unless they are asked for
+    # the nodes have a state from which to go on that is newer than the store's
+    is_in_memory: bool = False
+    # an attempt of this run did, so that states take none unless they are asked for
+    ran_out_of_memory: bool = False
 
 
 def check_run_id(run_id: str) -> None:
     """Raise ConfigError if `run_id` is not one line of text. "" is that of a run without one."""
     if not isinstance(run_id, str) or not run_id.isprintable() or len(run_id) > MAX_RUN_ID:
-        raise ConfigError(f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}")
+        raise ConfigError(
+            f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}"
+        )
 
 
 def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
     """Return the program that trains a recipe.
 
     Args:
-        initial_state: path or URL of the state dict that a new run starts from; "" for fresh weights. What it has now
-            counts: see `pin_state`.
+        initial_state: path or URL of the state dict that a new run starts from; "" for fresh
+            weights. What it has now counts: see `pin_state`.
 
     Raises:
         ConfigError: an unknown recipe or option of it.
@@ -175,7 +214,8 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
 
 
 def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tuple[str, ...]:
-    """Return the modules that the ranks of a recipe import, by its config, or by the fields that are known so far.
+    """Return the modules that the ranks of a recipe import, by its config, or by the fields that
+    are known so far.
 
     Args:
         recipe: None where it is not known so far.
@@ -183,7 +223,11 @@ def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tup
     modules = ["torch", *(recipe.slow_imports if recipe else ())]
     if config.get("compile") or config.get("parallel") == "fsdp":
         modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
-    if recipe and type(recipe).metrics is not Recipe.metrics and importlib.util.find_spec("torchmetrics"):
+    if (
+        recipe
+        and type(recipe).metrics is not Recipe.metrics
+        and importlib.util.find_spec("torchmetrics")
+    ):
         modules.append("torchmetrics")
     return tuple(modules)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-PHASES = ("data", "forward", "backward", "step")  # of a rank's own time in a step; the last: the whole of it
+# of a rank's own time in a step; the last: the whole of it
+PHASES = ("data", "forward", "backward", "step")
 NUM_SLOTS = 5 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
 
 
@@ -26,7 +27,8 @@ class NodeRanks:
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
-    # From a node to the one that has copies of the states in its memory, in the order of the nodes; 0: there are none.
+    # From a node to the one that has copies of the states in its memory, in the order of the nodes;
+    # 0: there are none.
     copy_distance: int = 0
 
     @property
@@ -35,7 +37,9 @@ class NodeRanks:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
     def rank_away(self, rank: int, num_nodes: int) -> int:
-        """Return the number of the rank that is in the place of `rank`, but so many nodes behind it."""
+        """Return the number of the rank that is in the place of `rank`, but so many nodes behind
+        it.
+        """
         return (rank + num_nodes * self.num_ranks) % self.world_size
 
 

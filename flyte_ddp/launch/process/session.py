@@ -37,44 +37,53 @@ if TYPE_CHECKING:
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
-# Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a split state: they
-# may wait for it in a collective, whose failure would end the run without the reason.
+# Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
+# split state: they may wait for it in a collective, whose failure would end the run without the
+# reason.
 SAVE_TIMEOUT_SHARE = 0.5
-NO_PLACE = "memory://flyte-ddp"  # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
+# of the checkpoints of a run that keeps states in the memory of nodes alone; empty
+NO_PLACE = "memory://flyte-ddp"
 MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
 
 logger = logging.getLogger(__name__)
 
 
 class Session:
-    """The session of one rank's call. The module's functions and names are those of the current one."""
+    """The session of one rank's call. The module's functions and names are those of the current
+    one.
+    """
 
     def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
         self.process = process
         self.checkpoints = process.job.checkpoints
-        self.results: dict[str, Any] = {}  # figures of the whole run by their names in `events.RunFinished`, on rank 0
-        self.was_terminated = False  # the function was sent a signal, because it does not ask for a stop
+        # figures of the whole run by their names in `events.RunFinished`, on rank 0
+        self.results: dict[str, Any] = {}
+        # the function was sent a signal, because it does not ask for a stop
+        self.was_terminated = False
         self.step = 0  # the last one that was reported
         self._link = process.link
         self.open_store = open_store
         self.stop = StopAgreement(process, open_store)
         self.has_trainer = False  # a framework's loop has begun, which the checkpoints are of
         self._store: CheckpointStore | None = None
-        self._skipped: list[str] = []  # damaged checkpoints that `load_values` has set aside, for the load that follows
+        # damaged checkpoints that `load_values` has set aside, for the load that follows
+        self._skipped: list[str] = []
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
         self._num_memory_loads = 0
         self._stored_step = 0  # the newest that this rank has saved for the store
         self._has_memory: bool | None = None  # for a function's states; None before the first
-        # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when the rank resumed.
+        # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when
+        # the rank resumed.
         self._position: dict[str, Any] = {}
         self._resumed: dict[str, Any] = {}
         self._saved_position: dict[str, Any] | None = None  # that of the last save
         self._is_tracking = False  # in an epoch of `batches`
         self._has_begun = False  # with the first batch
         self._epoch: int | None = None  # of `batches`
-        self._sets: list[dict[str, Any]] = []  # the data sets of that epoch so far, in the order of their calls
+        # the data sets of that epoch so far, in the order of their calls
+        self._sets: list[dict[str, Any]] = []
         self._num_sets = 0  # of the epoch before it; 0 if that is not known
         self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
         self._link.on_stop = self._terminate
@@ -84,44 +93,66 @@ class Session:
 
     @property
     def stop_requested(self) -> bool:
-        """True from the same call on in every rank, if all call it in the same steps, however far apart they are."""
+        """True from the same call on in every rank, if all call it in the same steps, however far
+        apart they are.
+        """
         return self.stop.poll(self.can_resume)
 
     def save(self, state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
         step = whole_number("session.save: step", step, maximum=MAX_STEP)
         if not (self.checkpoints or in_memory):
             if not self._has_warned:
-                logger.warning("session.save: nothing is kept, because the run was given no place for checkpoints")
+                logger.warning(
+                    "session.save: nothing is kept, because the run was given no place "
+                    "for checkpoints"
+                )
             self._has_warned = True
             return
         if _may_be_split() and self._save_split(state, step, in_memory):
             return
         if self._num_split_saves:
-            raise ConfigError("session.save: state: expected split tensors, as in the saves before, got none")
+            raise ConfigError(
+                "session.save: state: expected split tensors, as in the saves before, got none"
+            )
         store = self.open_checkpoints()
         if self.process.rank == 0:
             from flyte_ddp.world import ALONE
 
-            if store.retention.keeps_resumed:  # until the other ranks have read the one that rank 0 has chosen
-                num_readers = int(self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0))
+            # until the other ranks have read the one that rank 0 has chosen
+            if store.retention.keeps_resumed:
+                num_readers = int(
+                    self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0)
+                )
                 store.retention.keeps_resumed = num_readers < self.process.node.world_size - 1
-            self._write({"step": step, "state": state, "position": self._position}, step, in_memory, ALONE)
+            self._write(
+                {"step": step, "state": state, "position": self._position}, step, in_memory, ALONE
+            )
 
     def _save_split(self, state: Mapping[str, Any], step: int, in_memory: bool) -> bool:
         """Write this rank's part of `state`; return False where it is not split."""
         from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.rank.sharding import split_state
-        from flyte_ddp.rank.split_state import check_call, collective_timeout, function_world, has_split
+        from flyte_ddp.rank.split_state import (
+            check_call,
+            collective_timeout,
+            function_world,
+            has_split,
+        )
 
         if not has_split(state):
             return False
         world = function_world()
         self._num_split_saves += 1
-        timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, collective_timeout(world))
+        timeout = SAVE_TIMEOUT_SHARE * min(
+            self.process.job.program.stall_timeout, collective_timeout(world)
+        )
         check_call(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
         if self.open_checkpoints().peers is None:
             if self._has_memory is not None:
-                raise ConfigError("session.save: state: expected whole tensors, as in memory before, got split ones")
+                raise ConfigError(
+                    "session.save: state: expected whole tensors, as in memory "
+                    "before, got split ones"
+                )
             self.wait()  # for what rank 0 may have saved whole
             self.open_checkpoints().share_with(Peers(world, self.open_store()))
         whole = {"step": step, "state": state, "position": self._position}
@@ -129,7 +160,8 @@ class Session:
         return True
 
     def _write(self, state: Mapping[str, Any], step: int, in_memory: bool, world: World) -> None:
-        """Keep a function's state, which the ranks of `world` save together, in the store or in memory alone.
+        """Keep a function's state, which the ranks of `world` save together, in the store or in
+        memory alone.
 
         From the first state in memory on, what the store gets is kept there as well.
         """
@@ -139,7 +171,9 @@ class Session:
 
             own = sum(tensor.nbytes for _, tensor in find_tensors(state) if not tensor.is_meta)
             num_savers = min(world.world_size, self.process.node.num_ranks)
-            self._has_memory = has_memory("session.save: in_memory", num_savers * own, self.process, world)
+            self._has_memory = has_memory(
+                "session.save: in_memory", num_savers * own, self.process, world
+            )
         if self._has_memory or not in_memory:
             self.write(state, step, to_store=not in_memory, to_memory=bool(self._has_memory))
 
@@ -152,11 +186,13 @@ class Session:
         to_store: bool = True,
         to_memory: bool = False,
     ) -> bool:
-        """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises as `save`.
+        """Keep a checkpoint of this format, on rank 0 or, of a split state, on every rank. Raises
+        as `save`.
 
         Args:
             best: it stays until another one is.
-            started: when the training was interrupted for it, by `time.perf_counter`; by default now.
+            started: when the training was interrupted for it, by `time.perf_counter`; by default
+                now.
             to_store, to_memory: where; in memory it may be left out, see `CheckpointStore.save`.
 
         Returns:
@@ -204,7 +240,8 @@ class Session:
         return state
 
     def load_values(self) -> dict[str, Any] | None:
-        """Return what the newest checkpoint has besides split tensors, which it leaves empty. For all ranks together.
+        """Return what the newest checkpoint has besides split tensors, which it leaves empty. For
+        all ranks together.
 
         A `load` has to follow where there is one, which counts.
         """
@@ -217,7 +254,9 @@ class Session:
             return None
         found, url = self._load_from_memory(keep_none)
         if found is None:
-            found, url, self._skipped = self.open_checkpoints().load_latest(function_world(), keep_none)
+            found, url, self._skipped = self.open_checkpoints().load_latest(
+                function_world(), keep_none
+            )
         if found is None:
             self._emit_loaded(None, url, [])
             return None
@@ -225,7 +264,8 @@ class Session:
         return values
 
     def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest state in memory, and where it was, unless the store has one as new. For all ranks together.
+        """Return the newest state in memory, and where it was, unless the store has one as new. For
+        all ranks together.
 
         Args:
             box_of: returns what this rank keeps of each tensor; None for all of it.
@@ -239,12 +279,16 @@ class Session:
         from flyte_ddp.checkpoints.resharding import keep_all
         from flyte_ddp.rank.memory_states import load_for_function
 
-        loaded = load_for_function(self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all)
+        loaded = load_for_function(
+            self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all
+        )
         self._skipped = [*self._skipped, *loaded.skipped]
         return loaded.state, loaded.place
 
     def _note_saves(self, key: str) -> None:
-        """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all saves."""
+        """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
+        saves.
+        """
         self.wait()
         process = self.process
         saved = json.dumps([bool(self._has_memory), self._stored_step])
@@ -259,19 +303,27 @@ class Session:
             stored=(*job.stored, *([stored] if stored else [])),
         )
         written = self._store.slots.written.items() if self._store and self._store.slots else ()
-        own = [Part(process.slots[number], process.node.num_restarts, **values) for number, values in written]
+        own = [
+            Part(process.slots[number], process.node.num_restarts, **values)
+            for number, values in written
+        ]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
     def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
-        """Return what this rank keeps of the newest checkpoint in the store, which all ranks read together."""
+        """Return what this rank keeps of the newest checkpoint in the store, which all ranks read
+        together.
+        """
         from flyte_ddp.rank.split_state import function_world
 
-        found, url, skipped = self.open_checkpoints().load_latest(function_world(), box_of, maps=True)
+        found, url, skipped = self.open_checkpoints().load_latest(
+            function_world(), box_of, maps=True
+        )
         self._emit_loaded(found, url, skipped)
         return found
 
     def _load_whole(self, maps: bool) -> dict[str, Any] | None:
-        """Return the newest checkpoint in the store, which each rank reads for itself: they may have no process group.
+        """Return the newest checkpoint in the store, which each rank reads for itself: they may
+        have no process group.
 
         Args:
             maps: the tensors are copied at once.
@@ -280,7 +332,8 @@ class Session:
         self._num_loads += 1
         key = f"flyte_ddp/load-{self._num_loads}"
         is_alone = self.process.node.world_size == 1
-        # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older weights.
+        # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older
+        # weights.
         if self.process.rank == 0:
             found, url, skipped = checkpoints.load_latest(maps=maps)
             if not is_alone:
@@ -301,18 +354,27 @@ class Session:
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
         if self._is_tracking:
-            raise ConfigError("session.batches: epoch: expected None for all but one data set at a time")
+            raise ConfigError(
+                "session.batches: epoch: expected None for all but one data set at a time"
+            )
         if epoch != self._epoch:
             self._num_sets = len(self._sets) or self._num_sets
             self._epoch, self._sets = epoch, []
         resumed, number = self._resumed, len(self._sets)
-        found = resumed.get("sets", [resumed]) if resumed else []  # an earlier version knew one data set
+        # an earlier version knew one data set
+        found = resumed.get("sets", [resumed]) if resumed else []
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
         order = {"length": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
         for name, got in order.items():
             if (expected := earlier.get(name, got)) != got:
-                what = f"dataset: expected {expected} samples" if name == "length" else f"{name}: expected {expected}"
-                raise ConfigError(f"session.batches: {what}, with which the checkpoint was written, got {got}")
+                what = (
+                    f"dataset: expected {expected} samples"
+                    if name == "length"
+                    else (f"{name}: expected {expected}")
+                )
+                raise ConfigError(
+                    f"session.batches: {what}, with which the checkpoint was written, got {got}"
+                )
         self._sets.append({**order, "samples": earlier.get("samples", {})})
         first = 0
         if resumed:
@@ -320,23 +382,39 @@ class Session:
             if (epoch, number) < (resumed["epoch"], last + resumed.get("is_over", False)):
                 return
             first = resumed["num_samples"] if (epoch, number) == (resumed["epoch"], last) else 0
-            if not self._num_sets and resumed.get("is_over") and (epoch, number) == (resumed["epoch"] + 1, last + 1):
-                # Of a run's first epoch nobody knows how many data sets follow the one that a save comes after.
-                text = "session.batches: epoch %d has more data sets than epoch %d had when its checkpoint was saved: "
-                text += "what followed there was not trained. Save in the loops over the data sets of the first epoch"
+            if (
+                not self._num_sets
+                and resumed.get("is_over")
+                and (epoch, number) == (resumed["epoch"] + 1, last + 1)
+            ):
+                # Of a run's first epoch nobody knows how many data sets follow the one that a save
+                # comes after.
+                text = (
+                    "session.batches: epoch %d has more data sets than epoch %d had when its "
+                    "checkpoint was saved: "
+                )
+                text += (
+                    "what followed there was not trained. Save in the loops over the data "
+                    "sets of the first epoch"
+                )
                 logger.warning(text, epoch, epoch - 1)
 
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
-        position = {"epoch": epoch, "sets": list(self._sets), "is_over": False, "num_sets": self._num_sets}
+        position = {
+            "epoch": epoch,
+            "sets": list(self._sets),
+            "is_over": False,
+            "num_sets": self._num_sets,
+        }
         self._is_tracking = True
         try:
             for batch, weight, num_samples in batches:
                 self._end_if_stopped()
                 self._position = {**position, "num_samples": num_samples}
                 yield batch, weight
-            # A save after the loop has the epoch, unless other data sets follow, as in the epoch before. For a stop, a
-            # save of the last batch has all batches too.
+            # A save after the loop has the epoch, unless other data sets follow, as in the epoch
+            # before. For a stop, a save of the last batch has all batches too.
             is_saved = self._saved_position is self._position
             self._position = {**position, "num_samples": 0, "is_over": True}
             self._saved_position = self._position if is_saved else self._saved_position
@@ -349,13 +427,16 @@ class Session:
 
     @property
     def first_epoch(self) -> int:
-        """The one that the checkpoint was written in, or the next one if it was over; 0 without a checkpoint."""
+        """The one that the checkpoint was written in, or the next one if it was over; 0 without a
+        checkpoint.
+        """
         resumed = self._resumed
         is_over = resumed.get("is_over", False) and len(resumed["sets"]) >= resumed["num_sets"]
         return int(resumed.get("epoch", 0) + is_over)
 
     def _choose_check(self, batches: EpochBatches, name: str, own: dict[str, Any]) -> Check | None:
-        """Return what compares the samples of a data set with other ranks' and the checkpoint's; None if it has been.
+        """Return what compares the samples of a data set with other ranks' and the checkpoint's;
+        None if it has been.
 
         Args:
             name: of the pass over it, the same on all ranks.
@@ -365,7 +446,10 @@ class Session:
             if dataset is batches.dataset:
                 if isinstance(dataset, Iterator):
                     expected = "expected an iterable that begins anew in each epoch"
-                    raise ConfigError(f"session.batches: dataset: {expected}, got a {type(dataset).__name__} again")
+                    raise ConfigError(
+                        f"session.batches: dataset: {expected}, got a "
+                        f"{type(dataset).__name__} again"
+                    )
                 own["samples"] = facts
                 return None
 
@@ -379,18 +463,28 @@ class Session:
             self._checked.append((batches.dataset, own["samples"]))
             ranks = batches.readers or range(self.process.node.world_size)
             if len(ranks) > 1:
-                call = {"dataset: number of samples": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
+                call = {
+                    "dataset: number of samples": batches.length,
+                    "shuffle": batches.shuffle,
+                    "seed": batches.seed,
+                }
                 facts = {**call, "global_batch_size": batches.global_batch_size, **facts}
                 key = f"flyte_ddp/batches-{name}"
-                check_in_store(facts, again, self.open_store().clone(), key, self.process.rank, ranks)
+                check_in_store(
+                    facts, again, self.open_store().clone(), key, self.process.rank, ranks
+                )
 
         return check
 
     def _end_if_stopped(self) -> None:
-        """Raise StopRequested before a batch, if the run is to end and the function itself does not ask for that."""
+        """Raise StopRequested before a batch, if the run is to end and the function itself does not
+        ask for that.
+        """
         if self.stop.is_asked or not self._has_begun:  # in its first step it had no chance to
             self._has_begun = True
-        elif self.stop.poll_between_batches(self.can_resume, self._saved_position is self._position):
+        elif self.stop.poll_between_batches(
+            self.can_resume, self._saved_position is self._position
+        ):
             raise StopRequested
 
     def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
@@ -404,14 +498,23 @@ class Session:
         for name, value in values.items():
             try:
                 given: Any = value
-                metrics[name] = float("" if isinstance(given, str) or len(getattr(given, "shape", ())) else given)
+                metrics[name] = float(
+                    "" if isinstance(given, str) or len(getattr(given, "shape", ())) else given
+                )
             except (TypeError, ValueError, RuntimeError, OverflowError):
-                raise ConfigError(f"session.report: {name}: expected a number, got {value!r}") from None
+                raise ConfigError(
+                    f"session.report: {name}: expected a number, got {value!r}"
+                ) from None
         self._link.emit(events.Reported(self.step, epoch, metrics))
 
     def _time_report(self) -> None:
-        """Publish the time from report to report of a function whose ranks may wait for one another."""
-        if self.process.job.program.describes_itself or "torch.distributed.distributed_c10d" not in sys.modules:
+        """Publish the time from report to report of a function whose ranks may wait for one
+        another.
+        """
+        if (
+            self.process.job.program.describes_itself
+            or "torch.distributed.distributed_c10d" not in sys.modules
+        ):
             return
         from torch import device
 
@@ -432,16 +535,22 @@ class Session:
             self._link.emit(event)
 
     def emit_start(self, **known: Any) -> None:
-        """Emit that the run has started, with what is known of it by its name in `events.RunStarted`."""
+        """Emit that the run has started, with what is known of it by its name in
+        `events.RunStarted`.
+        """
         node = self.process.node
         name = self.process.job.program.name
-        self.emit(events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known))
+        self.emit(
+            events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known)
+        )
 
     def wait_for_data(self) -> Path:
         """Return the directory of the prepared data, as soon as this node has it."""
         return self._link.wait_for_data()
 
-    def open_checkpoints(self, num_kept: int = NUM_KEPT, peers: Peers | None = None) -> CheckpointStore:
+    def open_checkpoints(
+        self, num_kept: int = NUM_KEPT, peers: Peers | None = None
+    ) -> CheckpointStore:
         """Return the store of the run's checkpoints; the first call says how they are kept.
 
         Args:
@@ -458,9 +567,12 @@ class Session:
                 num_kept,
                 job.program.store_timeout,
                 job.owner,
-                # A supervisor waits for rank 0's writing, which ends last: it waits for the other ranks'.
+                # A supervisor waits for rank 0's writing, which ends last: it waits for the other
+                # ranks'.
                 on_busy=self._link.set_writing if is_first else lambda is_busy: None,
-                on_written=lambda step, url, best: self._link.emit(events.CheckpointWritten(step, url, best)),
+                on_written=lambda step, url, best: self._link.emit(
+                    events.CheckpointWritten(step, url, best)
+                ),
                 peers=peers,
                 slots=Slots(self.process, self.open_store),
             )
@@ -473,7 +585,9 @@ class Session:
 
     @contextlib.contextmanager
     def finish_on_error(self) -> Iterator[None]:
-        """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a retry finds it."""
+        """If the block raises, wait up to `WRITE_GRACE` seconds for what was saved in it, so that a
+        retry finds it.
+        """
         try:
             yield
         except Exception:
@@ -483,7 +597,9 @@ class Session:
             raise
 
     def _terminate(self) -> None:
-        """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does not ask."""
+        """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does
+        not ask.
+        """
         if self.stop.is_heeded(self.can_resume):
             self.stop.begin()
         else:
@@ -495,5 +611,7 @@ class Session:
 
 
 def _may_be_split() -> bool:
-    """Return whether a state can have tensors that are split: their class is imported by whoever splits them."""
+    """Return whether a state can have tensors that are split: their class is imported by whoever
+    splits them.
+    """
     return "torch.distributed.tensor" in sys.modules

@@ -1,6 +1,8 @@
-"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports no torch.
+"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports
+no torch.
 
-A function that does not read it, and takes its batches from `session.batches`, is ended between two of them.
+A function that does not read it, and takes its batches from `session.batches`, is ended between two
+of them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class StopAgreement:
         self._agreeing = threading.Lock()
 
     def poll(self, can_resume: bool) -> bool:
-        """Return whether the call stops, the same call in every rank if all call it in the same steps.
+        """Return whether the call stops, the same call in every rank if all call it in the same
+        steps.
 
         After the stop the first call waits until all ranks know of it. See `_agree`.
 
@@ -47,11 +50,12 @@ class StopAgreement:
         return self.is_reached
 
     def poll_between_batches(self, can_resume: bool, is_saved: bool) -> bool:
-        """Return whether a function that does not ask is ended before its next batch, the same one in every rank.
+        """Return whether a function that does not ask is ended before its next batch, the same one
+        in every rank.
 
-        It is ended as soon as it has saved what it has done, or when half of the grace is over: what is left is for the
-        files that are being written. Rank 0 decides, because only it may call `session.save`. The others wait for that
-        at each batch, from the stop on.
+        It is ended as soon as it has saved what it has done, or when half of the grace is over:
+        what is left is for the files that are being written. Rank 0 decides, because only it may
+        call `session.save`. The others wait for that at each batch, from the stop on.
 
         Args:
             can_resume: as of `poll`.
@@ -81,9 +85,11 @@ class StopAgreement:
         return number >= self._stop_at
 
     def is_heeded(self, can_resume: bool) -> bool:
-        """Return whether the function ends when it is asked to: it asks, or it is ended between two batches.
+        """Return whether the function ends when it is asked to: it asks, or it is ended between two
+        batches.
 
-        The latter only where rank 0, which alone may have called, has saved or loaded: else it could not go on later.
+        The latter only where rank 0, which alone may have called, has saved or loaded: else it
+        could not go on later.
         """
         if self.is_asked or not self.num_polls or self._process.node.world_size == 1:
             return self.is_asked or (bool(self.num_polls) and can_resume)
@@ -100,7 +106,9 @@ class StopAgreement:
         self._refuse_no_more(self.num_polls)
 
     def close(self) -> None:
-        """Have the other ranks know that this one has ended, so that none waits for it, nor stops alone."""
+        """Have the other ranks know that this one has ended, so that none waits for it, nor stops
+        alone.
+        """
         if self.num_polls and self._process.node.world_size > 1:
             with self._agreeing:
                 if self._num_refused < 0:
@@ -108,22 +116,28 @@ class StopAgreement:
             self._publish(self._open_store())
 
     def _announce(self, can_resume: bool) -> bool:
-        """Announce, once, that the run can be stopped and resumed, so that its gang may end in order to grow.
+        """Announce, once, that the run can be stopped and resumed, so that its gang may end in
+        order to grow.
 
-        That needs a checkpoint, and a function that reads `stop_requested` on every rank: a rank that does not read it
-        would be sent a SIGTERM. Returns True when this rank has announced what it knows.
+        That needs a checkpoint, and a function that reads `stop_requested` on every rank: a rank
+        that does not read it would be sent a SIGTERM. Returns True when this rank has announced
+        what it knows.
         """
         others = self._process.node.world_size - 1
         if self._process.rank > 0:
             self._open_store().add("flyte_ddp/num_polling", 1)
-        elif not can_resume or (others and self._open_store().add("flyte_ddp/num_polling", 0) < others):
+        elif not can_resume or (
+            others and self._open_store().add("flyte_ddp/num_polling", 0) < others
+        ):
             return False
         else:
             self._process.link.set_stoppable()
         return True
 
     def _refuse_no_more(self, num_refused: int) -> None:
-        """Have the other ranks know, once, that this one has refused so many calls and refuses no more by itself."""
+        """Have the other ranks know, once, that this one has refused so many calls and refuses no
+        more by itself.
+        """
         with self._agreeing:
             if self._num_refused >= 0:
                 return
@@ -133,17 +147,22 @@ class StopAgreement:
     def _agree(self) -> None:
         """Find the first call that no rank has refused; all ranks stop there.
 
-        Not by a collective: only the function knows which of them its ranks can take part in. Each rank publishes how
-        many calls it has refused as soon as it is asked to stop, from a thread: a rank that is ahead may wait in its
-        next call while this one waits for it in a collective. So that call waits only for threads like this one.
+        Not by a collective: only the function knows which of them its ranks can take part in. Each
+        rank publishes how many calls it has refused as soon as it is asked to stop, from a thread:
+        a rank that is ahead may wait in its next call while this one waits for it in a collective.
+        So that call waits only for threads like this one.
         """
-        with contextlib.suppress(RuntimeError):  # rank 0 has died, and with it the store: its supervisor ends the run
+        # rank 0 has died, and with it the store: its supervisor ends the run
+        with contextlib.suppress(RuntimeError):
             world_size = self._process.node.world_size
             refused = [str(self._num_refused)]
             if world_size > 1:
-                store = self._open_store().clone()  # the function's own waits for a key would keep it
+                # the function's own waits for a key would keep it
+                store = self._open_store().clone()
                 self._publish(store)
-                refused = [store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)]
+                refused = [
+                    store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)
+                ]
             self._stop_at = 1 + max(map(int, refused))
             self._is_agreed.set()
 

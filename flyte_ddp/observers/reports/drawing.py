@@ -1,7 +1,8 @@
 """The look of all figures: panels, colors, axes, and their output as SVG, PNG or PDF.
 
-A `Panel` is a title and a function that draws it. `to_svg` makes an element for a page of any color and width from it,
-`save_panels` a file from several. Both are transparent. Imports matplotlib, which takes 1.4 s, when it first draws.
+A `Panel` is a title and a function that draws it. `to_svg` makes an element for a page of any color
+and width from it, `save_panels` a file from several. Both are transparent. Imports matplotlib,
+which takes 1.4 s, when it first draws.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from flyte_ddp.events import to_utf8
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Each color has a contrast of at least 3:1 on a white and on a near-black page (WCAG 2.1, 1.4.11). Neighbors differ in
-# brightness or in the blue-yellow direction, which almost everyone can see.
+# Each color has a contrast of at least 3:1 on a white and on a near-black page (WCAG 2.1, 1.4.11).
+# Neighbors differ in brightness or in the blue-yellow direction, which almost everyone can see.
 PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
 
 MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
@@ -33,8 +34,10 @@ MAX_TITLE = 40  # characters of a title
 MAX_LEGEND = 54  # characters of one line of a legend, its lines and gaps included
 MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
 
-INK = "#767676"  # of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
-WIDTH, HEIGHT = 4.2, 2.6  # inches of a panel with text of 10 points, which is about 10 pixels on a phone
+# of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
+INK = "#767676"
+# inches of a panel with text of 10 points, which is about 10 pixels on a phone
+WIDTH, HEIGHT = 4.2, 2.6
 FAINT = 0.55  # opacity of minor lines, such as the loss of every step
 
 _SVG = "http://www.w3.org/2000/svg"
@@ -46,7 +49,9 @@ Points = Sequence[tuple[float, float]]  # x, y
 
 @dataclass(frozen=True)
 class Panel:
-    """One small picture with a title of its own. Its legend, or else its `subtitle`, is below the title."""
+    """One small picture with a title of its own. Its legend, or else its `subtitle`, is below the
+    title.
+    """
 
     name: str  # of letters and hyphens, unique on a page
     title: str
@@ -56,7 +61,9 @@ class Panel:
     from_zero: bool = False  # where a linear y axis starts
 
     def draw_on(self, axes: Axes) -> Axes:
-        """Draw the panel in the look that all panels share, and return its axes: no frame, faint horizontal rules."""
+        """Draw the panel in the look that all panels share, and return its axes: no frame, faint
+        horizontal rules.
+        """
         axes = self.draw(axes) or axes
         labels = axes.get_legend_handles_labels()[1]
         num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
@@ -88,14 +95,20 @@ class Panel:
                 labelcolor=INK,
             )
         else:
-            place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+            place: dict[str, Any] = {
+                "xycoords": "axes fraction",
+                "xytext": (0, 8),
+                "textcoords": ("offset points"),
+            }
             axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, color=INK)
         _make_printable(axes)
         return axes
 
 
 def _make_printable(axes: Axes) -> None:
-    """Replace the characters of every text that XML or a font's layout does not take, but those at ticks."""
+    """Replace the characters of every text that XML or a font's layout does not take, but those at
+    ticks.
+    """
     from matplotlib.text import Text
 
     for text in axes.findobj(Text):
@@ -104,7 +117,9 @@ def _make_printable(axes: Axes) -> None:
 
 def printable(text: str) -> str:
     """Return `text` in characters that can be drawn. A line break stays."""
-    return "".join(each if each.isprintable() or each == "\n" else " " for each in to_utf8(text))[:MAX_TEXT]
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in to_utf8(text))[
+        :MAX_TEXT
+    ]
 
 
 def to_svg(panel: Panel) -> str:
@@ -135,8 +150,12 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
         figure.savefig(path, dpi=160)
 
 
-def plot(axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any) -> list[tuple[float, float]]:
-    """Draw a line through the finite `points`, if there are any, and return those that are drawn."""
+def plot(
+    axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any
+) -> list[tuple[float, float]]:
+    """Draw a line through the finite `points`, if there are any, and return those that are
+    drawn.
+    """
     drawn = thin(points, max_points)
     if drawn:
         axes.plot(*zip(*drawn, strict=True), **look)
@@ -153,8 +172,12 @@ def format_tick(value: float, position: object) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
-def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Literal["x", "y"] = "y") -> None:
-    """Use a logarithmic axis with plain numbers if `values` are positive and their range exceeds `ratio`."""
+def log_scale(
+    axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Literal["x", "y"] = "y"
+) -> None:
+    """Use a logarithmic axis with plain numbers if `values` are positive and their range exceeds
+    `ratio`.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if not values or min(values) <= 0 or max(values) / min(values) < ratio:
@@ -162,7 +185,9 @@ def log_scale(axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Li
     axes.set(**{f"{axis}scale": "log"})
     scale = axes.xaxis if axis == "x" else axes.yaxis
     decades = math.log10(max(values) / min(values))
-    scale.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,)))
+    scale.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,))
+    )
     scale.set_major_formatter(lambda value, _: f"{value:g}")
     scale.set_minor_formatter(NullFormatter())
 
@@ -177,7 +202,11 @@ def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, floa
         return drawn
     size, y = math.ceil(len(drawn) / (max_points // 2)), operator.itemgetter(1)
     stretches = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    return [point for stretch in stretches for point in sorted({min(stretch, key=y), max(stretch, key=y)})]
+    return [
+        point
+        for stretch in stretches
+        for point in sorted({min(stretch, key=y), max(stretch, key=y)})
+    ]
 
 
 def format_figure(name: str, value: float) -> str:
@@ -207,7 +236,8 @@ def _settings(salt: str) -> Iterator[None]:
     settings = {
         "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
         "svg.hashsalt": salt,
-        "font.family": "DejaVu Sans",  # ships with matplotlib; wider than browsers' fonts, so the text fits
+        # ships with matplotlib; wider than browsers' fonts, so the text fits
+        "font.family": "DejaVu Sans",
         "font.size": 10,
         "figure.figsize": (WIDTH, HEIGHT),
         "savefig.transparent": True,
@@ -216,18 +246,22 @@ def _settings(salt: str) -> Iterator[None]:
         "text.usetex": False,
     }
     with _drawing, matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of characters that the font does not have: the reader's has them
+        # of characters that the font does not have: the reader's has them
+        warnings.simplefilter("ignore")
         yield
 
 
 def _tree(figure: Any) -> ElementTree.Element:
-    """Return `figure` as an SVG tree without what a page does not need: size, metadata, unused ids."""
+    """Return `figure` as an SVG tree without what a page does not need: size, metadata, unused
+    ids.
+    """
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     root = ElementTree.fromstring(file.getvalue())
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
-    # matplotlib's only style rule would apply to every element of the page. Apply it to this picture alone.
+    # matplotlib's only style rule would apply to every element of the page. Apply it to this
+    # picture alone.
     root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
     for parent in list(root.iter()):
         for child in list(parent):
@@ -237,11 +271,20 @@ def _tree(figure: Any) -> ElementTree.Element:
             parent.attrib.pop("id", None)
         for name in ("d", "x", "y", "transform"):
             if name in parent.attrib:  # a hundredth of a point is finer than any screen
-                parent.set(name, re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", parent.attrib[name]))
+                parent.set(
+                    name,
+                    re.sub(
+                        r"\d+\.\d{3,}",
+                        lambda number: f"{float(number[0]):.2f}",
+                        parent.attrib[name],
+                    ),
+                )
     return root
 
 
 def _serialize(root: ElementTree.Element) -> str:
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
-    return ElementTree.tostring(root, encoding="unicode").replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return ElementTree.tostring(root, encoding="unicode").replace(
+        "'DejaVu Sans'", ("system-ui, sans-serif")
+    )

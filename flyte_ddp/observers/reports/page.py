@@ -1,7 +1,8 @@
-"""The base of all reports: status, error, tiles, and the HTML document around what each report shows.
+"""The base of all reports: status, error, tiles, and the HTML document around what each report
+shows.
 
-A report is one HTML document without references to anything outside it. Every text is escaped by Jinja.
-`flyte_ddp.flytekit_plugin.deck` shows a report in Flyte's console while the task still runs.
+A report is one HTML document without references to anything outside it. Every text is escaped by
+Jinja. `flyte_ddp.flytekit_plugin.deck` shows a report in Flyte's console while the task still runs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Page(ABC):
     progress_label = ""  # what the progress bar counts
 
     def __init__(self, links: Mapping[str, str] | None = None) -> None:
-        self.links = dict(links or {})  # URLs of other pages by name; may be added at any time, as notes
-        self.tracker: Any = None  # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
+        # URLs of other pages by name; may be added at any time, as notes
+        self.links = dict(links or {})
+        # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
+        self.tracker: Any = None
         self.notes: list[str] = []  # lines below the title
         self.error: BaseException | None = None
         self.opened_at = time.time()
@@ -66,10 +69,14 @@ class Page(ABC):
 
     @abstractmethod
     def content(self) -> dict[str, Any]:
-        """Return the values of the template: lead, percent_done, tiles, and of the other parts those that there are."""
+        """Return the values of the template: lead, percent_done, tiles, and of the other parts
+        those that there are.
+        """
 
     def write(self, path: Path) -> None:
-        """Write the report as a complete HTML document. An error is logged, and leaves what there is of the file."""
+        """Write the report as a complete HTML document. An error is logged, and leaves what there
+        is of the file.
+        """
         with log_failures("report"):
             path.touch()  # also on a full disk, so that there is a file to return
             path.write_text(self.render(), encoding="utf-8", errors="backslashreplace")
@@ -81,7 +88,8 @@ class Page(ABC):
     def render_fragment(self) -> str:
         """Return the report as a piece of HTML with its own style, for another page.
 
-        Where a part of it cannot be made, the reason is logged, and is the report's only text: see `log_failures`.
+        Where a part of it cannot be made, the reason is logged, and is the report's only text: see
+        `log_failures`.
         """
         try:
             return self._render(self.content())
@@ -104,7 +112,9 @@ class Page(ABC):
         return list(drawn)
 
     def _note(self, error: Exception) -> str:
-        """Return why something cannot be shown, and log it once: a report is made again and again."""
+        """Return why something cannot be shown, and log it once: a report is made again and
+        again.
+        """
         line = f"cannot be shown: {to_utf8(in_one_line(error))}"
         if line not in self._failures:
             self._failures.add(line)
@@ -112,12 +122,16 @@ class Page(ABC):
         return line
 
     def _render(self, content: Mapping[str, Any]) -> str:
-        tracked = {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
+        tracked = (
+            {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
+        )
         links = [
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
             for name, url in {**self.links, **tracked}.items()
         ]
-        ended = datetime.datetime.fromtimestamp(self.closed_at or time.time(), datetime.timezone.utc)
+        ended = datetime.datetime.fromtimestamp(
+            self.closed_at or time.time(), datetime.timezone.utc
+        )
         return _compile(FRAGMENT).render(
             style=Markup(STYLE),
             title=self.title,
@@ -125,7 +139,8 @@ class Page(ABC):
             progress_label=self.progress_label,
             links=links,
             notes=self.notes,
-            error=self.error and {"title": type(self.error).__name__, "text": shorten(str(self.error), MAX_ERROR)},
+            error=self.error
+            and {"title": type(self.error).__name__, "text": shorten(str(self.error), MAX_ERROR)},
             footer=f"{'Ended' if self.closed_at else 'As of'} {ended:%Y-%m-%d %H:%M:%S} UTC",
             **content,
         )
@@ -141,8 +156,14 @@ def _compile(text: str) -> Template:
 
 
 def _redact(value: Any) -> Any:
-    """Remove passwords and signatures from the URLs in every text of a report. Our own HTML is `Markup`."""
-    return to_utf8(redact_url(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+    """Remove passwords and signatures from the URLs in every text of a report. Our own HTML is
+    `Markup`.
+    """
+    return (
+        to_utf8(redact_url(value))
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 def tile(name: str, value: str, note: str) -> dict[str, str]:
@@ -165,7 +186,9 @@ def cell(value: Any, form: Callable[[Any], str] = str, kind: str = "") -> dict[s
     return {"text": text, "key": value if is_number else "", "class": kind}
 
 
-def section(title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False) -> dict[str, Any]:
+def section(
+    title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False
+) -> dict[str, Any]:
     return {"title": title, "note": note, "rows": rows, "has_long_values": has_long_values}
 
 
@@ -182,7 +205,9 @@ def duration(seconds: float) -> str:
 
 
 def shorten(text: str, max_length: int = 200) -> str:
-    """Cut the middle out of a `text` that is too long. The end of a traceback matters as much as its start."""
+    """Cut the middle out of a `text` that is too long. The end of a traceback matters as much as
+    its start.
+    """
     if len(text) <= max_length:
         return text
     return f"{text[: max_length // 2]} […] {text[-max_length // 2 :]}"

@@ -1,7 +1,7 @@
 """The panels of a run, drawn from its state. Knows neither torch nor Flyte.
 
-From the command line: `python -m flyte_ddp.observers.reports.plots history.jsonl picture.svg` (or .png, .pdf). Names of
-panels may follow, such as `ranks`; by default all are drawn.
+From the command line: `python -m flyte_ddp.observers.reports.plots history.jsonl picture.svg` (or
+.png, .pdf). Names of panels may follow, such as `ranks`; by default all are drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from flyte_ddp.observers.reports.predictions import prediction_panels
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KNOWN = ("loss", "samples_per_second", "learning_rate", "gradient_norm")  # reported values with a panel of their own
+# reported values with a panel of their own
+KNOWN = ("loss", "samples_per_second", "learning_rate", "gradient_norm")
 MAX_REPORTED = 12  # other values that are drawn
 MAX_METRICS = 4  # of the held-out data
 MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range is drawn
@@ -40,33 +41,55 @@ MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range
 def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far.
 
-    In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, predictions, and each other
-    reported value.
+    In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, predictions,
+    and each other reported value.
     """
     curves, epochs = _Curves(state), state.epochs
     config = state.started.config if state.started else {}
     schedule = f"schedule {config['schedule']}" if config.get("schedule") else ""
-    rates = {} if "learning_rate" in curves.reported else {"": "learning_rate"}  # at the end of each epoch
-    metrics = [(name, f"now {format_figure(name, now)}") for name, now in epochs[-1].metrics.items()] if epochs else []
+    # at the end of each epoch
+    rates = {} if "learning_rate" in curves.reported else {"": "learning_rate"}
+    metrics = (
+        [(name, f"now {format_figure(name, now)}") for name, now in epochs[-1].metrics.items()]
+        if epochs
+        else []
+    )
     speed, norm = "samples_per_second", "L2, whole gradient, before clipping"
     panels = [
-        curves.panel("loss", "Loss", "loss", {"training": "train_loss", "test": "test_loss"}, 0, log_ratio=20),
+        curves.panel(
+            "loss", "Loss", "loss", {"training": "train_loss", "test": "test_loss"}, 0, log_ratio=20
+        ),
         *(
             curves.panel(f"metric-{index}", f"Test {_words(name)}", "", {"": name}, 2, now)
             for index, (name, now) in enumerate(metrics[:MAX_METRICS])
         ),
         curves.panel(
-            "throughput", "Throughput (samples/s)", speed, {"epoch mean": speed}, 6, tick=format_tick, zero=True
+            "throughput",
+            "Throughput (samples/s)",
+            speed,
+            {"epoch mean": speed},
+            6,
+            tick=format_tick,
+            zero=True,
         ),
-        curves.panel("learning-rate", "Learning rate", "learning_rate", rates, 3, schedule, zero=True),
-        curves.panel("gradient-norm", "Gradient norm", "gradient_norm", {}, 4, norm, log_ratio=100, zero=True),
+        curves.panel(
+            "learning-rate", "Learning rate", "learning_rate", rates, 3, schedule, zero=True
+        ),
+        curves.panel(
+            "gradient-norm", "Gradient norm", "gradient_norm", {}, 4, norm, log_ratio=100, zero=True
+        ),
     ]
     if any(len(epoch.rank_step_seconds) > 1 for epoch in epochs):
         title = "Compute time per step of each rank (ms)"
-        panels.append(Panel("ranks", title, f"{title} over epochs", curves.draw_ranks, from_zero=True))
+        panels.append(
+            Panel("ranks", title, f"{title} over epochs", curves.draw_ranks, from_zero=True)
+        )
     panels += prediction_panels(state.predictions.predictions if state.predictions else [])
     others = [name for name in curves.reported if name not in KNOWN][:MAX_REPORTED]
-    panels += [curves.panel(f"reported-{index}", _words(name), name, {}, 0) for index, name in enumerate(others)]
+    panels += [
+        curves.panel(f"reported-{index}", _words(name), name, {}, 0)
+        for index, name in enumerate(others)
+    ]
     return [panel for panel in panels if panel]
 
 
@@ -95,15 +118,31 @@ class _Curves:
         zero: bool = False,
         **look: Any,
     ) -> Panel | None:
-        """Return a panel of a reported value, and of `figures` of each epoch by their labels; None without either."""
-        lines = {label: self._by_epoch(figure) for label, figure in figures.items() if self.state.epochs}
+        """Return a panel of a reported value, and of `figures` of each epoch by their labels; None
+        without either.
+        """
+        lines = {
+            label: self._by_epoch(figure) for label, figure in figures.items() if self.state.epochs
+        }
         if not lines and reported not in self.reported:
             return None
-        draw = functools.partial(self._draw, steps=self.reported.get(reported, []), lines=lines, color=color, **look)
-        return Panel(name, title, ": ".join(filter(None, [f"{title} over {self.axis}s", note])), draw, note, zero)
+        draw = functools.partial(
+            self._draw, steps=self.reported.get(reported, []), lines=lines, color=color, **look
+        )
+        return Panel(
+            name,
+            title,
+            ": ".join(filter(None, [f"{title} over {self.axis}s", note])),
+            draw,
+            note,
+            zero,
+        )
 
     def _by_epoch(self, figure: str) -> Points:
-        return [(each.epoch, (vars(each) | each.metrics).get(figure, math.nan)) for each in self.state.epochs]
+        return [
+            (each.epoch, (vars(each) | each.metrics).get(figure, math.nan))
+            for each in self.state.epochs
+        ]
 
     def _draw(
         self,
@@ -115,7 +154,14 @@ class _Curves:
         tick: Callable[[float, object], str] = lambda value, _: f"{value:.4g}",
     ) -> None:
         faint: dict[str, Any] = {"alpha": FAINT, "linewidth": 0.9} if lines else {"linewidth": 1.4}
-        drawn = plot(axes, steps, color=PALETTE[color], marker="o" * (len(steps) == 1), label="by step", **faint)
+        drawn = plot(
+            axes,
+            steps,
+            color=PALETTE[color],
+            marker="o" * (len(steps) == 1),
+            label=("by step"),
+            **faint,
+        )
         for index, (label, points) in enumerate(lines.items(), start=color):
             drawn += _plot_epochs(axes, points, index, label)
         log_scale(axes, [value for _, value in drawn], log_ratio)
@@ -128,7 +174,11 @@ class _Curves:
         from matplotlib.ticker import MaxNLocator
 
         state = self.state
-        ends = [0.0, *(epoch.epoch for epoch in state.epochs), *(line[-1][0] for line in self.reported.values())]
+        ends = [
+            0.0,
+            *(epoch.epoch for epoch in state.epochs),
+            *(line[-1][0] for line in self.reported.values()),
+        ]
         label_x(axes, self.axis)
         if x := state.position(state.resumed_step) if self.axis == "epoch" else state.resumed_step:
             axes.axvline(x, color=INK, linewidth=1, linestyle=(0, (3, 3)), label="resumed")
@@ -137,25 +187,53 @@ class _Curves:
 
     def draw_ranks(self, axes: Axes) -> None:
         """Draw a line per rank; for many ranks their range and their median."""
-        times = {epoch.epoch: [1e3 * seconds for seconds in epoch.rank_step_seconds] for epoch in self.state.epochs}
+        times = {
+            epoch.epoch: [1e3 * seconds for seconds in epoch.rank_step_seconds]
+            for epoch in self.state.epochs
+        }
         times = {epoch: ranks for epoch, ranks in times.items() if ranks}
         num_ranks = max(len(ranks) for ranks in times.values())
         slow = self.state.stragglers[-1].stragglers if self.state.stragglers else []
         notes = {each.rank: f", slow in {each.phase}" for each in slow}
         for rank in range(num_ranks if num_ranks <= MAX_LINES else 0):
             line = [(epoch, ranks[rank]) for epoch, ranks in times.items() if rank < len(ranks)]
-            _plot_epochs(axes, line, rank, f"{'rank ' * (num_ranks <= 4)}{rank}{notes.get(rank, '')}")
+            _plot_epochs(
+                axes, line, rank, f"{'rank ' * (num_ranks <= 4)}{rank}{notes.get(rank, '')}"
+            )
         if num_ranks > MAX_LINES:
             low, high = ([extreme(ranks) for ranks in times.values()] for extreme in (min, max))
-            axes.fill_between(list(times), low, high, color=PALETTE[6], alpha=0.25, linewidth=0, label="all ranks")
-            _plot_epochs(axes, [(epoch, statistics.median(ranks)) for epoch, ranks in times.items()], 6, "median")
+            axes.fill_between(
+                list(times),
+                low,
+                high,
+                color=PALETTE[6],
+                alpha=0.25,
+                linewidth=0,
+                label=("all ranks"),
+            )
+            _plot_epochs(
+                axes,
+                [(epoch, statistics.median(ranks)) for epoch, ranks in times.items()],
+                6,
+                "median",
+            )
         self._set_x(axes)
 
 
 def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> list[tuple[float, float]]:
-    """Draw a line in color number `color` through a value per epoch, with markers while few, and return its points."""
+    """Draw a line in color number `color` through a value per epoch, with markers while few, and
+    return its points.
+    """
     marker = "o" if len(points) <= 30 else ""
-    return plot(axes, points, color=PALETTE[color], linewidth=2, marker=marker, markersize=3.5, label=label or None)
+    return plot(
+        axes,
+        points,
+        color=PALETTE[color],
+        linewidth=2,
+        marker=marker,
+        markersize=3.5,
+        label=label or None,
+    )
 
 
 def _words(name: str) -> str:

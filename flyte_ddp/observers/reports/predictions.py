@@ -18,12 +18,20 @@ MAX_CLASSES, MAX_CLASS_NAME = 20, 12  # of a confusion matrix; characters of eac
 
 
 def prediction_panels(predictions: Sequence[Prediction]) -> list[Panel]:
-    """Return the panel of predicted against true numbers, or of a confusion matrix of few classes, if there is one."""
-    pairs = [each.numbers for each in predictions if each.numbers and all(map(math.isfinite, each.numbers))]
+    """Return the panel of predicted against true numbers, or of a confusion matrix of few classes,
+    if there is one.
+    """
+    pairs = [
+        each.numbers
+        for each in predictions
+        if each.numbers and all(map(math.isfinite, each.numbers))
+    ]
     if pairs:
         return [_scatter_panel(pairs)]
     classes = sorted({name for each in predictions for name in (each.truth, each.guess)})
-    if not 2 <= len(classes) <= MAX_CLASSES or any(each.error is not None or each.text for each in predictions):
+    if not 2 <= len(classes) <= MAX_CLASSES or any(
+        each.error is not None or each.text for each in predictions
+    ):
         return []
     return [_confusion_panel(classes, [(each.truth, each.guess) for each in predictions])]
 
@@ -38,8 +46,13 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
         label_x(axes, "true")
 
     error = statistics.fmean(abs(truth - guess) for truth, guess in pairs)
-    summary = f"Predicted over true numbers of {len(pairs)} held-out samples: mean absolute error {error:.4g}"
-    return Panel("predictions", "Predicted against true", summary, draw, f"{len(pairs)} held-out samples")
+    summary = (
+        f"Predicted over true numbers of {len(pairs)} held-out samples: mean absolute error "
+        f"{error:.4g}"
+    )
+    return Panel(
+        "predictions", "Predicted against true", summary, draw, (f"{len(pairs)} held-out samples")
+    )
 
 
 def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Panel:
@@ -55,14 +68,27 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
                     color = "white" if shares[y][x] > 0.6 else "#222222"
                     axes.text(x, y, f"{count}", ha="center", va="center", fontsize=8, color=color)
         names = [printable(name)[:MAX_CLASS_NAME] for name in classes]
-        axes.set_xticks(range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60)
+        axes.set_xticks(
+            range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60
+        )
         axes.set_yticks(range(len(classes)), names, fontsize=8)
         axes.grid(False)
         label_x(axes, "predicted")
 
-    wrong = [(count, f"{truth} for {guess}") for (truth, guess), count in counts.items() if truth != guess]
-    summary = f"Confusion matrix of {len(pairs)} held-out samples: {sum(count for count, _ in wrong)} wrong"
+    wrong = [
+        (count, f"{truth} for {guess}")
+        for (truth, guess), count in counts.items()
+        if truth != guess
+    ]
+    summary = (
+        f"Confusion matrix of {len(pairs)} held-out samples: "
+        f"{sum(count for count, _ in wrong)} wrong"
+    )
     worst = f"; most often {max(wrong)[1]}, {max(wrong)[0]} times" if wrong else ""
     return Panel(
-        "confusion", "Confusion (true over predicted)", summary + worst, draw, f"{len(pairs)} held-out samples"
+        "confusion",
+        "Confusion (true over predicted)",
+        summary + worst,
+        draw,
+        (f"{len(pairs)} held-out samples"),
     )

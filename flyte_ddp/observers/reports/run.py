@@ -1,4 +1,6 @@
-"""The report of a run of a recipe, a function or a script, folded from its events. A part is there if its data are."""
+"""The report of a run of a recipe, a function or a script, folded from its events. A part is there
+if its data are.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Report(Page):
         self._title = title
         self._state = RunState()
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
-        self._panels: list[Markup] | None = None  # of the state as it is; drawing takes half a second
+        # of the state as it is; drawing takes half a second
+        self._panels: list[Markup] | None = None
 
     def add_line(self, line: str) -> None:
         """Add a line of the log. Any thread may call this."""
@@ -69,7 +72,10 @@ class Report(Page):
         started = self._state.started
         lead = "Waiting for the ranks to start."
         if started:
-            ranks = f"{format_count(started.world_size, 'rank')} on {format_count(started.num_nodes, 'node')}"
+            ranks = (
+                f"{format_count(started.world_size, 'rank')} on "
+                f"{format_count(started.num_nodes, 'node')}"
+            )
             lead = f"{ranks}: {started.data}" if started.data else ranks
         return {
             "lead": lead,
@@ -100,8 +106,10 @@ class Report(Page):
             notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
         if 0 < state.grace_seconds < state.writing_seconds:
             notices.append(
-                f"The store took {state.writing_seconds:.0f} s for the newest checkpoint, and a node that is told to "
-                f"go has {state.grace_seconds:.0f} s: an announced loss would cost steps. A longer termination grace "
+                f"The store took {state.writing_seconds:.0f} s for the newest checkpoint, and a "
+                "node that is told to "
+                f"go has {state.grace_seconds:.0f} s: an announced loss would cost steps. A "
+                "longer termination grace "
                 "of the pods avoids that"
             )
         return notices
@@ -112,7 +120,11 @@ class Report(Page):
             return []
         latest = {name: value for report in state.reports for name, value in report.values.items()}
         best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
-        others = [(name, value) for name, value in (best.metrics if best else {}).items() if name != metric][:1]
+        others = [
+            (name, value)
+            for name, value in (best.metrics if best else {}).items()
+            if name != metric
+        ][:1]
         notes = [
             f"in epoch {best.epoch if best else 0}",
             *(f"{name} {format_figure(name, value)}" for name, value in others),
@@ -121,13 +133,20 @@ class Report(Page):
         rate = latest.get("samples_per_second", 0.0)
         if trained > 0:
             rate = started.num_train_samples * len(state.epochs) / trained
-        # A replayed history is reported within a second, so the duration in its own last event counts.
-        seconds = spent.wall or max(self.seconds(), state.finished.seconds if state.finished else 0.0)
+        # A replayed history is reported within a second, so the duration in its own last event
+        # counts.
+        seconds = spent.wall or max(
+            self.seconds(), state.finished.seconds if state.finished else 0.0
+        )
         epoch = state.reports[-1].epoch if state.reports else None
         ended = "since the launch" if self.status == "running" else "launch to end"
         on_gpu = started.device != "cpu"
         devices = started.world_size * (1 if on_gpu else started.num_threads)
-        each = started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
+        each = (
+            started.device
+            if on_gpu
+            else (f"CPU, {format_count(started.num_threads, 'thread')} each")
+        )
         hours = devices * seconds / 3600
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
         tiles = [
@@ -143,10 +162,20 @@ class Report(Page):
                 "" if epoch is None else f"epoch {epoch:g}",
             ),
             tile(
-                "Samples/s", _format_rounded(rate) if rate else "", f"in training, {'all epochs' if trained else 'now'}"
+                "Samples/s",
+                _format_rounded(rate) if rate else "",
+                (f"in training, {'all epochs' if trained else 'now'}"),
             ),
-            tile("Wall time", duration(seconds), ended + (", this attempt" if state.resumed_step else "")),
-            tile("Goodput", percent(spent.goodput) if spent.wall else "", "of the wall time: stepping and evaluating"),
+            tile(
+                "Wall time",
+                duration(seconds),
+                ended + (", this attempt" if state.resumed_step else ""),
+            ),
+            tile(
+                "Goodput",
+                percent(spent.goodput) if spent.wall else "",
+                ("of the wall time: stepping and evaluating"),
+            ),
             tile("Ranks", f"{started.world_size}" if started.device else "", each),
             tile(
                 "GPU-hours" if on_gpu else "Core-hours",
@@ -164,13 +193,20 @@ class Report(Page):
     def _epochs_table(self) -> dict[str, Any]:
         best, epochs = self._state.best, self._state.epochs
         metrics = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
-        shown = [epoch for index, epoch in enumerate(epochs) if index >= len(epochs) - MAX_EPOCHS or epoch is best]
+        shown = [
+            epoch
+            for index, epoch in enumerate(epochs)
+            if index >= len(epochs) - MAX_EPOCHS or epoch is best
+        ]
         rows = [
             [
                 cell(epoch.epoch),
                 cell(epoch.train_loss, "{:.4g}".format),
                 cell(epoch.test_loss, "{:.4g}".format),
-                *(cell(epoch.metrics.get(name), functools.partial(format_figure, name)) for name in metrics),
+                *(
+                    cell(epoch.metrics.get(name), functools.partial(format_figure, name))
+                    for name in metrics
+                ),
                 cell(epoch.learning_rate, "{:.3g}".format),
                 cell(epoch.seconds, duration),
                 cell(epoch.evaluation_seconds, duration),
@@ -182,36 +218,71 @@ class Report(Page):
         names = (name.replace("_", " ") for name in metrics)
         table = {
             "title": "Epochs",
-            "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out." if left_out else "",
-            "heads": ["epoch", "train loss", "test loss", *names, "learning rate", "train", "test", "samples/s"],
-            "rows": [{"best": epoch is best, "cells": cells} for epoch, cells in zip(shown, rows, strict=True)],
+            "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
+            if left_out
+            else "",
+            "heads": [
+                "epoch",
+                "train loss",
+                "test loss",
+                *names,
+                "learning rate",
+                "train",
+                "test",
+                "samples/s",
+            ],
+            "rows": [
+                {"best": epoch is best, "cells": cells}
+                for epoch, cells in zip(shown, rows, strict=True)
+            ],
         }
         return table if rows else {}
 
     def _cards(self) -> list[dict[str, Any]]:
-        """Return what the model generated after the last epochs, the newest open, and the last lines of the log."""
+        """Return what the model generated after the last epochs, the newest open, and the last
+        lines of the log.
+        """
         written = [epoch for epoch in reversed(self._state.epochs) if epoch.sample][:MAX_TEXTS]
-        texts = [(f"after epoch {epoch.epoch}", shorten(epoch.sample, MAX_TEXT)) for epoch in written]
+        texts = [
+            (f"after epoch {epoch.epoch}", shorten(epoch.sample, MAX_TEXT)) for epoch in written
+        ]
         cards = [card("Generated text", *texts[0], texts[1:])] if texts else []
-        return [*cards, *([card("Log", "the last lines", "\n".join(self._lines))] if self._lines else [])]
+        return [
+            *cards,
+            *([card("Log", "the last lines", "\n".join(self._lines))] if self._lines else []),
+        ]
 
     def _prediction_section(self) -> dict[str, Any] | None:
-        """Return as many predictions as the page has room for, the worst first; a scatter plot has those of numbers."""
+        """Return as many predictions as the page has room for, the worst first; a scatter plot has
+        those of numbers.
+        """
         made = self._state.predictions.predictions if self._state.predictions else []
         every = [each for each in made if not each.numbers or each.image or each.text]
         if not every:
             return None
         samples = [_sample(each) for each in sorted(every, key=_error, reverse=True)]
-        sizes = itertools.accumulate(250 + 6 * len("".join(each.values())) - 5 * len(each["image"]) for each in samples)
-        shown = [sample for sample, size in zip(samples, sizes, strict=True) if size <= MAX_PREDICTION_BYTES]
+        sizes = itertools.accumulate(
+            250 + 6 * len("".join(each.values())) - 5 * len(each["image"]) for each in samples
+        )
+        shown = [
+            sample
+            for sample, size in zip(samples, sizes, strict=True)
+            if size <= MAX_PREDICTION_BYTES
+        ]
         num_wrong = sum(sample["kind"] == "wrong" for sample in samples)
         total = self._state.started.num_test_samples if self._state.started else 0
-        first = f"the first {len(every)} of {total:,} held-out samples" if total > len(every) else "held-out samples"
+        first = (
+            f"the first {len(every)} of {total:,} held-out samples"
+            if total > len(every)
+            else ("held-out samples")
+        )
         note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong: {first}"
         if any(each.error is not None for each in every):
             note = f"{len(every)} held-out samples, the largest error first"
         if len(shown) < len(every):
-            note += f"; {len(every) - len(shown)} left out, because they would make this page too large"
+            note += (
+                f"; {len(every) - len(shown)} left out, because they would make this page too large"
+            )
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
 
     def _sections(self) -> list[dict[str, Any]]:
@@ -228,14 +299,30 @@ class Report(Page):
             row("Backend", started.backend),
             row("CPU threads per rank", f"{started.num_threads or ''}"),
             *(row(name, version) for name, version in started.versions.items()),
-            row("Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)),
-            row("Parameters per rank", ", ".join(f"{each:,}" for each in finished.rank_num_parameters)),
-            row("Launch to first step", duration(first_step) if first_step else ""),
-            row("Steps between states in memory", f"{finished.memory_interval or ''}", "a lost rank costs no more"),
             row(
-                "Restarts of the gang", f"{state.num_starts - 1 - state.num_announced_losses or ''}", "in this attempt"
+                "Peak memory per rank",
+                ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each),
             ),
-            row("Announced losses", f"{state.num_announced_losses or ''}", f"in this attempt; {state.departure}"),
+            row(
+                "Parameters per rank",
+                ", ".join(f"{each:,}" for each in finished.rank_num_parameters),
+            ),
+            row("Launch to first step", duration(first_step) if first_step else ""),
+            row(
+                "Steps between states in memory",
+                f"{finished.memory_interval or ''}",
+                ("a lost rank costs no more"),
+            ),
+            row(
+                "Restarts of the gang",
+                f"{state.num_starts - 1 - state.num_announced_losses or ''}",
+                ("in this attempt"),
+            ),
+            row(
+                "Announced losses",
+                f"{state.num_announced_losses or ''}",
+                (f"in this attempt; {state.departure}"),
+            ),
         ]
         data = [
             row("Data", started.data),
@@ -252,14 +339,22 @@ class Report(Page):
             for layer in started.layers[:MAX_ROWS]
         ]
         time_rows = [
-            row(name.replace("_", " ").capitalize(), duration(seconds), percent(seconds / spent.wall))
+            row(
+                name.replace("_", " ").capitalize(),
+                duration(seconds),
+                percent(seconds / spent.wall),
+            )
             for name, seconds in spent.parts().items()
             if spent.wall
         ]
         best = next((saved for saved in reversed(state.checkpoints) if saved.best), None)
         kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
         checkpoints = [  # that still exist, the newest first
-            *([row("Model state", finished.model_state_url, kept)] if finished.model_state_url else []),
+            *(
+                [row("Model state", finished.model_state_url, kept)]
+                if finished.model_state_url
+                else []
+            ),
             *(
                 row(f"Step {saved.step:,}", saved.url, "best so far" if saved is best else "")
                 for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
@@ -270,13 +365,21 @@ class Report(Page):
             row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
             for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
         ]
-        size = f"{started.num_parameters:,} parameters" + (f"; {left_out} layers more" if left_out > 0 else "")
+        size = f"{started.num_parameters:,} parameters" + (
+            f"; {left_out} layers more" if left_out > 0 else ""
+        )
         written = f"{state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
-            section("Outputs", [row(name, url) for name, url in self.outputs.items()], has_long_values=True),
+            section(
+                "Outputs",
+                [row(name, url) for name, url in self.outputs.items()],
+                has_long_values=True,
+            ),
             section("Time", time_rows, "their sum is the wall time"),
             section("Slow ranks", stragglers, "when they changed", has_long_values=True),
-            section("Configuration", _configuration(started.config), "bold: not the package's default"),
+            section(
+                "Configuration", _configuration(started.config), ("bold: not the package's default")
+            ),
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
             section("Model", layers, size, has_long_values=True),
@@ -286,7 +389,11 @@ class Report(Page):
 
 
 def _error(prediction: Prediction) -> float:
-    return float(prediction.truth != prediction.guess) if prediction.error is None else prediction.error
+    return (
+        float(prediction.truth != prediction.guess)
+        if prediction.error is None
+        else prediction.error
+    )
 
 
 def _sample(prediction: Prediction) -> dict[str, Any]:
@@ -313,7 +420,14 @@ def _configuration(config: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows += [row(f"{name}.{option}", _plain(chosen)) for option, chosen in value.items()]
             continue
         changed = name in defaults and value != defaults[name]
-        rows.append(row(name, _plain(value), f"default {_plain(defaults[name])}" if changed else "", marked=changed))
+        rows.append(
+            row(
+                name,
+                _plain(value),
+                f"default {_plain(defaults[name])}" if changed else "",
+                marked=changed,
+            )
+        )
     return rows
 
 

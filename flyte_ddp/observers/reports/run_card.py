@@ -1,7 +1,7 @@
 """The run card: what a trained model is and where it comes from, as JSON and as a page of Markdown.
 
-It is folded from the run's events, so a history is enough to make it again. What only the caller knows, such as the
-image, is added by name.
+It is folded from the run's events, so a history is enough to make it again. What only the caller
+knows, such as the image, is added by name.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from flyte_ddp.storage import redact_values
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
 UNKNOWN = "not known"
-CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+(?: \(sha256 \w+\))?$")  # of `promotion.champion`
+# of `promotion.champion`
+CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+(?: \(sha256 \w+\))?$")
 
 
 def run_card(state: RunState, **origin: str) -> dict[str, Any]:
     """Return the card of a run that has finished, as plain values that JSON has.
 
     Args:
-        origin: what else is known of its code and its place, such as image and execution, by name; parent_champion is
-            the version that it is to replace, if its weights do not come from one.
+        origin: what else is known of its code and its place, such as image and execution, by name;
+            parent_champion is the version that it is to replace, if its weights do not come from
+            one.
     """
     started, finished = state.started, state.finished
     assert started is not None
     assert finished is not None
     parent = CHAMPION.search(started.initial_state)
-    sizes = [*(len(epoch.rank_losses) for epoch in state.epochs if epoch.rank_losses), started.world_size]
+    sizes = [
+        *(len(epoch.rank_losses) for epoch in state.epochs if epoch.rank_losses),
+        started.world_size,
+    ]
     card = {
         "recipe": started.name,
         "data": {
@@ -85,23 +90,35 @@ def card_page(card: Mapping[str, Any]) -> str:
         "Data": data["description"],
         "Its licence": data["license"],
         "Its fingerprint": data["fingerprint"],
-        "Samples": f"{data['num_train_samples']:,} to train on, {data['num_test_samples']:,} held out",
+        "Samples": (
+            f"{data['num_train_samples']:,} to train on, {data['num_test_samples']:,} held out"
+        ),
         "Parameters": f"{model['num_parameters']:,}",
         "Classes": ", ".join(model.get("class_names", ())),
         "Weights": f"of epoch {model['epoch']}; the best is epoch {card['best_epoch']}",
         "Not exported": model.get("missing", ""),
         "Ranks": f"{sizes} on {ranks['num_nodes']} nodes ({ranks['device']})",
         "Restarts": f"{ranks['restarts']}, and {ranks['announced_losses']} announced losses",
-        "Time": ", ".join(f"{name.replace('_', ' ')} {duration(each)}" for name, each in seconds.items() if each),
+        "Time": ", ".join(
+            f"{name.replace('_', ' ')} {duration(each)}" for name, each in seconds.items() if each
+        ),
         **{name.replace("_", " ").capitalize(): value for name, value in card["origin"].items()},
         "Versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
     }
     names = list(dict.fromkeys(name for epoch in card["epochs"] for name in epoch))
     lines = [f"# {card['recipe']}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items() if value]
-    lines += ["", "## Epochs", "", "| " + " | ".join(name.replace("_", " ") for name in names) + " |"]
+    lines += [
+        "",
+        "## Epochs",
+        "",
+        "| " + " | ".join(name.replace("_", " ") for name in names) + (" |"),
+    ]
     lines += ["|---" * len(names) + "|"]
-    lines += ["| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |" for epoch in card["epochs"]]
+    lines += [
+        "| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |"
+        for epoch in card["epochs"]
+    ]
     config = json.dumps(card["config"], indent=1, ensure_ascii=False, default=repr)
     return "\n".join([*lines, "", "## Config", "", "```json", config, "```", ""])
 

@@ -1,8 +1,10 @@
-"""The HTML of all reports: one Jinja template, of which each report fills the parts that it has, and the style sheet.
+"""The HTML of all reports: one Jinja template, of which each report fills the parts that it has,
+and the style sheet.
 
-A Python module and not an HTML file, because a fast registration may ship Python modules only. Every style rule is
-under the class `training-report`, so it does not change the rest of Flyte's console. A script of a few lines sorts the
-tables; on pages that forbid scripts they keep their order.
+A Python module and not an HTML file, because a fast registration may ship Python modules only.
+Every style rule is under the class `training-report`, so it does not change the rest of Flyte's
+console. A script of a few lines sorts the tables; on pages that forbid scripts they keep their
+order.
 """
 
 STYLE = """
@@ -109,7 +111,7 @@ STYLE = """
 .training-report .table .stopped-early { color: var(--warn); }
 .training-report .charts > h2 { margin: 1.4rem 0 .6rem; }
 .training-report footer { color: var(--soft); font-size: .8rem; margin-top: 1.2rem; }
-"""
+"""  # noqa: E501
 
 FRAGMENT = """
 {%- macro pairs(rows, has_long_values=false) %}
@@ -232,7 +234,7 @@ for (const table of document.querySelectorAll(".training-report .table table")) 
 }
 </script>
 {%- endif %}
-"""
+"""  # noqa: E501
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -1,7 +1,7 @@
 """Image files at any fsspec URL: list them, fetch them with retries, decode them.
 
-Knows neither classes nor models, and imports no torch. Credentials come from the environment (`flyte_ddp.storage`) and
-are in no index, option or pickle.
+Knows neither classes nor models, and imports no torch. Credentials come from the environment
+(`flyte_ddp.storage`) and are in no index, option or pickle.
 """
 
 from __future__ import annotations
@@ -22,12 +22,26 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
-STORE_TIMEOUT = 240.0  # seconds that a file waits for a store that cannot be reached; below the default stall_timeout
+# seconds that a file waits for a store that cannot be reached; below the default stall_timeout
+STORE_TIMEOUT = 240.0
 CONCURRENT_READS = 8  # of each process
 HEAD = 512  # bytes that tell an image from another file
 MAX_LOOKS = 10_000  # files of a store whose beginnings are read, for half a minute
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
-WHITES = (255, (1 << 12) - 1, (1 << 16) - 1, (1 << 31) - 1)  # of images with more than 8 bits a pixel
+SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".avif",
+)
+# of images with more than 8 bits a pixel
+WHITES = (255, (1 << 12) - 1, (1 << 16) - 1, (1 << 31) - 1)
 
 
 class UnreadableImage(DataError):
@@ -44,10 +58,12 @@ class File:
 
 
 def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Counter[str]]:
-    """Return (the URL in full, all images below it sorted by name, the number of other files by what they are).
+    """Return (the URL in full, all images below it sorted by name, the number of other files by
+    what they are).
 
-    An object store is listed page by page. What is an image tells its beginning, not its name; of more than `MAX_LOOKS`
-    files in a store, which that many requests would take too long, the name does, until the image is read.
+    An object store is listed page by page. What is an image tells its beginning, not its name; of
+    more than `MAX_LOOKS` files in a store, which that many requests would take too long, the name
+    does, until the image is read.
 
     Raises:
         DataError: there is nothing, or the URL has a password.
@@ -55,12 +71,16 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
         StorageUnavailable: the store could not be reached for `STORE_TIMEOUT` seconds.
     """
     if has_password(url):  # which every rank would store
-        raise DataError("data: expected a URL without a user name or a password; give them in the environment instead")
+        raise DataError(
+            "data: expected a URL without a user name or a password; give them in the "
+            "environment instead"
+        )
     storage = _open(url, anonymous)
     found = storage.find()
     if not found or "" in found:
         raise DataError(
-            f"data: expected a directory or a prefix with a folder for each class, got {url}, which holds no files"
+            f"data: expected a directory or a prefix with a folder for each class, got {url}, "
+            "which holds no files"
         )
     others: Counter[str] = Counter()
     files = []
@@ -76,7 +96,9 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
     if storage.is_local or len(files) <= MAX_LOOKS:
         heads = storage.read_heads([file.name for file in files], HEAD)
         kinds = [kind_of(head) if head else "unreadable" for head in heads]
-        others.update("unreadable" if kind == "unreadable" else "no image" for kind in kinds if kind != IMAGE)
+        others.update(
+            "unreadable" if kind == "unreadable" else "no image" for kind in kinds if kind != IMAGE
+        )
         images = [file for file, kind in zip(files, kinds, strict=True) if kind == IMAGE]
     else:
         images = [file for file in files if file.name.lower().endswith(SUFFIXES)]
@@ -87,8 +109,8 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
-    A client has connections and threads, which do not survive a fork. So it is opened at the first read, and is not
-    part of a pickle.
+    A client has connections and threads, which do not survive a fork. So it is opened at the first
+    read, and is not part of a pickle.
 
     Args:
         anonymous: read without credentials, from a public bucket.
@@ -97,13 +119,16 @@ class FileReader:
     def __init__(self, url: str, anonymous: bool = False) -> None:
         self.url = url
         self.anonymous = anonymous
-        self._client: tuple[int, Storage, ThreadPoolExecutor] | None = None  # of the process with this id
+        # of the process with this id
+        self._client: tuple[int, Storage, ThreadPoolExecutor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}
 
     def read_all(self, files: Sequence[File]) -> list[bytes | UnreadableImage]:
-        """Return the contents of each file, several read at once, or why it has none. Raises StorageUnavailable."""
+        """Return the contents of each file, several read at once, or why it has none. Raises
+        StorageUnavailable.
+        """
 
         def read(file: File) -> bytes | UnreadableImage:
             try:
@@ -115,14 +140,18 @@ class FileReader:
         return list(threads.map(read, files))
 
     def read(self, file: File) -> bytes:
-        """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after `STORE_TIMEOUT`."""
+        """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after
+        `STORE_TIMEOUT`.
+        """
         storage, _ = self._open_once()
         for _ in range(MAX_SHORT_READS):
             try:
                 contents = storage.read(file.name)
             except (FileNotFoundError, StorageDenied) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}") from error
+                raise UnreadableImage(
+                    f"data: {self.join(file)} cannot be read: {reason}"
+                ) from error
             if file.size in (-1, len(contents)):
                 return contents
         reason = f"expected the listed {file.size} bytes, got {len(contents)}"
@@ -139,10 +168,12 @@ class FileReader:
 
 
 def decode_image(contents: bytes) -> Image:
-    """Decode an image to RGB, upright, with transparent parts on white and more than 8 bits scaled to 8.
+    """Decode an image to RGB, upright, with transparent parts on white and more than 8 bits scaled
+    to 8.
 
-    White is 1 for floats, and for whole numbers the largest one of 8, 12, 16 or 31 bits: of these the smallest that no
-    pixel exceeds, because many a 12-bit picture lies in a file of 16 or 32 bits that does not tell.
+    White is 1 for floats, and for whole numbers the largest one of 8, 12, 16 or 31 bits: of these
+    the smallest that no pixel exceeds, because many a 12-bit picture lies in a file of 16 or 32
+    bits that does not tell.
 
     Raises:
         Exception: of any kind; a damaged file can fail anywhere in the reading.
@@ -157,10 +188,13 @@ def decode_image(contents: bytes) -> Image:
     image: Image.Image = ImageOps.exif_transpose(opened)
     if image.mode[0] in "IF":  # of which convert() would cut off all above 255
         pixels = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        white = next((white for white in (1, *WHITES)[image.mode != "F" :] if white >= pixels.max()), pixels.max())
-        return Image.fromarray((pixels.clip(0) * 256 / (white + (white > 1))).clip(0, 255).astype(np.uint8)).convert(
-            "RGB"
+        white = next(
+            (white for white in (1, *WHITES)[image.mode != "F" :] if white >= pixels.max()),
+            pixels.max(),
         )
+        return Image.fromarray(
+            (pixels.clip(0) * 256 / (white + (white > 1))).clip(0, 255).astype(np.uint8)
+        ).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         opaque = Image.new("RGBA", image.size, "white")
         opaque.alpha_composite(image.convert("RGBA"))
@@ -186,5 +220,7 @@ def _open(url: str, anonymous: bool) -> Storage:
 
 def _file(name: str, info: dict[str, Any]) -> File:
     size = info.get("size")
-    version = next((info[key] for key in ("ETag", "etag", "mtime", "last_modified") if info.get(key)), "")
+    version = next(
+        (info[key] for key in ("ETag", "etag", "mtime", "last_modified") if info.get(key)), ""
+    )
     return File(name, -1 if size is None else int(size), str(version))

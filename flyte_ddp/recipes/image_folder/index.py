@@ -1,4 +1,5 @@
-"""The index of the images: each with its class, for training or held out. Written once, read by every rank.
+"""The index of the images: each with its class, for training or held out. Written once, read by
+every rank.
 
 Does not know how files are listed or read, and imports no torch.
 """
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FILLER = "(?:images?|imgs?|pictures?|photos?|data|dataset|set|split|seg|folder)*"
-SPLITS = {  # names of directories, of which only the letters count; of the held-out ones the first kind is used
+# names of directories, of which only the letters count; of the held-out ones the first kind is used
+SPLITS = {
     "train": re.compile(f"{_FILLER}(?:train|training|trn){_FILLER}"),
-    "val": re.compile(f"{_FILLER}(?:val|valid|validate|validation|dev|eval|evaluation|heldout|holdout){_FILLER}"),
+    "val": re.compile(
+        f"{_FILLER}(?:val|valid|validate|validation|dev|eval|evaluation|heldout|holdout){_FILLER}"
+    ),
     "test": re.compile(f"{_FILLER}(?:test|testing|tst){_FILLER}"),
 }
 MAX_NAMES = 10  # of folders and classes in a description
@@ -38,7 +42,8 @@ Labelled = Sequence[tuple[str, File]]  # images, each with the name of its class
 class ImageList:
     """The images of one split.
 
-    Arrays of bytes, because every loader process has them: Python objects would take ten times the memory.
+    Arrays of bytes, because every loader process has them: Python objects would take ten times the
+    memory.
     """
 
     names: NDArray[Any]  # (N,) relative to the URL
@@ -50,7 +55,11 @@ class ImageList:
         return len(self.labels)
 
     def file(self, sample: int) -> File:
-        return File(os.fsdecode(self.names[sample]), int(self.sizes[sample]), os.fsdecode(self.versions[sample]))
+        return File(
+            os.fsdecode(self.names[sample]),
+            int(self.sizes[sample]),
+            os.fsdecode(self.versions[sample]),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,9 @@ class Index:
     test: ImageList
 
 
-def write_index(directory: Path, url: str, image_size: int, train: Labelled, test: Labelled) -> None:
+def write_index(
+    directory: Path, url: str, image_size: int, train: Labelled, test: Labelled
+) -> None:
     """Write the index to `directory`, for `read_index`."""
     import numpy as np
 
@@ -90,7 +101,11 @@ def read_index(directory: Path) -> Index:
     for name in FILES[1:]:
         with np.load(directory / name) as arrays:
             lists.append(ImageList(**arrays))
-    return Index(**json.loads((directory / FILES[0]).read_text(encoding="utf-8")), train=lists[0], test=lists[1])
+    return Index(
+        **json.loads((directory / FILES[0]).read_text(encoding="utf-8")),
+        train=lists[0],
+        test=lists[1],
+    )
 
 
 def split_images(
@@ -98,30 +113,37 @@ def split_images(
 ) -> tuple[Labelled, Labelled, str]:
     """Return the training and the held-out ones of `images`, and a description for the report.
 
-    If there are directories for training and held-out images, by their names in `SPLITS`, the folders in them are the
-    classes. Else the top folders are the classes, and `share` of their images is held out. An image's side depends on
-    its name only, so it does not change when others are added.
+    If there are directories for training and held-out images, by their names in `SPLITS`, the
+    folders in them are the classes. Else the top folders are the classes, and `share` of their
+    images is held out. An image's side depends on its name only, so it does not change when others
+    are added.
 
     Args:
         where: the URL, for errors.
-        left_out: files by the reason why they are not used, to which those of other folders are added.
+        left_out: files by the reason why they are not used, to which those of other folders are
+            added.
 
     Raises:
-        DataError: no images, fewer than two classes, a class that one side lacks, one with fewer than `min_images`, or
-            folders of which it is not clear what they are for.
+        DataError: no images, fewer than two classes, a class that one side lacks, one with fewer
+            than `min_images`, or folders of which it is not clear what they are for.
     """
     if not images:
         raise DataError(
-            f"data: expected images in a folder for each class, got none in {where}{report_left_out(left_out)}"
+            "data: expected images in a folder for each class, got none in "
+            f"{where}{report_left_out(left_out)}"
         )
     tops = sorted({file.name.split("/")[0] for file in images if "/" in file.name})
     nested = {file.name.split("/")[0] for file in images if file.name.count("/") > 1}
-    roles = {role: [top for top in tops if names.fullmatch(_letters(top))] for role, names in SPLITS.items()}
+    roles = {
+        role: [top for top in tops if names.fullmatch(_letters(top))]
+        for role, names in SPLITS.items()
+    }
     train_tops, held_out_tops = roles["train"], roles["val"] or roles["test"]
     if (train_tops and held_out_tops) or nested.intersection(train_tops + held_out_tops):
         if len(train_tops) != 1 or len(held_out_tops) != 1:
             raise DataError(
-                "data: expected one folder of training images, such as train/, and beside it one of held-out images, "
+                "data: expected one folder of training images, such as train/, and beside it one "
+                "of held-out images, "
                 f"such as val/ or test/, got {_list([f'{top}/' for top in tops])} in {where}"
             )
         train, test = (_in_folders(images, f"{top}/") for top in (train_tops[0], held_out_tops[0]))
@@ -139,7 +161,10 @@ def split_images(
     return (
         train,
         test,
-        f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} classes{classes}",
+        (
+            f"{len(train):,} training and {len(test):,} held-out images ({how}) of {len(counts):,} "
+            f"classes{classes}"
+        ),
     )
 
 
@@ -153,18 +178,23 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]).encode("utf-8", "backslashreplace").decode() + more
 
 
-def _check_classes(where: str, train: Labelled, test: Labelled, how: str, min_images: int) -> Mapping[str, int]:
+def _check_classes(
+    where: str, train: Labelled, test: Labelled, how: str, min_images: int
+) -> Mapping[str, int]:
     """Return the number of training images of each class, after checking both splits."""
     counts, held_out = (Counter(label for label, _ in images) for images in (train, test))
     found = sorted({*counts, *held_out})
     if len(found) < 2:
         names = ", ".join(map(repr, found)) or "no class"
-        raise DataError(f"data: expected folders with images of at least two classes, got {names} in {where}")
+        raise DataError(
+            f"data: expected folders with images of at least two classes, got {names} in {where}"
+        )
     for lacking, kind in ((counts, "training"), (held_out, f"held-out ({how})")):
         if missing := [repr(name) for name in found if name not in lacking]:
             more = f" and {len(missing) - 5} others" if len(missing) > 5 else ""
             raise DataError(
-                f"data: expected training and held-out images of each class, got no {kind} images of class "
+                f"data: expected training and held-out images of each class, got no {kind} images "
+                "of class "
                 f"{', '.join(missing[:5])}{more} in {where}"
             )
     if few := [name for name in found if counts[name] < min_images]:

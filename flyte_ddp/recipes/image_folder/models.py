@@ -11,8 +11,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Known without importing torchvision. Others are looked up.
-COMMON = ("resnet18", "resnet34", "resnet50", "mobilenet_v3_small", "mobilenet_v3_large", "vit_b_16")
-NOT_PLAIN = ("googlenet", "inception_v3", "maxvit_t")  # more outputs than logits, or demands of their own
+COMMON = (
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "vit_b_16",
+)
+# more outputs than logits, or demands of their own
+NOT_PLAIN = ("googlenet", "inception_v3", "maxvit_t")
 
 
 def check_architecture(name: str) -> None:
@@ -33,12 +41,16 @@ def patch_size(architecture: str) -> int:
 
 
 def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[nn.Module, str]:
-    """Return the model with fresh weights, and the name of its last layer, which computes the logits."""
+    """Return the model with fresh weights, and the name of its last layer, which computes the
+    logits.
+    """
     from torch import nn
     from torchvision import models
 
     options = {"image_size": image_size} if architecture.startswith("vit_") else {}
-    model: nn.Module = models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+    model: nn.Module = models.get_model(
+        architecture, weights=None, num_classes=num_classes, **options
+    )
     with_logits = [
         name
         for name, module in model.named_modules()

@@ -1,7 +1,8 @@
-"""Recipe `image_folder`: transfer learning on a directory with a folder of images for each class, at any fsspec URL.
+"""Recipe `image_folder`: transfer learning on a directory with a folder of images for each class,
+at any fsspec URL.
 
-`prepare` lists the images and writes down which there are. They are read where they lie, sample by sample, so on a
-cluster every node must reach the URL.
+`prepare` lists the images and writes down which there are. They are read where they lie, sample by
+sample, so on a cluster every node must reach the URL.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 IMAGE_SIZE = 224  # pixels: what torchvision's weights were trained with
-MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as torchvision's weights want
-CROP_SCALE = (0.35, 1.0)  # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
+# ImageNet's, as torchvision's weights want
+MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
+CROP_SCALE = (0.35, 1.0)
 MAX_ASPECT = 16  # of an image that is resized whole
-MAX_REPLACEMENTS = 10  # images of a class tried in place of one; if none can be read, the image is not the cause
-SHOWN_SIZE, SHOWN_SCORES = 64, 10  # of a prediction in the report: pixels of a side, likeliest classes
+# images of a class tried in place of one; if none can be read, the image is not the cause
+MAX_REPLACEMENTS = 10
+# of a prediction in the report: pixels of a side, likeliest classes
+SHOWN_SIZE, SHOWN_SCORES = 64, 10
 OWN_IMAGES = "images"  # in the directory of the prepared data
 
 logger = logging.getLogger(__name__)
@@ -51,16 +56,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ImageFolder(Recipe):
-    """A torchvision model with a new last layer on images of yours. Raises ConfigError for an option out of bounds."""
+    """A torchvision model with a new last layer on images of yours. Raises ConfigError for an
+    option out of bounds.
+    """
 
-    architecture: str = "resnet18"  # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
-    trainable: str = field("all", choices=("all", "head"))  # layers that are trained: all, or head (the last one)
-    image_size: int = field(0, minimum=0)  # pixels of a side that the model sees; 0: 224, the drawn images' own 64
+    # of torchvision's classification models, such as mobilenet_v3_small or vit_b_16
+    architecture: str = "resnet18"
+    # layers that are trained: all, or head (the last one)
+    trainable: str = field("all", choices=("all", "head"))
+    # pixels of a side that the model sees; 0: 224, the drawn images' own 64
+    image_size: int = field(0, minimum=0)
     augment: bool = True  # crop and flip training images randomly
-    held_out: float = field(0.2, above=0, below=1)  # share of the images, where there is no directory of held-out ones
+    # share of the images, where there is no directory of held-out ones
+    held_out: float = field(0.2, above=0, below=1)
     min_images: int = field(2, minimum=1)  # training images that each class must have
-    unreadable: str = field("fail", choices=("fail", "skip"))  # image: skip takes another one of its class
-    anonymous: bool = False  # no credentials, for public buckets; else they come from the environment
+    # image: skip takes another one of its class
+    unreadable: str = field("fail", choices=("fail", "skip"))
+    # no credentials, for public buckets; else they come from the environment
+    anonymous: bool = False
 
     changeable_options = ("min_images", "anonymous")
     replaced_options: ClassVar[Mapping[str, str]] = {
@@ -83,18 +96,24 @@ class ImageFolder(Recipe):
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
         if 0 < self.image_size < 16:
-            raise ConfigError(f"recipe_options.image_size: expected 0, or at least 16 pixels, got {self.image_size}")
+            raise ConfigError(
+                "recipe_options.image_size: expected 0, or at least 16 pixels, got "
+                f"{self.image_size}"
+            )
         patch = patch_size(self.architecture)
         if self.image_size % patch:
-            raise ConfigError(f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}")
+            raise ConfigError(
+                f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}"
+            )
         self._image_size = 0  # set by `datasets` for `model`
 
     def prepare(self, source: str, directory: Path) -> str:
         """Write which images there are, of which class and for which purpose.
 
         Args:
-            source: a directory or URL with either folders such as `train` and `val` or the classes' folders themselves,
-                of whose images a share is then held out; "" draws images of four shapes.
+            source: a directory or URL with either folders such as `train` and `val` or the classes'
+                folders themselves, of whose images a share is then held out; "" draws images of
+                four shapes.
         """
         check_architecture(self.architecture)
         if source:
@@ -104,10 +123,16 @@ class ImageFolder(Recipe):
             url, (_, files, others) = OWN_IMAGES, list_images(str(directory / OWN_IMAGES))
             # The time at which they were drawn does not make them others.
             files = [dataclasses.replace(file, version="") for file in files]
-        train, test, description = split_images(source or OWN_IMAGES, files, others, self.held_out, self.min_images)
+        train, test, description = split_images(
+            source or OWN_IMAGES, files, others, self.held_out, self.min_images
+        )
         image_size = self.image_size or (IMAGE_SIZE if source else shapes.SIZE)
         write_index(directory, url, image_size, train, test)
-        return f"{description}, " + (f"read from {url}" if source else "drawn here") + report_left_out(others)
+        return (
+            f"{description}, "
+            + (f"read from {url}" if source else "drawn here")
+            + report_left_out(others)
+        )
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
@@ -124,9 +149,13 @@ class ImageFolder(Recipe):
         return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
 
     def model(self) -> nn.Module:
-        """Return the architecture with a last layer for the classes, which `datasets` must have found before."""
+        """Return the architecture with a last layer for the classes, which `datasets` must have
+        found before.
+        """
         if not self.class_names:
-            raise RuntimeError("image_folder: model() is called before datasets(), which finds out the classes")
+            raise RuntimeError(
+                "image_folder: model() is called before datasets(), which finds out the classes"
+            )
         model, head = build_model(self.architecture, len(self.class_names), self._image_size)
         if self.trainable == "head":
             freeze_all_but(model, head)
@@ -134,15 +163,21 @@ class ImageFolder(Recipe):
 
     def inputs(self, batch: Tensor) -> Tensor:
         pixels = super().inputs(batch)
-        mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STANDARD_DEVIATION))
+        mean, deviation = (
+            pixels.new_tensor(values).view(3, 1, 1) for values in (MEAN, STANDARD_DEVIATION)
+        )
         return pixels.sub_(mean).div_(deviation)
 
     def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """Return the default predictions with smaller images and only the likeliest classes, as the report needs."""
+        """Return the default predictions with smaller images and only the likeliest classes, as the
+        report needs.
+        """
         from torch.nn import functional
 
         if batch.shape[-1] > SHOWN_SIZE:
-            small = functional.interpolate(batch.float(), size=SHOWN_SIZE, mode="bilinear", antialias=True)
+            small = functional.interpolate(
+                batch.float(), size=SHOWN_SIZE, mode="bilinear", antialias=True
+            )
             batch = small.round_().clamp_(0, 255).to(batch.dtype)
         return [
             dataclasses.replace(shown, scores=dict(Counter(shown.scores).most_common(SHOWN_SCORES)))
@@ -154,9 +189,9 @@ class ImageFolder(Recipe):
 class Images:
     """One split as samples: (image in bytes (3, S, S), number of its class).
 
-    An image that cannot be read is an error or, with `skips`, replaced by the next readable one of its class. It is not
-    left out, because all ranks must have the same number of samples in a step. The replacement is the same for every
-    number of ranks and after a restart.
+    An image that cannot be read is an error or, with `skips`, replaced by the next readable one of
+    its class. It is not left out, because all ranks must have the same number of samples in a step.
+    The replacement is the same for every number of ranks and after a restart.
     """
 
     images: ImageList
@@ -169,7 +204,8 @@ class Images:
     def __post_init__(self) -> None:
         import torch
 
-        # How often each was replaced, in memory shared by the loader processes. One process loads a sample at a time.
+        # How often each was replaced, in memory shared by the loader processes. One process loads a
+        # sample at a time.
         self._replaced = torch.zeros(len(self.images), dtype=torch.int32).share_memory_()
         self._ahead: dict[int, bytes | UnreadableImage] = {}
 
@@ -197,13 +233,18 @@ class Images:
             image = self._replacement(sample, error)
         size = self.image_size
         if self.augments:
-            image = transforms.RandomHorizontalFlip()(transforms.RandomResizedCrop(size, CROP_SCALE)(image))
+            image = transforms.RandomHorizontalFlip()(
+                transforms.RandomResizedCrop(size, CROP_SCALE)(image)
+            )
         else:
-            # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a very long image only
-            # the middle is resized: all of 3 x 6,000 pixels would be 256 x 512,000.
+            # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a
+            # very long image only the middle is resized: all of 3 x 6,000 pixels would be 256 x
+            # 512,000.
             longest = MAX_ASPECT * min(image.size)
             if max(image.size) > longest:
-                image = transforms.CenterCrop([min(side, longest) for side in reversed(image.size)])(image)
+                image = transforms.CenterCrop(
+                    [min(side, longest) for side in reversed(image.size)]
+                )(image)
             image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
         return transforms.PILToTensor()(image), int(self.images.labels[sample])
 
@@ -217,7 +258,9 @@ class Images:
         try:
             return decode_image(contents)
         except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
-            raise UnreadableImage(f"data: {self.reader.join(file)} is no image that can be read: {error}") from error
+            raise UnreadableImage(
+                f"data: {self.reader.join(file)} is no image that can be read: {error}"
+            ) from error
 
     def _replacement(self, sample: int, error: UnreadableImage) -> Any:
         """Return the next image of the class of `sample` that can be read."""
@@ -232,4 +275,6 @@ class Images:
                 return self._image(int(other))
             except UnreadableImage as next_error:
                 error = next_error
-        raise DataError(f"{error}; nor can the images that follow it in class {self.classes[label]!r}") from error
+        raise DataError(
+            f"{error}; nor can the images that follow it in class {self.classes[label]!r}"
+        ) from error

@@ -11,14 +11,16 @@ SEED = 0
 
 
 def draw_images(directory: Path) -> None:
-    """Write `train` and `val`, each with a folder of PNGs for each class; the same files every time.
+    """Write `train` and `val`, each with a folder of PNGs for each class; the same files every
+    time.
 
-    Each class has a shape and a hue, so a few epochs are enough to learn them. Shade, size, position, angle, background
-    and specks are random for each image.
+    Each class has a shape and a hue, so a few epochs are enough to learn them. Shade, size,
+    position, angle, background and specks are random for each image.
     """
     from PIL import Image, ImageColor, ImageDraw
 
-    # Hue in degrees, and corners around (0, 0) at a distance of about 1; the circle is a polygon too.
+    # Hue in degrees, and corners around (0, 0) at a distance of about 1; the circle is a polygon
+    # too.
     classes = {
         "circle": (0, _polygon(40, 0.9)),
         "cross": (
@@ -37,20 +39,30 @@ def draw_images(directory: Path) -> None:
             folder.mkdir(parents=True)
             for number in range(count):
                 draws = random.Random(f"{SEED} {split} {name} {number}")
-                image = Image.new("RGB", (SIZE, SIZE), tuple(draws.randrange(0, 110) for _ in range(3)))
+                image = Image.new(
+                    "RGB", (SIZE, SIZE), tuple(draws.randrange(0, 110) for _ in range(3))
+                )
                 brush = ImageDraw.Draw(image)
                 for _ in range(60):  # specks
                     colour = ImageColor.getrgb(f"hsl({draws.randrange(360)}, 60%, 70%)")
                     brush.point((draws.randrange(SIZE), draws.randrange(SIZE)), colour)
-                shade = (hue + draws.randint(-30, 30)) % 360, draws.randint(40, 90), draws.randint(45, 75)
-                brush.polygon(_place(points, draws), ImageColor.getrgb("hsl({}, {}%, {}%)".format(*shade)))
+                shade = (
+                    (hue + draws.randint(-30, 30)) % 360,
+                    draws.randint(40, 90),
+                    draws.randint(45, 75),
+                )
+                brush.polygon(
+                    _place(points, draws), ImageColor.getrgb("hsl({}, {}%, {}%)".format(*shade))
+                )
                 image.save(folder / f"{number:03d}.png")
 
 
 def _polygon(num_corners: int, radius: float) -> list[tuple[float, float]]:
     import cmath
 
-    turns = (cmath.rect(radius, 2 * cmath.pi * corner / num_corners) for corner in range(num_corners))
+    turns = (
+        cmath.rect(radius, 2 * cmath.pi * corner / num_corners) for corner in range(num_corners)
+    )
     return [(turn.real, turn.imag) for turn in turns]
 
 

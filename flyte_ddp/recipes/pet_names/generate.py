@@ -1,6 +1,7 @@
 """Generate new names with a trained model of the pet-name recipes, in batches. Imports torch.
 
-Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and the chunk's number.
+Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and
+the chunk's number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.recipes.pet_names.model import NameModel
 
-CHUNK = 1792  # names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many
+# names drawn as one batch, which usually has a thousand new ones; a few rows cost as much as many
+CHUNK = 1792
 MAX_LETTERS = 30  # of a name
 MAX_DRAWS = 50  # per name wanted, until that is an error
 MIN_CHUNKS = 2  # drawn at least, however few names are wanted
@@ -33,19 +35,21 @@ def generate_names(
     known: Collection[str] = (),
     max_length: int = MAX_LETTERS,
 ) -> list[str]:
-    """Return `count` different names in title case, none of them in `known`; the same for the same arguments.
+    """Return `count` different names in title case, none of them in `known`; the same for the same
+    arguments.
 
     Args:
         model: on the device that computes.
-        temperature: > 0; below 1 for more common names than those of the training, above 1 for less common ones.
+        temperature: > 0; below 1 for more common names than those of the training, above 1 for less
+            common ones.
         seed: >= 0.
         prefix: the beginning of every name, in any case.
         known: names not to repeat, usually those of the training, in any case.
         max_length: characters, from 1 to `MAX_LETTERS`. Longer names are dropped, not cut.
 
     Raises:
-        ConfigError: an argument is out of range, `prefix` has characters that the model does not know, or a bounded
-            number of draws did not give so many new names.
+        ConfigError: an argument is out of range, `prefix` has characters that the model does not
+            know, or a bounded number of draws did not give so many new names.
     """
     check("count", count, int, Limits(minimum=1))
     check("temperature", temperature, float, Limits(above=0))
@@ -54,38 +58,54 @@ def generate_names(
     expected = "letters from a to z, hyphen, full stop and space"
     check("prefix", prefix, str, Limits(pattern=r"\s*[A-Za-z. -]*", example=expected))
     if len(prefix.lstrip()) >= max_length:
-        raise ConfigError(f"prefix: expected fewer characters than max_length, which is {max_length}, got {prefix!r}")
+        raise ConfigError(
+            "prefix: expected fewer characters than max_length, which is "
+            f"{max_length}, got {prefix!r}"
+        )
     num_chunks = max(MIN_CHUNKS, math.ceil(MAX_DRAWS * count / CHUNK))
-    chunks = (draw_chunk(model, chunk, temperature, seed, prefix, max_length) for chunk in range(num_chunks))
+    chunks = (
+        draw_chunk(model, chunk, temperature, seed, prefix, max_length)
+        for chunk in range(num_chunks)
+    )
     names = pick_new(chunks, count, known)
     if len(names) < count:
         raise ConfigError(
-            f"count: expected {count:,} new names, got {len(names):,} in {num_chunks * CHUNK:,} draws; ask for fewer, "
-            f"or change temperature ({temperature}), prefix ({prefix!r}) or max_length ({max_length})"
+            f"count: expected {count:,} new names, got {len(names):,} in {num_chunks * CHUNK:,} "
+            "draws; ask for fewer, "
+            f"or change temperature ({temperature}), prefix ({prefix!r}) or max_length "
+            f"({max_length})"
         )
     return names
 
 
 def load_model(state: Mapping[str, Any]) -> NameModel:
-    """Return the model, on the CPU, of a state that a pet-name recipe wrote. Raises ConfigError for another model's."""
+    """Return the model, on the CPU, of a state that a pet-name recipe wrote. Raises ConfigError for
+    another model's.
+    """
     model = NameModel()
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, KeyError) as error:
         gaps = " ".join(str(error).split())  # torch lists them on many lines
         raise ConfigError(
-            f"model_state: expected the state of recipe pet_names or pet_name_windows, got another model's: {gaps}"
+            "model_state: expected the state of recipe pet_names or pet_name_windows, got "
+            f"another model's: {gaps}"
         ) from error
     return model
 
 
-def draw_chunk(model: NameModel, chunk: int, temperature: float, seed: int, prefix: str, max_length: int) -> list[str]:
-    """Return the names of chunk number `chunk` in lower case, in the order of their draws, with repeats and old names.
+def draw_chunk(
+    model: NameModel, chunk: int, temperature: float, seed: int, prefix: str, max_length: int
+) -> list[str]:
+    """Return the names of chunk number `chunk` in lower case, in the order of their draws, with
+    repeats and old names.
 
     The model is in evaluation mode for this time, so only one thread at a time may use it.
     """
     device = model.fc.weight.device
-    draws = torch.from_numpy(np.random.default_rng([seed, chunk]).random((CHUNK, MAX_LETTERS + 1))).to(device)
+    draws = torch.from_numpy(
+        np.random.default_rng([seed, chunk]).random((CHUNK, MAX_LETTERS + 1))
+    ).to(device)
     beginning = [ALPHABET.index(letter) for letter in prefix.lstrip().lower()]
     spelled = torch.full((CHUNK, max_length + 1), BLANK, dtype=torch.int64, device=device)
     spelled[:, : len(beginning)] = torch.tensor(beginning, device=device)
@@ -96,23 +116,34 @@ def draw_chunk(model: NameModel, chunk: int, temperature: float, seed: int, pref
         state = None
         for letter in (BLANK, *beginning):  # the beginning is the same for all names
             logits, state = model.next_letter(torch.tensor([letter], device=device), state)
-        logits, state = logits.expand(CHUNK, -1), tuple(part.expand(-1, CHUNK, -1) for part in state or ())
+        logits, state = (
+            logits.expand(CHUNK, -1),
+            tuple(part.expand(-1, CHUNK, -1) for part in state or ()),
+        )
         for place in range(len(beginning), max_length + 1):
             letters = _sample(logits, temperature, draws[growing, place])
             spelled[growing, place] = letters
             goes_on = letters != END
-            growing, letters, state = growing[goes_on], letters[goes_on], tuple(part[:, goes_on] for part in state)
+            growing, letters, state = (
+                growing[goes_on],
+                letters[goes_on],
+                tuple(part[:, goes_on] for part in state),
+            )
             if not len(growing):
                 break
             logits, state = model.next_letter(letters, state)
     model.train(was_training)
     rows = ("".join(ALPHABET[letter] for letter in row) for row in spelled.tolist())
     ended = [row.partition("+")[0] for row in rows if "+" in row]
-    return [name for name in ended if name.strip() == name and any(letter.isalpha() for letter in name)]
+    return [
+        name for name in ended if name.strip() == name and any(letter.isalpha() for letter in name)
+    ]
 
 
 def pick_new(chunks: Iterable[list[str]], count: int, known: Collection[str]) -> list[str]:
-    """Return the first `count` new names of `chunks`, in title case; fewer if the chunks have no more."""
+    """Return the first `count` new names of `chunks`, in title case; fewer if the chunks have no
+    more.
+    """
     seen = {name.strip().lower() for name in known}
     names: list[str] = []
     for chunk in chunks:
@@ -126,7 +157,9 @@ def pick_new(chunks: Iterable[list[str]], count: int, known: Collection[str]) ->
 
 
 def _sample(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
-    """Return the letters (N,) that `draws`, uniform in [0, 1), select by their probabilities; never a blank."""
+    """Return the letters (N,) that `draws`, uniform in [0, 1), select by their probabilities; never
+    a blank.
+    """
     logits = logits.double() / temperature
     logits[:, BLANK] = -math.inf
     cumulated = logits.softmax(dim=1).cumsum(dim=1)

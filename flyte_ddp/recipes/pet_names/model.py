@@ -1,4 +1,6 @@
-"""The pet-name tutorial's model. Apart from its recipes, which processes read that never need torch."""
+"""The pet-name tutorial's model. Apart from its recipes, which processes read that never need
+torch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ class NameModel(nn.Module):
     """Predict, for each letter of a name, the letter that follows.
 
     Args:
-        window: letters the model sees, where rows are windows with blanks on the left; 0 where rows are whole names
-            with blanks on the right. It is part of the state dict, because names must be generated the way the model
-            was trained.
+        window: letters the model sees, where rows are windows with blanks on the left; 0 where rows
+            are whole names with blanks on the right. It is part of the state dict, because names
+            must be generated the way the model was trained.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -38,14 +40,21 @@ class NameModel(nn.Module):
         self.window = int(state["window"])
 
     def forward(self, letters: Tensor) -> Tensor:
-        """Return logits (N, t, 31) for letters (N, T), indices into `ALPHABET`; t < T where all further are blank."""
-        if self.window or letters.is_cuda:  # to read the lengths would make the host wait for the GPU
+        """Return logits (N, t, 31) for letters (N, T), indices into `ALPHABET`; t < T where all
+        further are blank.
+        """
+        # to read the lengths would make the host wait for the GPU
+        if self.window or letters.is_cuda:
             return self.logits(self.lstm(_one_hot(letters))[0])
         # A batch is two thirds blank or more: packed it takes a CPU half the time.
         lengths = (letters != BLANK).sum(dim=1) + 1
-        packed = pack_padded_sequence(_one_hot(letters), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            _one_hot(letters), lengths, batch_first=True, enforce_sorted=False
+        )
         hidden, _ = self.lstm(packed)
-        return pad_packed_sequence(hidden._replace(data=self.logits(hidden.data)), batch_first=True)[0]
+        return pad_packed_sequence(
+            hidden._replace(data=self.logits(hidden.data)), batch_first=True
+        )[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.fc(hidden)
@@ -61,7 +70,9 @@ class NameModel(nn.Module):
         if not self.window:
             hidden, state = self.lstm(_one_hot(letters[:, None]), state)
             return self.logits(hidden[:, 0]), state
-        seen = letters.new_full((1, len(letters), self.window), BLANK) if state is None else state[0]
+        seen = (
+            letters.new_full((1, len(letters), self.window), BLANK) if state is None else state[0]
+        )
         seen = torch.cat([seen[:, :, 1:], letters[None, :, None]], dim=2)
         return self(seen[0])[:, -1], (seen,)
 

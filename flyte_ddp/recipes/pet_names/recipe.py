@@ -1,9 +1,10 @@
-"""Recipes `pet_names` and `pet_name_windows`: the pet-name tutorial's letter-by-letter LSTM on its data in two forms.
+"""Recipes `pet_names` and `pet_name_windows`: the pet-name tutorial's letter-by-letter LSTM on its
+data in two forms.
 
-`pet_names` takes names whole, so that every letter is a target exactly once. `pet_name_windows` takes them as the
-tutorial does, one window of eight letters for every letter, and computes each letter up to eight times. Both measure
-the same on the held-out names: nats per letter, each letter and each end of a name counted once, so that their runs
-compare.
+`pet_names` takes names whole, so that every letter is a target exactly once. `pet_name_windows`
+takes them as the tutorial does, one window of eight letters for every letter, and computes each
+letter up to eight times. Both measure the same on the held-out names: nats per letter, each letter
+and each end of a name counted once, so that their runs compare.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 IGNORED = 255  # in the targets: no target at this position
 WINDOW = 8  # letters that the tutorial's model sees
 
-TRAINING_NAMES = "training_names.txt"  # written by `prepare`: the distinct training names, one a line
-NAME_COLUMNS = ("animal's name", "name")  # of a CSV file, lower-cased; the first is the Seattle register's
+# written by `prepare`: the distinct training names, one a line
+TRAINING_NAMES = "training_names.txt"
+# of a CSV file, lower-cased; the first is the Seattle register's
+NAME_COLUMNS = ("animal's name", "name")
 DELIMITERS = ",;\t|"  # of a CSV file
 MAX_LINES = 20  # that one row of a CSV file may take
 MAX_LENGTH = 40  # characters; the register's longest name has 37
@@ -48,8 +51,8 @@ HELD_OUT_RATIO = 10  # one of so many distinct names is held out
 class PetNames(Recipe):
     """A 4-layer LSTM, 128 wide, on whole names.
 
-    Samples are rows of bytes, both (T,) with T the longest name's length + 1: as input `BLANK` and then the letters, as
-    target the letters and then `END`, padded with `BLANK` and `IGNORED`.
+    Samples are rows of bytes, both (T,) with T the longest name's length + 1: as input `BLANK` and
+    then the letters, as target the letters and then `END`, padded with `BLANK` and `IGNORED`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -59,30 +62,45 @@ class PetNames(Recipe):
         "schedule": "one_cycle",
         "gradient_clip_norm": 1.0,
     }
-    class_names: Sequence[str] = ("(nothing)", "(end)", *ALPHABET[2:-3], "(hyphen)", "(full stop)", "(space)")
+    class_names: Sequence[str] = (
+        "(nothing)",
+        "(end)",
+        *ALPHABET[2:-3],
+        "(hyphen)",
+        ("(full stop)"),
+        "(space)",
+    )
 
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.
 
-        A tenth of the distinct names is held out, chosen by a hash of the name, so no training name is among them.
-        Training keeps repeated names; a held-out name occurs once.
+        A tenth of the distinct names is held out, chosen by a hash of the name, so no training name
+        is among them. Training keeps repeated names; a held-out name occurs once.
 
         Args:
-            source: a path or URL of a CSV file with a column "Animal's Name" or "name", a JSON list of strings, or text
-                with a name a line, each packed with gzip or not; "" for the recipe's own list.
+            source: a path or URL of a CSV file with a column "Animal's Name" or "name", a JSON list
+                of strings, or text with a name a line, each packed with gzip or not; "" for the
+                recipe's own list.
         """
         import numpy as np
 
         bundled = importlib.resources.files(__package__).joinpath("names.txt")
         raw = _read(source) if source else bundled.read_text(encoding="utf-8")
         left_out: Counter[str] = Counter()
-        names = _select_usable(_parse_names(raw, source, left_out) if source else raw.splitlines(), left_out)
+        names = _select_usable(
+            _parse_names(raw, source, left_out) if source else raw.splitlines(), left_out
+        )
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
-        where, others = source or "names.txt, the recipe's own list", report_left_out(left_out, "name")
+        where, others = (
+            source or "names.txt, the recipe's own list",
+            report_left_out(left_out, "name"),
+        )
         if len(distinct) < MIN_NAMES:
             raise DataError(
-                f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} letters from a to z, "
-                f"hyphens, full stops and spaces, got {len(distinct)} usable names in {where}{others}"
+                f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} "
+                "letters from a to z, "
+                f"hyphens, full stops and spaces, got {len(distinct)} usable names in "
+                f"{where}{others}"
             )
         held_out = distinct[: len(distinct) // HELD_OUT_RATIO]
         training = distinct[len(held_out) :]
@@ -92,7 +110,9 @@ class PetNames(Recipe):
             ("test.npz", self.encoded(held_out, held_out=True)),
         ):
             np.savez(directory / file, inputs=rows[0], targets=rows[1])
-        (directory / TRAINING_NAMES).write_text("\n".join(sorted(training)) + "\n", encoding="utf-8")
+        (directory / TRAINING_NAMES).write_text(
+            "\n".join(sorted(training)) + "\n", encoding="utf-8"
+        )
         return (
             f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
             f"{len(held_out):,} of these held out{others}"
@@ -114,7 +134,8 @@ class PetNames(Recipe):
         return batch
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of logits (B, t, 31) against targets (B, T), t <= T, summed over each row, (B,).
+        """Return the cross-entropy of logits (B, t, 31) against targets (B, T), t <= T, summed over
+        each row, (B,).
 
         The model leaves out columns that no name of the batch reaches. They have no targets.
         """
@@ -127,7 +148,8 @@ class PetNames(Recipe):
         return losses.view_as(targets).sum(dim=1)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.argmax(dim=2) == targets[:, : outputs.shape[1]]).sum(dim=1)  # IGNORED is no output's index
+        # IGNORED is no output's index
+        return (outputs.argmax(dim=2) == targets[:, : outputs.shape[1]]).sum(dim=1)
 
     def num_targets(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum(dim=1)
@@ -139,7 +161,9 @@ class PetNames(Recipe):
             places = (row != IGNORED).nonzero().flatten().tolist()
             place = places[len(places) // 2]
             scores = logits[place].float().softmax(dim=0)
-            beginning = "".join(ALPHABET[letter] for letter in letters[: place + 1] if letter != BLANK)
+            beginning = "".join(
+                ALPHABET[letter] for letter in letters[: place + 1] if letter != BLANK
+            )
             shown.append(
                 Prediction(
                     truth=self.class_names[int(row[place])],
@@ -152,15 +176,19 @@ class PetNames(Recipe):
 
 
 class PetNameWindows(PetNames):
-    """The same LSTM on the tutorial's windows of eight letters, one for each letter of a name and one for its end.
+    """The same LSTM on the tutorial's windows of eight letters, one for each letter of a name and
+    one for its end.
 
-    Samples are rows of `WINDOW` bytes, with `BLANK` on the left. Targets are the inputs shifted by one position. As in
-    the tutorial all eight are targets in training, also the blanks. Of held-out names only the last one is.
+    Samples are rows of `WINDOW` bytes, with `BLANK` on the left. Targets are the inputs shifted by
+    one position. As in the tutorial all eight are targets in training, also the blanks. Of held-out
+    names only the last one is.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"epochs": 8, "global_batch_size": 256, "learning_rate": 2e-3} | {
-        name: PetNames.defaults[name] for name in ("schedule", "gradient_clip_norm")
-    }
+    defaults: ClassVar[dict[str, Any]] = {
+        "epochs": 8,
+        "global_batch_size": 256,
+        "learning_rate": 2e-3,
+    } | {name: PetNames.defaults[name] for name in ("schedule", "gradient_clip_norm")}
 
     def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
         inputs, targets = windows(names)
@@ -175,7 +203,9 @@ class PetNameWindows(PetNames):
 
 
 def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return inputs and targets of `names`, both (N, longest + 1) bytes, as `PetNames` describes them."""
+    """Return inputs and targets of `names`, both (N, longest + 1) bytes, as `PetNames` describes
+    them.
+    """
     import numpy as np
 
     letters, lengths = _encode_letters(names)
@@ -189,7 +219,9 @@ def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return inputs and targets of every prefix of `names`, name by name: both (letters + ends, `WINDOW`) bytes."""
+    """Return inputs and targets of every prefix of `names`, name by name: both (letters + ends,
+    `WINDOW`) bytes.
+    """
     import numpy as np
 
     letters, lengths = _encode_letters(names)
@@ -203,7 +235,9 @@ def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _encode_letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return all letters of `names` in one array, as indices into `ALPHABET`, and the lengths of the names."""
+    """Return all letters of `names` in one array, as indices into `ALPHABET`, and the lengths of
+    the names.
+    """
     import numpy as np
 
     index_of = np.zeros(128, dtype=np.uint8)
@@ -213,7 +247,9 @@ def _encode_letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
-    """Return the names in lower case that the model has letters for; count the others in `left_out`, by the reason."""
+    """Return the names in lower case that the model has letters for; count the others in
+    `left_out`, by the reason.
+    """
     names = []
     for name in raw:
         name = name.strip().lower()
@@ -229,7 +265,9 @@ def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
 
 
 def _read(source: str) -> str:
-    """Return the text of the file at `source`, unpacked. A byte that is no UTF-8 costs only the name that it is in."""
+    """Return the text of the file at `source`, unpacked. A byte that is no UTF-8 costs only the
+    name that it is in.
+    """
     expected = "data: expected a CSV, JSON or text file with names"
     try:
         contents = read_file(source, "data")
@@ -246,7 +284,9 @@ def _read(source: str) -> str:
 
 
 def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
-    """Return the names in `text`, which its contents show to be JSON, CSV or a name a line; count damaged lines."""
+    """Return the names in `text`, which its contents show to be JSON, CSV or a name a line; count
+    damaged lines.
+    """
     if text.lstrip()[:1] in ("[", "{"):
         return _parse_json(text, source)
     lines = [line for line in re.split("\r\n|\r|\n", text) if line]
@@ -258,7 +298,8 @@ def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
     mark = max(headers, key=lambda mark: len(headers[mark]))
     if len(headers[mark]) > 1 and sum(mark in line for line in lines) > len(lines) / 2:
         raise DataError(
-            f'data: expected a CSV file with a column "Animal\'s Name" or "name", got {source} with the columns '
+            f'data: expected a CSV file with a column "Animal\'s Name" or "name", got {source} '
+            "with the columns "
             f"{', '.join(headers[mark])}"
         )
     return lines
@@ -267,7 +308,8 @@ def _parse_names(text: str, source: str, left_out: Counter[str]) -> list[str]:
 def _parse_rows(
     lines: Sequence[str], delimiter: str, header: Sequence[str], column: int, left_out: Counter[str]
 ) -> list[str]:
-    """Return one column of a CSV file. A line that cannot be read, such as one with a stray quotation mark, costs one.
+    """Return one column of a CSV file. A line that cannot be read, such as one with a stray
+    quotation mark, costs one.
 
     Text in quotation marks may go on in the lines that follow, except a name.
     """
@@ -275,10 +317,16 @@ def _parse_rows(
     while start < len(lines):
         for end in range(start + 1, min(start + MAX_LINES, len(lines)) + 1):
             try:
-                row = next(csv.reader([f"{line}\n" for line in lines[start:end]], delimiter=delimiter, strict=True))
+                row = next(
+                    csv.reader(
+                        [f"{line}\n" for line in lines[start:end]], delimiter=delimiter, strict=True
+                    )
+                )
             except csv.Error:  # as it is where only the next line ends a quotation
                 continue
-            if not any(row[len(header) :]) and "\n" not in (name := (row[column : column + 1] or [""])[0]):
+            if not any(row[len(header) :]) and "\n" not in (
+                name := (row[column : column + 1] or [""])[0]
+            ):
                 names.append(name)
                 start = end
                 break
@@ -294,8 +342,13 @@ def _parse_json(text: str, source: str) -> list[str]:
     except ValueError as error:
         raise DataError(f"data: expected a JSON list of strings, got {source}: {error}") from error
     if not isinstance(names, list):
-        raise DataError(f"data: expected a JSON list of strings, got a JSON {type(names).__name__} in {source}")
+        raise DataError(
+            f"data: expected a JSON list of strings, got a JSON {type(names).__name__} in {source}"
+        )
     for index, name in enumerate(names):
         if not isinstance(name, str):
-            raise DataError(f"data: expected only strings in {source}, got {name!r} as element {index} of the list")
+            raise DataError(
+                f"data: expected only strings in {source}, got {name!r} as element "
+                f"{index} of the list"
+            )
     return names

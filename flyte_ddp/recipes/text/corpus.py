@@ -1,6 +1,8 @@
-"""The documents of a source, piece by piece: of a file, directory or URL with text or Parquet, or Python's own topics.
+"""The documents of a source, piece by piece: of a file, directory or URL with text or Parquet, or
+Python's own topics.
 
-Nothing here holds more than a piece in memory, however long a document is. Knows nothing of tokens; imports no torch.
+Nothing here holds more than a piece in memory, however long a document is. Knows nothing of tokens;
+imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, GZIP, HEAD, PARQUET, kind_of
 from flyte_ddp.storage import Storage
 
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")  # of the files read in a directory, by default; .gz may follow
+# of the files read in a directory, by default; .gz may follow
+SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")
 MAX_PIECE = 1 << 18  # bytes; several are tokenized at once
 PARQUET_ROWS = 64  # read at once
 
@@ -40,15 +43,18 @@ class Piece:
 class Corpus:
     """The documents of `source`. They can be read again and again, in the same order.
 
-    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text file. What a file is,
-    its contents tell, not its name. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark, and comes as UTF-8.
+    A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text
+    file. What a file is, its contents tell, not its name. Text is UTF-8, or UTF-16 or UTF-32 with a
+    byte order mark, and comes as UTF-8.
     """
 
     source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
     separator: str = ""  # text between two documents in a file; "" makes each file one document
-    files: str = ""  # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
+    # pattern of the names of the files in a directory, such as "*.py"; "" for text and Parquet
+    files: str = ""
     column: str = "text"  # of the text in Parquet files
-    left_out: Counter[str] = field(default_factory=Counter, compare=False)  # files that were not read, by the reason
+    # files that were not read, by the reason
+    left_out: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def name(self) -> str:
@@ -56,13 +62,18 @@ class Corpus:
 
     def num_bytes(self) -> int:
         """Return the size of all files as they are stored. Raises DataError if there are none."""
-        return sum(len(text) for text in _topics()) if not self.source else sum(size for _, size in self._list_files())
+        return (
+            sum(len(text) for text in _topics())
+            if not self.source
+            else sum(size for _, size in self._list_files())
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all documents.
 
         Raises:
-            DataError: the source is missing, damaged or one file that is no text, or has no such column.
+            DataError: the source is missing, damaged or one file that is no text, or has no such
+                column.
             StorageDenied: it may not be read.
             StorageUnavailable: its store could not be reached.
         """
@@ -78,7 +89,9 @@ class Corpus:
                 try:
                     reason = yield from self._read_pieces(file, name)
                 except (OSError, EOFError, zlib.error) as error:
-                    raise DataError(f"data: {name} cannot be read: {type(error).__name__}: {error}") from error
+                    raise DataError(
+                        f"data: {name} cannot be read: {type(error).__name__}: {error}"
+                    ) from error
             if reason not in ("", EMPTY) and path == storage.root:
                 expected = "expected text in UTF-8, or in UTF-16 with a byte order mark"
                 raise DataError(f"data: {expected}, got {name}: {reason}; convert it")
@@ -91,7 +104,8 @@ class Corpus:
             found: dict[str, Any] = storage.retry(lambda: storage.file_system.info(storage.root))
         except FileNotFoundError:
             raise DataError(
-                f"data: expected a file, directory or URL with text or Parquet, got {self.source}, which does not exist"
+                "data: expected a file, directory or URL with text or Parquet, got "
+                f"{self.source}, which does not exist"
             ) from None
         if found["type"] == "file":
             return [(storage.root, found.get("size") or 0)]
@@ -102,7 +116,11 @@ class Corpus:
             if self._is_read(name) and info["type"] != "other"
         )
         if not files:
-            expected = f"files like {self.files}" if self.files else f"files of text ({', '.join(SUFFIXES)})"
+            expected = (
+                f"files like {self.files}"
+                if self.files
+                else (f"files of text ({', '.join(SUFFIXES)})")
+            )
             raise DataError(
                 f"data: expected {expected}, got {len(listed):,} other files in {self.source}; "
                 "the recipe's option files gives another pattern"
@@ -112,7 +130,9 @@ class Corpus:
 
     def _is_read(self, path: str) -> bool:
         *folders, name = path.split("/")
-        if name.startswith((".", "_")) or any(folder.startswith((".", "__MACOSX")) for folder in folders):
+        if name.startswith((".", "_")) or any(
+            folder.startswith((".", "__MACOSX")) for folder in folders
+        ):
             return False
         if self.files:
             return fnmatch.fnmatch(name, self.files)
@@ -126,7 +146,9 @@ class Corpus:
             for text in self._read_rows(file, name):
                 yield from _cut(io.BytesIO(text).read, b"")
             return ""
-        with cast(io.BufferedReader, gzip.open(file)) if kind == GZIP else open(file, "rb") as stream:
+        with (
+            cast(io.BufferedReader, gzip.open(file)) if kind == GZIP else open(file, "rb") as stream
+        ):
             if kind == GZIP:
                 kind = kind_of(stream.read(HEAD))
             if kind not in ENCODINGS:
@@ -149,11 +171,17 @@ class Corpus:
             if self.column not in table.schema_arrow.names:
                 raise DataError(
                     f"data: expected a column {self.column!r} with text in {name}, got the columns "
-                    f"{', '.join(table.schema_arrow.names)}; the recipe's option column names another one"
+                    f"{', '.join(table.schema_arrow.names)}; the recipe's option column names "
+                    "another one"
                 )
             kind = table.schema_arrow.field(self.column).type
-            if not any(is_text(kind) for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
-                raise DataError(f"data: expected text in column {self.column!r} of {name}, got {kind}")
+            if not any(
+                is_text(kind)
+                for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)
+            ):
+                raise DataError(
+                    f"data: expected text in column {self.column!r} of {name}, got {kind}"
+                )
             for batch in table.iter_batches(PARQUET_ROWS, columns=[self.column]):
                 for row in batch.column(0):
                     if (text := row.as_py()) is not None:
@@ -170,7 +198,9 @@ def _topics() -> list[bytes]:
 
 @contextlib.contextmanager
 def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
-    """Yield a local path of the file, or of a copy for the block. `size` is what the store has listed, 0 if unknown."""
+    """Yield a local path of the file, or of a copy for the block. `size` is what the store has
+    listed, 0 if unknown.
+    """
     if storage.is_local:
         yield Path(path)
         return
@@ -180,14 +210,17 @@ def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
         def fetch() -> None:
             storage.file_system.get_file(path, str(copy))
             if size and copy.stat().st_size != size:
-                raise ConnectionError(f"{path}: expected the listed {size:,} bytes, got {copy.stat().st_size:,}")
+                raise ConnectionError(
+                    f"{path}: expected the listed {size:,} bytes, got {copy.stat().st_size:,}"
+                )
 
         storage.retry(fetch)
         yield copy
 
 
 def _cut(read: Callable[[int], bytes], separator: bytes) -> Iterator[Piece]:
-    """Yield the documents of a stream's `read`, which `separator` ends; pieces end with a line where they can.
+    """Yield the documents of a stream's `read`, which `separator` ends; pieces end with a line
+    where they can.
 
     No piece ends within a character of UTF-8.
     """
@@ -197,8 +230,13 @@ def _cut(read: Callable[[int], bytes], separator: bytes) -> Iterator[Piece]:
         if separator:
             *documents, kept = kept.split(separator)
             for text in documents:
-                yield from _cut(io.BytesIO(text).read, b"") if len(text) > MAX_PIECE else (Piece(text, ends=True),)
-        while len(kept) > MAX_PIECE + len(separator):  # what is left may end with the beginning of a separator
+                yield from (
+                    _cut(io.BytesIO(text).read, b"")
+                    if len(text) > MAX_PIECE
+                    else (Piece(text, ends=True),)
+                )
+        # what is left may end with the beginning of a separator
+        while len(kept) > MAX_PIECE + len(separator):
             end = kept.rfind(b"\n", 0, MAX_PIECE) + 1 or _end_of_character(kept, MAX_PIECE)
             yield Piece(kept[:end], ends=False)
             kept = kept[end:]

@@ -1,4 +1,6 @@
-"""Recipe text's model: any causal language model of transformers, with its tokenizer. Knows no ranks, no network."""
+"""Recipe text's model: any causal language model of transformers, with its tokenizer. Knows no
+ranks, no network.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ DEFAULT_CONTEXT = 2048  # tokens at once while generating, of a model without a 
 class TextModel(nn.Module):
     """Predict, for each token of a text, the token that follows.
 
-    The config and the tokenizer are part of the state dict: a state means nothing with another vocabulary, and can be
-    used without the data it was trained on.
+    The config and the tokenizer are part of the state dict: a state means nothing with another
+    vocabulary, and can be used without the data it was trained on.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer) -> None:
@@ -35,24 +37,33 @@ class TextModel(nn.Module):
         """Return logits (B, T, vocabulary) for tokens (B, T).
 
         Args:
-            generation: options of transformers' `generate`, whose tokens are returned instead. By this method because
-                a model that is split over ranks gathers its weights for its `forward`.
+            generation: options of transformers' `generate`, whose tokens are returned instead. By
+                this method because a model that is split over ranks gathers its weights for its
+                `forward`.
         """
         if generation:
             return self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **generation)
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def get_extra_state(self) -> Any:
-        return {"config": json.loads(self.model.config.to_json_string()), "tokenizer": self.tokenizer.files}
+        return {
+            "config": json.loads(self.model.config.to_json_string()),
+            "tokenizer": self.tokenizer.files,
+        }
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise ConfigError for the state of a model with another vocabulary, also where all sizes are the same."""
+        """Raise ConfigError for the state of a model with another vocabulary, also where all sizes
+        are the same.
+        """
         if state["tokenizer"] != self.tokenizer.files:
-            raise ConfigError("vocabulary: expected a state with the tokenizer of this data, got one with another")
+            raise ConfigError(
+                "vocabulary: expected a state with the tokenizer of this data, got one with another"
+            )
 
 
 def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
-    """Return the model in `directory`: with its weights, or fresh ones where there is a config alone.
+    """Return the model in `directory`: with its weights, or fresh ones where there is a config
+    alone.
 
     Raises:
         ConfigError: the files lack weights of it.
@@ -63,27 +74,40 @@ def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
     if not any(file.suffix == WEIGHTS for file in directory.iterdir()):
         values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         return TextModel(
-            AutoModelForCausalLM.from_config(make_config(values, "recipe_options.architecture")), tokenizer
+            AutoModelForCausalLM.from_config(make_config(values, "recipe_options.architecture")),
+            tokenizer,
         )
     model, found = AutoModelForCausalLM.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     if missing := sorted(found["missing_keys"]):
-        raise ConfigError(f"{FIELD}: expected all weights of a causal language model, got none for {missing[0]}")
+        raise ConfigError(
+            f"{FIELD}: expected all weights of a causal language model, got none for {missing[0]}"
+        )
     return TextModel(model, tokenizer)
 
 
 def load_model(state: Mapping[str, Any]) -> TextModel:
-    """Return the model, on the CPU, of a state that recipe `text` wrote. Raises ConfigError for another model's."""
+    """Return the model, on the CPU, of a state that recipe `text` wrote. Raises ConfigError for
+    another model's.
+    """
     try:
         return _fill(state, assign=False)
     except (TypeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())  # torch lists the gaps on many lines
-        raise ConfigError(f"model_state: expected the state of recipe text, got another model's: {reason}") from error
+        raise ConfigError(
+            f"model_state: expected the state of recipe text, got another model's: {reason}"
+        ) from error
 
 
 def export_model(state: Mapping[str, Any], directory: Path) -> None:
-    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load, from the state's own memory."""
+    """Write the files that `AutoModelForCausalLM` and `AutoTokenizer` load, from the state's own
+    memory.
+    """
     with torch.device("meta"):
         model = _fill(state, assign=True)
     model.model.tie_weights()
@@ -117,7 +141,8 @@ def generate_text(
         model: on the device that computes.
         prompt: the beginning of a document; "" lets the model begin.
         max_tokens: after which the text ends, if the model does not end it before.
-        temperature: >= 0; 0 takes the likeliest token each time, 1 draws as the training text has them.
+        temperature: >= 0; 0 takes the likeliest token each time, 1 draws as the training text has
+            them.
         top_p: in (0, 1]; draws only from the likeliest tokens that together have this probability.
         seed: >= 0.
 
@@ -131,8 +156,15 @@ def generate_text(
     end = model.tokenizer.end
     tokens = [end, *model.tokenizer.encode([prompt.encode("utf-8", "replace")])[0].tolist()]
     first, is_over, device = len(tokens), False, next(model.parameters()).device
-    context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
-    options: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end, "do_sample": temperature > 0}
+    context = (
+        getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+        or DEFAULT_CONTEXT
+    )
+    options: dict[str, Any] = {
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "do_sample": temperature > 0,
+    }
     options |= {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     was_training = model.training
     model.eval()
@@ -141,7 +173,9 @@ def generate_text(
         while not is_over and (left := first + max_tokens - len(tokens)) > 0:
             seen = tokens[-max(1, context // 2) :]
             longest = min(left, context - len(seen) + 1)  # the last one is not seen
-            new = model(torch.tensor([seen], device=device), max_new_tokens=longest, **options)[0, len(seen) :].tolist()
+            new = model(torch.tensor([seen], device=device), max_new_tokens=longest, **options)[
+                0, len(seen) :
+            ].tolist()
             is_over = new[-1] == end
             tokens += new
     model.train(was_training)

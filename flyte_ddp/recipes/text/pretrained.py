@@ -1,4 +1,6 @@
-"""Models of transformers by name, directory or config: what `prepare` fetches and checks, once. Imports no torch."""
+"""Models of transformers by name, directory or config: what `prepare` fetches and checks, once.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,14 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such model, or none with weights in safetensors.
     """
-    expected = f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got {redact_url(source)!r}"
+    expected = (
+        f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got "
+        f"{redact_url(source)!r}"
+    )
     place = source if "://" in source or Path(source).is_dir() else _download(source, expected)
-    names = [name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)]
+    names = [
+        name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)
+    ]
     for needed in (CONFIG, WEIGHTS):
         if not any(name.endswith(needed) for name in names):
             raise ConfigError(f"{expected}, which has no file *{needed}")
@@ -42,10 +49,16 @@ def _download(name: str, expected: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(name, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES], ignore_patterns="*/*"))
+        return str(
+            snapshot_download(
+                name, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES], ignore_patterns="*/*"
+            )
+        )
     except (OSError, ValueError) as error:  # the Hub's are one of these
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}") from error
+        raise ConfigError(
+            f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def leave_hub() -> None:
@@ -59,7 +72,8 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
     """Return the config of transformers with these values.
 
     Args:
-        size: of the tokenizer's vocabulary, and `context` tokens of a window, which the model must hold.
+        size: of the tokenizer's vocabulary, and `context` tokens of a window, which the model must
+            hold.
 
     Raises:
         ConfigError: it is not that of a causal language model that transformers has, or holds less.
@@ -71,7 +85,9 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
     try:
         config = AutoConfig.for_model(**values) if kind in KNOWN else None
     except Exception as error:  # of any kind, such as a size of another type
-        raise ConfigError(f"{field}: transformers refuses this config: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{field}: transformers refuses this config: {' '.join(str(error).split())}"
+        ) from error
     if config is None or getattr(config, "is_decoder", True) is False:
         raise ConfigError(
             f"{field}: expected a causal language model that transformers has, got the model_type "
@@ -80,8 +96,12 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
     text = config.get_text_config()
     if size > text.vocab_size:
         raise ConfigError(
-            f"{field}: expected a vocabulary of at least {size:,}, the tokenizer's, got {text.vocab_size:,}"
+            f"{field}: expected a vocabulary of at least {size:,}, the tokenizer's, got "
+            f"{text.vocab_size:,}"
         )
     if context > (longest := getattr(text, "max_position_embeddings", None) or context):
-        raise ConfigError(f"recipe_options.context: expected at most {longest:,}, which the model has, got {context:,}")
+        raise ConfigError(
+            f"recipe_options.context: expected at most {longest:,}, which the model "
+            f"has, got {context:,}"
+        )
     return config

@@ -1,6 +1,8 @@
-"""Recipe `text`: a causal language model on text of the user's own, or on the reference topics that come with Python.
+"""Recipe `text`: a causal language model on text of the user's own, or on the reference topics that
+come with Python.
 
-The losses of a run are in nats per token. Beside them stand nats per byte, which compare between tokenizers.
+The losses of a run are in nats per token. Beside them stand nats per byte, which compare between
+tokenizers.
 """
 
 from __future__ import annotations
@@ -28,41 +30,52 @@ if TYPE_CHECKING:
 
 MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
 SIZES = ("layers", "width", "heads", "dropout")  # of the default model
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95  # of the text shown after each epoch
+# of the text shown after each epoch
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
 SHOWN_TOKENS, SHOWN_SCORES = 24, 10  # of a prediction in the report
 
 
 @dataclass
 class Text(Recipe):
-    """A causal language model of transformers that predicts each token of a text from those before it.
+    """A causal language model of transformers that predicts each token of a text from those before
+    it.
 
-    Samples are windows of `context` tokens, in the type in which the files have them, both (T,); targets are the inputs
-    shifted by one. All windows have as many targets, so each counts as one, and its loss is the mean over its tokens.
+    Samples are windows of `context` tokens, in the type in which the files have them, both (T,);
+    targets are the inputs shifted by one. All windows have as many targets, so each counts as one,
+    and its loss is the mean over its tokens.
 
     Raises:
         ConfigError: an option lies outside the limits given beside it.
     """
 
-    pretrained: str = field("")  # name of a model on the Hub, or path or URL of a directory, to train on
-    architecture: dict[str, Any] = field(factory=dict)  # config of transformers, with its model_type, of a fresh model
-    layers: int = field(4, minimum=1)  # of the fresh Llama that is trained without these, as the next three
+    # name of a model on the Hub, or path or URL of a directory, to train on
+    pretrained: str = field("")
+    # config of transformers, with its model_type, of a fresh model
+    architecture: dict[str, Any] = field(factory=dict)
+    # of the fresh Llama that is trained without these, as the next three
+    layers: int = field(4, minimum=1)
     width: int = field(128, minimum=1)  # of the residual stream; a multiple of 2 x heads
     heads: int = field(4, minimum=1)  # of attention in each layer
     dropout: float = field(0.0, minimum=0, below=1)  # of attention
-    context: int = field(128, minimum=1)  # tokens that the model sees at once: the window of a sample
+    # tokens that the model sees at once: the window of a sample
+    context: int = field(128, minimum=1)
     tokens: str = field(
         "auto", choices=("auto", "bytes", "bpe")
     )  # bpe: trained on the data; auto: bytes, or pretrained's
     vocabulary: int = field(4096, minimum=300)  # tokens of a bpe
-    vocabulary_of: str = field("")  # path or URL of a model state whose bpe is used instead of a new one
+    # path or URL of a model state whose bpe is used instead of a new one
+    vocabulary_of: str = field("")
     held_out: float = field(0.1, above=0, below=1)  # share of the documents
-    separator: str = field("")  # between two documents in a text file; "" makes each file a document
-    files: str = field("")  # pattern of the names of files in a directory, such as "*.py"; "" for text and Parquet
+    # between two documents in a text file; "" makes each file a document
+    separator: str = field("")
+    # pattern of the names of files in a directory, such as "*.py"; "" for text and Parquet
+    files: str = field("")
     column: str = field("text")  # of Parquet files
     prompt: str = field("")  # beginning of the text shown after each epoch
 
     changeable_options = ("prompt", "vocabulary_of")  # the tokenizer is part of the data
-    slow_imports = ("transformers.models.llama.modeling_llama",)  # most of it is what all models need
+    # most of it is what all models need
+    slow_imports = ("transformers.models.llama.modeling_llama",)
     defaults = {
         "epochs": 3,
         "global_batch_size": 16,
@@ -77,26 +90,34 @@ class Text(Recipe):
         validate(self, "recipe_options.")
         if self.width % (2 * self.heads):
             raise ConfigError(
-                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), got {self.width}"
+                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), "
+                "got "
+                f"{self.width}"
             )
         sizes = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]
         given = [name for name in ("pretrained", "architecture") if getattr(self, name)] + sizes
         if len(given) > 1 and given != sizes:
-            raise ConfigError(f"recipe_options: expected one of pretrained, architecture and sizes, got {given}")
+            raise ConfigError(
+                f"recipe_options: expected one of pretrained, architecture and sizes, got {given}"
+            )
         if self.vocabulary_of and self.tokens != "bpe":
             raise ConfigError(
-                f'recipe_options.vocabulary_of: expected {{"tokens": "bpe"}} with it, got {self.tokens!r}'
+                f'recipe_options.vocabulary_of: expected {{"tokens": "bpe"}} with it, got '
+                f"{self.tokens!r}"
             )
         for name in ("pretrained", "vocabulary_of"):
             if has_password(url := getattr(self, name)):
-                raise ConfigError(f"recipe_options.{name}: expected a URL without a password, got {redact_url(url)!r}")
+                raise ConfigError(
+                    f"recipe_options.{name}: expected a URL without a password, got "
+                    f"{redact_url(url)!r}"
+                )
 
     def prepare(self, source: str, directory: Path) -> str:
         """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
 
         Args:
-            source: path or URL of a file or a directory with text, packed with gzip or not, or Parquet; "" for the
-                topics that come with Python.
+            source: path or URL of a file or a directory with text, packed with gzip or not, or
+                Parquet; "" for the topics that come with Python.
         """
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained, tokens
@@ -114,15 +135,20 @@ class Text(Recipe):
             elif self.vocabulary_of:
                 tokenizer = tokens.load_tokenizer(self.vocabulary_of)
             else:
-                tokenizer = tokens.train_tokenizer(sample_texts(corpus, self.held_out), self.vocabulary)
+                tokenizer = tokens.train_tokenizer(
+                    sample_texts(corpus, self.held_out), self.vocabulary
+                )
             if not self.pretrained:
                 config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
                 config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
                 model.mkdir()
                 (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
-            if self.pretrained or self.architecture:  # others are known to fit, and the import takes seconds
+            # others are known to fit, and the import takes seconds
+            if self.pretrained or self.architecture:
                 name = "pretrained" if self.pretrained else "architecture"
-                pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
+                pretrained.make_config(
+                    config, f"recipe_options.{name}", tokenizer.size, self.context
+                )
             tokenizer.save(directory / TOKENIZER)
             return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
         except UnicodeDecodeError as error:
@@ -136,7 +162,8 @@ class Text(Recipe):
             "model_type": "llama",
             "num_hidden_layers": self.layers,
             "hidden_size": self.width,
-            "intermediate_size": 32 * math.ceil(self.width / 12),  # two thirds of 4 x width, as SwiGLU has it
+            # two thirds of 4 x width, as SwiGLU has it
+            "intermediate_size": 32 * math.ceil(self.width / 12),
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "max_position_embeddings": self.context,
@@ -148,7 +175,9 @@ class Text(Recipe):
         return "" if source else "PSF-2.0"  # Python's documentation
 
     def adapt_to(self, initial_state: str) -> Text:
-        """Return the recipe with the vocabulary of the model with this state, unless one is named."""
+        """Return the recipe with the vocabulary of the model with this state, unless one is
+        named.
+        """
         if self.tokens != "bpe" or self.vocabulary_of:
             return self
         return dataclasses.replace(self, vocabulary_of=initial_state)
@@ -168,7 +197,8 @@ class Text(Recipe):
         def load(file: str) -> TensorDataset:
             windows = read_windows(directory / file, self._tokenizer, self.context)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes
+                # nobody writes
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 return TensorDataset(*map(torch.from_numpy, windows))
 
         return load(TRAIN), load(HELD_OUT)
@@ -197,10 +227,14 @@ class Text(Recipe):
         return batch.long()
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each window, (B,), of logits (B, T, V) against tokens (B, T)."""
+        """Return the mean cross-entropy of each window, (B,), of logits (B, T, V) against tokens
+        (B, T).
+        """
         from torch.nn import functional
 
-        losses = functional.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten().long(), reduction="none")
+        losses = functional.cross_entropy(
+            outputs.flatten(0, 1).float(), targets.flatten().long(), reduction="none"
+        )
         return losses.view(targets.shape).mean(dim=1)
 
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -208,7 +242,9 @@ class Text(Recipe):
         return (outputs.argmax(dim=2) == targets.long()).float().mean(dim=1)
 
     def flops_per_sample(self, model: nn.Module) -> float:
-        """Return 6 operations per parameter and token, and those of attention, as the PaLM paper counts them (2022)."""
+        """Return 6 operations per parameter and token, and those of attention, as the PaLM paper
+        counts them (2022).
+        """
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config: Any = model.get_submodule("model").config.get_text_config()  # type: ignore[operator,union-attr]
         attention = 12 * config.num_hidden_layers * config.hidden_size * self.context
@@ -243,11 +279,18 @@ class Text(Recipe):
             return "(end)" if token == self._tokenizer.end else self._tokenizer.decode([token])
 
         shown = []
-        for row, logits, target in zip(batch.long().tolist(), outputs[:, -1], targets[:, -1].tolist(), strict=True):
+        for row, logits, target in zip(
+            batch.long().tolist(), outputs[:, -1], targets[:, -1].tolist(), strict=True
+        ):
             scores, tokens = logits.float().softmax(dim=0).topk(min(SHOWN_SCORES, len(logits)))
             likely: Counter[str] = Counter()
-            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):  # some bytes are no text alone
+            # some bytes are no text alone
+            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
                 likely[name(token)] += score
             text = f"…{self._tokenizer.decode(row[-SHOWN_TOKENS:])}"
-            shown.append(Prediction(truth=name(target), guess=name(int(tokens[0])), scores=dict(likely), text=text))
+            shown.append(
+                Prediction(
+                    truth=name(target), guess=name(int(tokens[0])), scores=dict(likely), text=text
+                )
+            )
         return shown

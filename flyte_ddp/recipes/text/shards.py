@@ -1,6 +1,8 @@
-"""The tokens of a corpus as files that ranks map into memory: one for training, one held out. Imports no torch.
+"""The tokens of a corpus as files that ranks map into memory: one for training, one held out.
+Imports no torch.
 
-A window is a view of its file, so that data of any size takes no memory of a rank's own, and no time to load.
+A window is a view of its file, so that data of any size takes no memory of a rank's own, and no
+time to load.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ BPE_SAMPLE = 64 << 20  # bytes of text from which a BPE is made
 BLOCK = 1 << 20  # tokens of a file that are looked at at once
 
 
-def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_out: float, context: int) -> str:
+def prepare_shards(
+    corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_out: float, context: int
+) -> str:
     """Tokenize `corpus` into `directory`, and describe it.
 
-    Documents are held out by a hash of their beginning, so that copies of a document lie on one side, and a document
-    stays on its side when others are added.
+    Documents are held out by a hash of their beginning, so that copies of a document lie on one
+    side, and a document stays on its side when others are added.
 
     Args:
         held_out: share of the documents.
@@ -48,12 +52,17 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
     num_documents, num_bytes = [0, 0], [0.0, 0.0]  # to train, and held out
     with open(paths[0], "wb") as train_file, open(paths[1], "wb") as held_out_file:
         for batch in _batches(corpus, held_out):
-            for (piece, side), tokens in zip(batch, tokenizer.encode([piece.text for piece, _ in batch]), strict=True):
+            for (piece, side), tokens in zip(
+                batch, tokenizer.encode([piece.text for piece, _ in batch]), strict=True
+            ):
                 (train_file, held_out_file)[side].write(tokens.tobytes() + end * piece.ends)
                 num_documents[side] += piece.ends
                 num_bytes[side] += len(piece.text)
     if not sum(num_documents):
-        raise DataError(f"data: expected text, got {corpus.name}, which is empty{report_left_out(corpus.left_out)}")
+        raise DataError(
+            f"data: expected text, got {corpus.name}, which is "
+            f"empty{report_left_out(corpus.left_out)}"
+        )
     how = f"{num_documents[1]:,} of them held out"
     sizes = _count_tokens(paths, tokenizer)
     if sizes[1] <= context:
@@ -62,13 +71,18 @@ def prepare_shards(corpus: Corpus, directory: Path, tokenizer: Tokenizer, held_o
         num_bytes = [sum(num_bytes) * size / sum(sizes) for size in sizes]
     if sizes[0] <= context:
         raise ConfigError(
-            f"recipe_options.context: expected fewer tokens than the training text has, which is {sizes[0]:,}, "
+            "recipe_options.context: expected fewer tokens than the training text has, which is "
+            f"{sizes[0]:,}, "
             f"got {context:,}"
         )
-    facts = {name: count / size for name, count, size in zip(("train", "held_out"), num_bytes, sizes, strict=True)}
+    facts = {
+        name: count / size
+        for name, count, size in zip(("train", "held_out"), num_bytes, sizes, strict=True)
+    }
     (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return (
-        f"text from {corpus.name}: {sum(num_documents):,} document{'s'[: sum(num_documents) > 1]}, {how}; "
+        f"text from {corpus.name}: {sum(num_documents):,} "
+        f"document{'s'[: sum(num_documents) > 1]}, {how}; "
         f"{sizes[0]:,} tokens of {tokenizer.size:,} kinds to train, {sizes[1]:,} held out"
         f"{report_left_out(corpus.left_out)}"
     )
@@ -81,24 +95,33 @@ def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
         UnicodeDecodeError: one is not UTF-8.
     """
     share = min(1.0, BPE_SAMPLE / max(1, corpus.num_bytes()))
-    texts = (piece.text for batch in _batches(corpus, held_out) for piece, side in batch if not side)
+    texts = (
+        piece.text for batch in _batches(corpus, held_out) for piece, side in batch if not side
+    )
     for number, text in enumerate(texts):
         if int((number + 1) * share) > int(number * share):
             yield text.decode()
 
 
-def read_windows(file: Path, tokenizer: Tokenizer, context: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return inputs and targets (N, context): views of `file`, each target the token after its input.
+def read_windows(
+    file: Path, tokenizer: Tokenizer, context: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return inputs and targets (N, context): views of `file`, each target the token after its
+    input.
 
     Every token but the first and what is left at the end is a target once.
     """
     tokens = _map_tokens(file, tokenizer)
     count = (len(tokens) - 1) // context
-    return tuple(tokens[first : first + count * context].reshape(count, context) for first in (0, 1))  # type: ignore[return-value]
+    return tuple(
+        tokens[first : first + count * context].reshape(count, context) for first in (0, 1)
+    )  # type: ignore[return-value]
 
 
 def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool]]]:
-    """Yield the pieces of all documents that are not empty, each with whether its document is held out."""
+    """Yield the pieces of all documents that are not empty, each with whether its document is held
+    out.
+    """
     batch: list[tuple[Piece, bool]] = []
     side, first, size = None, b"", 0  # the side of the current document, from its first text on
     for piece in corpus.pieces():
@@ -117,12 +140,17 @@ def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool
     yield batch
 
 
-def _hold_out_end(train: Path, held_out: Path, tokenizer: Tokenizer, share: float, context: int) -> str:
-    """Move the last documents, or the end of one, to `held_out`, and say so. Raises ConfigError if they are too few."""
+def _hold_out_end(
+    train: Path, held_out: Path, tokenizer: Tokenizer, share: float, context: int
+) -> str:
+    """Move the last documents, or the end of one, to `held_out`, and say so. Raises ConfigError if
+    they are too few.
+    """
     tokens = _map_tokens(train, tokenizer)
     if len(tokens) < 2 * (context + 1):
         raise ConfigError(
-            f"recipe_options.context: expected at most {max(1, len(tokens) // 2 - 1):,} tokens, so that the data "
+            f"recipe_options.context: expected at most {max(1, len(tokens) // 2 - 1):,} tokens, "
+            "so that the data "
             f"({len(tokens):,} tokens) has a window to train on and one held out, got {context:,}"
         )
     wanted = max(context + 1, len(tokens) - max(context + 1, round(share * len(tokens))))
@@ -150,5 +178,7 @@ def _count_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
 
 
 def _map_tokens(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
-    """Map `file` into memory, read-only: what may be written counts as memory of the process's own."""
+    """Map `file` into memory, read-only: what may be written counts as memory of the process's
+    own.
+    """
     return np.memmap(file, dtype=tokenizer.dtype, mode="r")

@@ -1,6 +1,8 @@
-"""Tokenizers: bytes as they are, byte-pair encoding (BPE) trained on the data, or that of a model. Imports no torch.
+"""Tokenizers: bytes as they are, byte-pair encoding (BPE) trained on the data, or that of a model.
+Imports no torch.
 
-A tokenizer is the files from which transformers loads it: it travels with the data, in a model's state and its export.
+A tokenizer is the files from which transformers loads it: it travels with the data, in a model's
+state and its export.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Tokenizer:
     """Texts to tokens and back.
 
     Args:
-        files: contents by name, as `save_pretrained` of transformers writes them, `TOKENIZER` among them.
+        files: contents by name, as `save_pretrained` of transformers writes them, `TOKENIZER` among
+            them.
 
     Raises:
         ConfigError: it has no token that ends a text.
@@ -40,14 +43,19 @@ class Tokenizer:
         self._library: Any = Library.from_str(files[TOKENIZER])
         self._library.no_truncation()  # which the file of a model may ask for
         self._library.no_padding()
-        self._library.encode_special_tokens = True  # a text that spells out the end of a document has it as any text
+        # a text that spells out the end of a document has it as any text
+        self._library.encode_special_tokens = True
         end = json.loads(files.get(SETTINGS, "{}")).get("eos_token")
         found = self._library.token_to_id(end["content"] if isinstance(end, dict) else str(end))
         if found is None:
-            raise ConfigError(f"tokenizer: expected one with a token that ends a text, got the eos_token {end!r}")
+            raise ConfigError(
+                f"tokenizer: expected one with a token that ends a text, got the eos_token {end!r}"
+            )
         self.end: int = found
         self.size = max(self._library.get_vocab().values()) + 1  # of the vocabulary
-        self.dtype = np.dtype(np.uint8 if self.size <= 256 else np.int16 if self.size <= 1 << 15 else np.int32)
+        self.dtype = np.dtype(
+            np.uint8 if self.size <= 256 else np.int16 if self.size <= 1 << 15 else np.int32
+        )
         self._is_bytes = files[TOKENIZER] == _byte_library().to_str()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
@@ -58,11 +66,15 @@ class Tokenizer:
         """
         if self._is_bytes:
             return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-        encoded = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        encoded = self._library.encode_batch_fast(
+            [text.decode() for text in texts], add_special_tokens=False
+        )
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, nothing for special ones; what is not UTF-8 becomes U+FFFD."""
+        """Return the text of `tokens`, nothing for special ones; what is not UTF-8 becomes
+        U+FFFD.
+        """
         text: str = self._library.decode(tokens)
         return text
 
@@ -74,14 +86,22 @@ class Tokenizer:
 
 def read_tokenizer(directory: Path) -> Tokenizer:
     """Return the tokenizer with its files in `directory`. Raises ConfigError if there is none."""
-    files = {name: (directory / name).read_text(encoding="utf-8") for name in FILES if (directory / name).is_file()}
+    files = {
+        name: (directory / name).read_text(encoding="utf-8")
+        for name in FILES
+        if (directory / name).is_file()
+    }
     if TOKENIZER not in files:
-        raise ConfigError(f'recipe_options.tokens: expected "bytes" or "bpe" for a model without {TOKENIZER}')
+        raise ConfigError(
+            f'recipe_options.tokens: expected "bytes" or "bpe" for a model without {TOKENIZER}'
+        )
     return Tokenizer(files)
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer whose tokens are bytes. 0xFF, which UTF-8 does not have, ends a document."""
+    """Return the tokenizer whose tokens are bytes. 0xFF, which UTF-8 does not have, ends a
+    document.
+    """
     return _with_settings(_byte_library())
 
 
@@ -91,14 +111,18 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
     library = _byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary - 1, show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - 1, show_progress=False, initial_alphabet=alphabet
+    )
     library.train_from_iterator(texts, trainer)
     library.add_special_tokens([END])
     return _with_settings(library)
 
 
 def load_tokenizer(url: str) -> Tokenizer:
-    """Return the tokenizer of the model with the state at `url`. Raises ConfigError if it has none."""
+    """Return the tokenizer of the model with the state at `url`. Raises ConfigError if it has
+    none.
+    """
     from flyte_ddp.storage.weights import from_bytes  # imports torch
 
     field = "recipe_options.vocabulary_of"
@@ -116,7 +140,8 @@ def load_tokenizer(url: str) -> Tokenizer:
 def _byte_library() -> Any:
     from tokenizers import models, pre_tokenizers
 
-    # Byte-level tokenizers write a printable byte as the character with its number, the others as those from 256 on.
+    # Byte-level tokenizers write a printable byte as the character with its number, the others as
+    # those from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter(character for character in alphabet if ord(character) > 0xFF)
     characters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(0xFF)]
@@ -137,6 +162,10 @@ def _byte_level(model: Any) -> Any:
 
 
 def _with_settings(library: Any) -> Tokenizer:
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+    }
     settings |= {"clean_up_tokenization_spaces": False}
     return Tokenizer({TOKENIZER: library.to_str(), SETTINGS: json.dumps(settings)})

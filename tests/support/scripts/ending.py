@@ -1,5 +1,6 @@
 # ruff: noqa: B008, SIM115 - files that nobody closes are what this script is about
-"""A script that leaves files open and has objects to finalize at its end. Usage: ending.py DIRECTORY HOW
+"""A script that leaves files open and has objects to finalize at its end. Usage: ending.py
+DIRECTORY HOW
 
 HOW: "return", "exit", "raise", or "late" for rank 1 ending a second after rank 0.
 """

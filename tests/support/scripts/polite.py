@@ -1,4 +1,6 @@
-"""A script that trains for minutes, and saves when it is asked to stop. Usage: polite.py DIRECTORY"""
+"""A script that trains for minutes, and saves when it is asked to stop. Usage: polite.py
+DIRECTORY
+"""
 
 import sys
 import time

@@ -1,4 +1,6 @@
-"""A script that writes down what it finds around it, for a comparison of launchers. Usage: surroundings.py DIRECTORY"""
+"""A script that writes down what it finds around it, for a comparison of launchers. Usage:
+surroundings.py DIRECTORY
+"""
 
 import atexit
 import importlib.util
