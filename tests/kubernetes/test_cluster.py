@@ -361,10 +361,10 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
     # The killed driver's pod stays, failed: Kubernetes sees no reason to delete what it owns, only
     # the operator does.
     namespace.start_driver(
-        "killed", DRIVER % (small_cluster(image="", idle_timeout=40), "time.sleep(600)")
+        "killed", DRIVER % (small_cluster(image="", idle_timeout=60), "time.sleep(600)")
     )
     namespace.wait_for_line("killed", "the cluster is up")
-    time.sleep(60)
+    time.sleep(80)
     assert len(namespace.clusters()) == 1, "gone with a driver that lives"
     namespace.kubectl(
         "exec", "killed", "--", "bash", "-c", ("kill -KILL $(cat /proc/1/task/1/children)")
