@@ -245,7 +245,7 @@ def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lac
         (
             "sweep",
             ("sweep_wf", *grid),
-            ("a sweep or a scaling study: expected the package pandas: pip install"),
+            ("expected the package optuna: pip install 'flyte-ddp[sweep]'"),
         ),
         (
             "single_node",
