@@ -86,7 +86,7 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 speed,
                 ours_bf16,
                 variant("floor", precision="bf16"),
-                (">= 0.95"),
+                ">= 0.95",
             ),
         ],
         "tutorial": [
@@ -96,7 +96,7 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 speed,
                 ours_bf16,
                 tutorial,
-                (">= 3.5"),
+                ">= 3.5",
             ),
             Row("peak memory of the rank / tutorial loop", memory, ours, tutorial, "<= 1.10"),
             Row(
@@ -127,7 +127,7 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 "command to the first line of a script / torchrun, 2 ranks",
                 start,
                 *script("first_line"),
-                ("<= 0.5"),
+                "<= 0.5",
             ),
             Row(
                 "throughput of a script / the same under torchrun, 2 ranks, fp32",
@@ -151,14 +151,14 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 speed,
                 variant("dask", 2),
                 torchrun,
-                (">= 0.98"),
+                ">= 0.98",
             ),
             Row(
                 "Dask workers ready to first step / torchrun's start-up",
                 start,
                 variant("dask", 2),
                 torchrun,
-                ("<= 1"),
+                "<= 1",
             ),
         ],
         "checkpoints": [
@@ -211,7 +211,7 @@ def main() -> int:
     comparisons = list(rows(Path()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--rounds", type=int, default=5, help=("runs of each side of each pair (%(default)s)")
+        "--rounds", type=int, default=5, help="runs of each side of each pair (%(default)s)"
     )
     parser.add_argument(
         "--only",
@@ -222,7 +222,7 @@ def main() -> int:
         help=", ".join(comparisons),
     )
     parser.add_argument(
-        "--quick", action="store_true", help=("one short round, to check that everything runs")
+        "--quick", action="store_true", help="one short round, to check that everything runs"
     )
     arguments = parser.parse_args()
     num_samples = BATCH_SIZE * (NUM_BATCHES_QUICK if arguments.quick else NUM_BATCHES)

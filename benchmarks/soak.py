@@ -189,10 +189,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0, help="of stepping (%(default)s)")
     parser.add_argument(
-        "--faults", type=int, default=20, help=("kills, evictions and drains (%(default)s)")
+        "--faults", type=int, default=20, help="kills, evictions and drains (%(default)s)"
     )
     parser.add_argument(
-        "--announced", type=float, default=0.0, help=("share of them that are drains (%(default)s)")
+        "--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)"
     )
     parser.add_argument(
         "--program", choices=["recipe", "function"], default="recipe", help="(%(default)s)"

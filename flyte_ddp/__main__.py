@@ -52,11 +52,11 @@ from flyte_ddp.observers.streams import open_standard_streams, print_line
 ELSEWHERE = {
     "estimate": (
         "flyte_ddp.rank.estimate",
-        ("estimate a recipe's seconds per epoch and memory, by one step"),
+        "estimate a recipe's seconds per epoch and memory, by one step",
     ),
     "promotion": (
         "flyte_ddp.promotion.__main__",
-        ("show, roll back or release the promoted model of a recipe"),
+        "show, roll back or release the promoted model of a recipe",
     ),
 }
 
@@ -105,20 +105,20 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--cluster",
         default="{}",
-        help=("of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"),
+        help="of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file",
     )
     parser.add_argument(
         "--namespace",
         default="",
-        help=("of the tasks (default: that of --cluster, or the kubeconfig's)"),
+        help="of the tasks (default: that of --cluster, or the kubeconfig's)",
     )
     parser.add_argument(
-        "--service-account", default="flyte-ddp", help=("of the tasks (default flyte-ddp)")
+        "--service-account", default="flyte-ddp", help="of the tasks (default flyte-ddp)"
     )
     parser.add_argument(
         "--tasks",
         default="{}",
-        help=("what the tasks' pods request: python -m tasks requests --json"),
+        help="what the tasks' pods request: python -m tasks requests --json",
     )
     text = (
         "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "
@@ -132,12 +132,12 @@ def _add_projects(commands: Any) -> None:
     text = "make a project: recipes, workflows, tasks, settings, Dockerfile, deploy/ and a test"
     parser = commands.add_parser("new", help=text, description=text)
     parser.add_argument(
-        "directory", metavar="DIRECTORY", help=("of the project; it may not have files")
+        "directory", metavar="DIRECTORY", help="of the project; it may not have files"
     )
     parser.add_argument(
         "--wheel",
         default="",
-        help=("that flyte-ddp is installed from (default: as pip has noted it)"),
+        help="that flyte-ddp is installed from (default: as pip has noted it)",
     )
     parser.set_defaults(main=_make_project)
     text = (
@@ -150,7 +150,7 @@ def _add_projects(commands: Any) -> None:
         metavar="DIRECTORY",
         nargs="?",
         default=".",
-        help=("of the project (default .)"),
+        help="of the project (default .)",
     )
     parser.add_argument("--wheel", default="", help="as of new")
     parser.set_defaults(main=_make_project)

@@ -195,7 +195,7 @@ def is_in_run() -> bool:
 
 
 def make_current(session: Session) -> None:
-    """Have the functions and names of this module be those of `session`, in this process."""
+    """Replace the functions and names of this module by those of `session`, in this process."""
     global _current
     _current = session
 

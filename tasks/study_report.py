@@ -152,12 +152,12 @@ class StudyReport(Page):
             tile(
                 "Wall time",
                 duration(self.seconds()),
-                "so far" if self.status == "running" else ("of this attempt"),
+                "so far" if self.status == "running" else "of this attempt",
             ),
             tile(
                 "Time of the trials",
                 duration(spent),
-                ("training and evaluation, sum of all trials"),
+                "training and evaluation, sum of all trials",
             ),
         ]
 
@@ -201,7 +201,7 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
         ),
         row(
             f"{study.device_unit}-hours",
-            (f"{study.device_unit}s times hours of training, without evaluation"),
+            f"{study.device_unit}s times hours of training, without evaluation",
         ),
         row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
         row(

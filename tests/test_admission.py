@@ -46,7 +46,7 @@ def kubernetes(**fields):
     [
         (
             {"image": "evil:1"},
-            ("image: expected none, because allowed.images is empty, got 'evil:1'"),
+            "image: expected none, because allowed.images is empty, got 'evil:1'",
         ),
         ({"namespace": "kube-system"}, "namespace: expected none, because .* got 'kube-system'"),
         (
@@ -63,25 +63,25 @@ def kubernetes(**fields):
         ({"pod_template": {"securityContext": None}}, "got securityContext"),
         (
             {"pod_template": {"containers": [{"name": "worker", **PRIVILEGED}]}},
-            ("got containers.worker.securityContext"),
+            "got containers.worker.securityContext",
         ),
         (
             {"pod_template": {"containers": [{"name": "more", "image": "evil:1"}]}},
-            ("got containers.more.image"),
+            "got containers.more.image",
         ),
         ({"pod_template": {"containers": [{"image": "evil:1"}]}}, "got containers"),
         # A name with dots is one part of a path.
         (
             {"pod_template": {"containers": [{"name": "worker.resources", **PRIVILEGED}]}},
-            ("got containers.worker.res"),
+            "got containers.worker.res",
         ),
         (
             {"pod_template": {"containers": [{"name": "worker", "env": [{"name": "A"}]}]}},
-            ("got containers.worker.env"),
+            "got containers.worker.env",
         ),
         (
             {"pod_template": {"tolerations.x": [], "initContainers": []}},
-            ("got tolerations.x; .* got initContainers"),
+            "got tolerations.x; .* got initContainers",
         ),
     ],
 )
@@ -520,7 +520,7 @@ def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
         (
             "images = []",
             "image = []",
-            ("settings.toml: allowed: expected one of the fields images, .* got 'image'"),
+            "settings.toml: allowed: expected one of the fields images, .* got 'image'",
         ),
         (
             "images = []",
@@ -638,7 +638,7 @@ def test_the_admission_policy_leaves_what_else_makes_pods_to_the_operator():
     group = {"metadata": {"name": "x"}, "spec": {"worker": {"spec": {"hostPID": True}}}}
     operator = "system:serviceaccount:dask-operator:dask-operator"
     assert refusals(group, "daskworkergroups") == [
-        ("only the operator creates DaskWorkerGroups and DaskJobs")
+        "only the operator creates DaskWorkerGroups and DaskJobs"
     ]
     assert refusals(group, "daskworkergroups", operator) == []
     assert refusals({"type": "kubernetes.io/tls"}, "secrets") == refusals({}, "secrets") == []

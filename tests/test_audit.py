@@ -31,7 +31,7 @@ UNKNOWN = "zipp  Dependency not found on PyPI and could not be audited: zipp (4.
             f"Found 1 known vulnerability in 1 package\njinja2 1.0 CVE-2\n{UNKNOWN}",
             1,
             False,
-            ("jinja2 1.0 CVE-2"),
+            "jinja2 1.0 CVE-2",
         ),
         ("requests.exceptions.ConnectionError: no network", 1, False, "no network"),
     ],
@@ -126,7 +126,7 @@ def test_the_image_installs_nothing_without_a_hash():
 
 @pytest.mark.parametrize(
     ("machine", "passes"),
-    [("Linux aarch64", True), ("Darwin arm64", True), (("Darwin x86_64"), False)],
+    [("Linux aarch64", True), ("Darwin arm64", True), ("Darwin x86_64", False)],
 )
 def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
     for name, script in {"uname": f"echo {machine}", "uv": "exit 0"}.items():

@@ -132,7 +132,7 @@ def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(
     seen += [len(batches_of(0, 1, monkeypatch, NUMBERS, 1)) for _ in range(2)]
     assert seen == ([0, 4, 4, 4] if visits_the_first else [4, 4])
     told = [
-        line for line in caplog.messages if ("epoch 1 has more data sets than epoch 0 had") in line
+        line for line in caplog.messages if "epoch 1 has more data sets than epoch 0 had" in line
     ]
     assert len(told) == (not visits_the_first)  # `session.epochs` begins at the second
 
@@ -268,11 +268,11 @@ def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monk
 
 def test_a_batch_that_is_too_small_is_refused(monkeypatch):
     with pytest.raises(
-        ConfigError, match=("global_batch_size: expected at least 7, a sample for each rank, got 6")
+        ConfigError, match="global_batch_size: expected at least 7, a sample for each rank, got 6"
     ):
         batches_of(0, 7, monkeypatch)
     with pytest.raises(
-        ConfigError, match=("num_workers: expected at most 1 for an iterable data set, .*, got 2")
+        ConfigError, match="num_workers: expected at most 1 for an iterable data set, .*, got 2"
     ):
         batches_of(0, 1, monkeypatch, Stream(), 0, num_workers=2)
 
@@ -283,7 +283,7 @@ def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(m
     for _ in session.batches(NUMBERS, BATCH, 0):
         assert len(list(session.batches(NUMBERS, BATCH))) == 4
         with pytest.raises(
-            ConfigError, match=("epoch: expected None for all but one data set at a time")
+            ConfigError, match="epoch: expected None for all but one data set at a time"
         ):
             next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
@@ -507,7 +507,7 @@ def test_a_data_set_of_numbers_without_order_is_another_one_after_a_restart(monk
             continue
         with pytest.raises(
             ConfigError,
-            match=(f"{problem} the same, with which the checkpoint was written, got another"),
+            match=f"{problem} the same, with which the checkpoint was written, got another",
         ):
             next(iter(session.batches(numbers, BATCH, 0)))
 
@@ -575,7 +575,7 @@ def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(
     if num_done == 2 and (make is Once or not in_run):
         return  # what it has left cannot be told from an epoch
     with pytest.raises(
-        ConfigError, match=("dataset: expected an iterable that begins anew in each epoch")
+        ConfigError, match="dataset: expected an iterable that begins anew in each epoch"
     ):
         list(session.batches(data, BATCH, 1))
 
@@ -651,7 +651,7 @@ def test_a_data_set_that_a_loop_has_left_is_left_after_a_restart_too(monkeypatch
     assert list(session.batches(NUMBERS, BATCH, 0)) == []
     with pytest.raises(
         ConfigError,
-        match=("dataset: expected 17 samples, with which the checkpoint was written, got 23"),
+        match="dataset: expected 17 samples, with which the checkpoint was written, got 23",
     ):
         list(session.batches(NUMBERS, BATCH, 0))
 

@@ -309,7 +309,7 @@ def edited(exported, directory, **values):
 BAD = {
     "a name that does not exist": (
         lambda *_: {"pretrained": "org/other"},
-        ("a model on the Hub, .*RepositoryNotFound"),
+        "a model on the Hub, .*RepositoryNotFound",
     ),
     "no causal model": (
         lambda model, place: edited(model, place, model_type="t5"),
@@ -379,7 +379,7 @@ def test_a_hub_that_cannot_be_reached_is_named_in_one_line(hub, tmp_path):
     hub.shutdown()
     hub.server_close()
     with pytest.raises(
-        ConfigError, match=("expected a model on the Hub, .* got 'org/tiny', which cannot be")
+        ConfigError, match="expected a model on the Hub, .* got 'org/tiny', which cannot be"
     ) as caught:
         prepared_for(tmp_path, {"context": 16, "pretrained": "org/tiny"})
     assert "\n" not in str(caught.value)
@@ -400,6 +400,6 @@ def test_weights_of_a_part_of_the_model_are_refused(exported, tmp_path):
     recipe.datasets(prepared_for(tmp_path, {"context": 16, **options}))
     with pytest.raises(
         ConfigError,
-        match=("^recipe_options.pretrained: expected all weights .* for lm_head.weight$"),
+        match="^recipe_options.pretrained: expected all weights .* for lm_head.weight$",
     ):
         recipe.model()

@@ -350,7 +350,7 @@ def flip(file):
             "champion.json",
             lambda file: file.write_text("[]"),
             CorruptChampion,
-            ("champion.json is damaged"),
+            "champion.json is damaged",
         ),
     ],
 )
@@ -396,7 +396,7 @@ def test_an_unreachable_champion_is_neither_missing_nor_replaced(monkeypatch):
         )
         with pytest.raises(
             StorageUnavailable,
-            match=("^champion: .* could not be reached for 0.2 s: ConnectionError"),
+            match="^champion: .* could not be reached for 0.2 s: ConnectionError",
         ):
             store.load()
     monkeypatch.undo()
@@ -492,7 +492,7 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
     first = promote(store, 1).version
     with pytest.raises(
         ConfigError,
-        match=(f"expected one of {first}, got none, and the version in use has no parent"),
+        match=f"expected one of {first}, got none, and the version in use has no parent",
     ):
         store.rollback()
     with pytest.raises(ConfigError, match=f"version: expected one of {first}, got '../x' in "):
@@ -517,14 +517,14 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
         (
             lambda store: store.storage.write("last_run.json", b"{"),
             [],
-            ("no retraining has ended yet"),
+            "no retraining has ended yet",
         ),
         (lambda store: store.record_run("refused", "", False), [], "until data, recipe or config"),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
         (
             lambda store: store.storage.delete(f"versions/{store.version_in_use()}/manifest.json"),
             [],
-            ("is missing"),
+            "is missing",
         ),
     ],
 )
@@ -623,7 +623,7 @@ def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys):
     (tmp_path / "champion.json").write_text("{")
     for arguments, expected in (
         ([], "champion.json is damaged"),
-        (["--keep", "0"], ("keep: expected a whole number")),
+        (["--keep", "0"], "keep: expected a whole number"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["prune", store.url, *(arguments or ["--keep", "1"])])

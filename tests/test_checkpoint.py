@@ -172,7 +172,7 @@ def test_the_checksum_is_that_of_the_whole_file_and_of_a_disk_that_is_full_the_d
     assert torch.serialization.get_crc32_options()  # as before, for what users save
     with (
         open("/dev/full", "wb", buffering=0) as full,
-        pytest.raises(OSError, match=("No space left")) as raised,
+        pytest.raises(OSError, match="No space left") as raised,
     ):
         save_state(_state(1), full, with_crc32=False)
     assert raised.value.errno == errno.ENOSPC
@@ -296,7 +296,7 @@ def test_a_store_that_cannot_be_read_is_waited_for_and_loses_nothing(memory, mon
         monkeypatch, store.storage, lambda name, path: name in failing and path.endswith(suffix)
     )
     with pytest.raises(
-        StorageUnavailable, match=("could not be reached for 0.5 s: ConnectionError")
+        StorageUnavailable, match="could not be reached for 0.5 s: ConnectionError"
     ) as caught:
         store.load_latest()
     assert "\n" not in str(caught.value)

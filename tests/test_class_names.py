@@ -155,13 +155,13 @@ def test_a_training_leaves_them_in_states_card_and_manifest(tmp_path):
             ANT_BEE,
             ["ant", "bee", "cow"],
             [],
-            ("other shapes at head.weight (2, 6) instead of (3, 6), "),
+            "other shapes at head.weight (2, 6) instead of (3, 6), ",
         ),
         (
             ANT_BEE,
             ["ant", "bee", "cow"],
             [],
-            ("its classes are ant, bee, those of the data are ant, bee, cow"),
+            "its classes are ant, bee, those of the data are ant, bee, cow",
         ),
         (ANT_BEE, BEE_COW, ["head"], ""),
         (ANT_BEE, ["ant", "bee", "cow"], ["head."], ""),
@@ -242,7 +242,7 @@ def test_a_state_is_not_measured_on_other_classes(tmp_path):
     directory = challenge(tmp_path, "bee,cow").directory
     with pytest.raises(
         ConfigError,
-        match=("^state: expected .*its classes are ant, bee, those of the data are bee, cow"),
+        match="^state: expected .*its classes are ant, bee, those of the data are bee, cow",
     ):
         evaluate_state(
             Animals(),

@@ -137,7 +137,7 @@ def test_a_wrong_default_of_a_recipe_is_refused_like_the_users_values():
     with pytest.raises(ConfigError, match="got 'lr'"):
         resolve({"lr": 0.1}, {})
     with pytest.raises(
-        ConfigError, match=("^epochs: expected a whole number of at least 1, got '3'$")
+        ConfigError, match="^epochs: expected a whole number of at least 1, got '3'$"
     ):
         resolve({"epochs": "3"}, {})
 
@@ -168,7 +168,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
         (
             "stall_timeout",
             -1.0,
-            ("stall_timeout: expected a finite number above 0 (seconds), got -1.0"),
+            "stall_timeout: expected a finite number above 0 (seconds), got -1.0",
         ),
         ("optimizer", "lbfgs", "optimizer: expected one of sgd, adam, adamw, got 'lbfgs'"),
         ("compile", "yes", "compile: expected true or false, got 'yes'"),
@@ -190,7 +190,7 @@ def test_every_field_is_listed_with_its_default_unit_and_meaning(config_class):
 
 
 @pytest.mark.parametrize(
-    ("section", "recipe"), [("Language models", Text), (("Images in folders"), ImageFolder)]
+    ("section", "recipe"), [("Language models", Text), ("Images in folders", ImageFolder)]
 )
 def test_the_docs_have_the_options_and_defaults_of_the_recipe(section, recipe):
     page = (Path(__file__).parents[1] / "docs/recipes.md").read_text()

@@ -342,7 +342,7 @@ def test_data_that_cannot_be_are_refused(tmp_path):
         new_run(tmp_path / "none", "tests.support.mistakes.PrepareWithoutReturn").train()
     with pytest.raises(
         RankFailure,
-        match=("global_batch_size: expected at most 40, the number of training .*, got 64"),
+        match="global_batch_size: expected at most 40, the number of training .*, got 64",
     ):
         new_run(tmp_path / "large", "tests.support.mistakes.Line").train(1, global_batch_size=64)
 

@@ -139,7 +139,7 @@ def test_a_nodes_job_crosses_whole_and_shows_no_secret():
         recipe_program(
             "mnist",
             dask_config(gradient_accumulation=2),
-            (f"s3://bucket/initial.pt (sha256 {64 * '0'})"),
+            f"s3://bucket/initial.pt (sha256 {64 * '0'})",
         ),
         "s3://bucket/run",
         1.5,
@@ -236,7 +236,7 @@ def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
     assert packed[0] == packed[1] != packed_code(recipe_program("digits", dask_config()))
     (tmp_path / "there" / "flowers" / "data.bin").write_bytes(bytes(33 << 20))
     with pytest.raises(
-        ConfigError, match=("flowers: expected code without data, got more than 32 MiB")
+        ConfigError, match="flowers: expected code without data, got more than 32 MiB"
     ):
         packed_code(flowers)
 
@@ -378,7 +378,7 @@ def test_ranks_do_not_outlive_their_scheduler(start_worker, tmp_path, caplog):
 
     with (
         open_cluster(config, "test") as client,
-        pytest.raises(GangLost, match=("the Dask scheduler (is gone|was lost)")),
+        pytest.raises(GangLost, match="the Dask scheduler (is gone|was lost)"),
     ):
         train(new_run(tmp_path), client, config, at_steps=[(3, end_scheduler)], epochs=100)
     (line,) = [record.message for record in caplog.records if "restarts from" in record.message]

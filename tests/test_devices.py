@@ -139,7 +139,7 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
     monkeypatch.setenv(devices.REQUESTED_VARIABLE, "2")
     machine(POD)  # the device is there, the driver's library is not
     with pytest.raises(
-        ConfigError, match=("^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH")
+        ConfigError, match="^GPUs: expected 2, .* got 0 .*device plugin.*LD_LIBRARY_PATH"
     ) as caught:
         LocalPlace(1).check(job)
     assert "/usr/local/nvidia/lib64" in str(caught.value)
@@ -149,7 +149,7 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
 def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
     with pytest.raises(
-        ConfigError, match=("^backend: expected gloo between MIG slices of a GPU, got nccl")
+        ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"
     ):
         LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0))
     LocalPlace(2).check(
@@ -190,11 +190,11 @@ def test_workers_of_one_host_share_its_gpus():
 def test_a_worker_with_too_few_gpus_is_named_with_what_to_check():
     config = ClusterConfig(num_nodes=1, gpus_per_node=2)
     with pytest.raises(
-        ConfigError, match=("gpus_per_node: expected at most 1, because worker w-0 .* got 2$")
+        ConfigError, match="gpus_per_node: expected at most 1, because worker w-0 .* got 2$"
     ):
         environments(config, worker("w-0", "10.0.0.1", ("0",)))
     with pytest.raises(
         ConfigError,
-        match=("gpus_per_node: expected at most 0, .* got 2. .*device plugin.*LD_LIBRARY_P"),
+        match="gpus_per_node: expected at most 0, .* got 2. .*device plugin.*LD_LIBRARY_P",
     ):
         environments(config, worker("w-0", "10.0.0.1"))

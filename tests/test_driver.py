@@ -97,7 +97,7 @@ class OwnPlace:
             message = {
                 "kind": "end",
                 "outcome": "stopped",
-                "message": (f"TERM at {self.step}"),
+                "message": f"TERM at {self.step}",
                 "reason": "TERM",
             }
             return (yield node, message)
@@ -474,7 +474,7 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(
     said = re.findall(r"was lost (.*) and restarts from (.*) \(restart", caplog.text)
     assert said[:2] == [
         ("at step 5", "step 5, from node 1's memory"),
-        ("at step 6", ("step 6, from node 1's memory")),
+        ("at step 6", "step 6, from node 1's memory"),
     ]
     assert [(job.stored, job.is_store_away) for job in script.jobs] == [
         ((), False),

@@ -83,7 +83,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     torch.testing.assert_close(run.state(), finished_run().state())
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
     assert [event.reason for event in events_of(run, AttemptEnded)][1:] == [
-        ("the gang grows from 1 to 2 nodes")
+        "the gang grows from 1 to 2 nodes"
     ]
     assert prepared  # the newcomer's supervisor was there before
     steps = [

@@ -81,11 +81,11 @@ def test_the_command_prints_one_line_that_ends_with_whether_the_rank_fits(capsys
         (["--recipe", "digit"], "error: recipe: expected"),
         (
             ["--recipe", "digits", "--gpus", "0"],
-            ("error: --gpus: expected a whole number of at least 1, got 0"),
+            "error: --gpus: expected a whole number of at least 1, got 0",
         ),
         (
             ["--recipe", "digits", "--config", '{"epoch": 1}'],
-            ("error: config: expected one of the fields"),
+            "error: config: expected one of the fields",
         ),
         (
             ["--recipe", "digits"],

@@ -84,7 +84,7 @@ def test_its_options_come_from_the_config_and_a_wrong_one_is_named(elsewhere):
     assert status == 0, output
     assert "1,091 parameters" in output  # 14 x 64 + 65 x 3
     status, output = pyflyte_run(
-        elsewhere, workflow, "--config", ('{"recipe_options": {"width": 64}}')
+        elsewhere, workflow, "--config", '{"recipe_options": {"width": 64}}'
     )
     assert status != 0
     assert "recipe_options: expected one of hidden" in " ".join(

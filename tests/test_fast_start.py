@@ -111,7 +111,7 @@ def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
     (without,) = run(FAULTS.format(before=missing + "entry.keep_freed_memory()"))
 
     (returned_again,) = run(
-        FAULTS.format(before=("entry.keep_freed_memory(); entry.return_freed_memory()"))
+        FAULTS.format(before="entry.keep_freed_memory(); entry.return_freed_memory()")
     )
 
     assert int(kept) < 1000 < int(returned)  # page faults

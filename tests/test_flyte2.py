@@ -18,7 +18,7 @@ from tests.test_project import PROJECT, installed, link, run, with_dependencies 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.version_info < (3, 11), reason=("one Python is enough")),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="one Python is enough"),
 ]
 
 VERSION = "2.12.1"

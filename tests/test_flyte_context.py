@@ -63,7 +63,7 @@ def test_only_attempts_of_one_node_share_checkpoints() -> None:
 
 @pytest.mark.parametrize(
     ("place", "node"),
-    [("top-level", "n1"), ("sub-workflow", "n2-0-n2-n1-0-n0"), (("map, first"), "n3-0-n0")],
+    [("top-level", "n1"), ("sub-workflow", "n2-0-n2-n1-0-n0"), ("map, first", "n3-0-n0")],
 )
 def test_attempts_have_the_names_of_flytes_pods(place: str, node: str) -> None:
     second = execution_at(*PLACES[place][1])

@@ -78,7 +78,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     report = dict(decks)["Training"]
     assert all(
         each in report
-        for each in ("finished", "Resumed at step", "loss", "SIGKILL", ("last reported"))
+        for each in ("finished", "Resumed at step", "loss", "SIGKILL", "last reported")
     )
     names = [name for name, _ in decks]
     assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}
@@ -184,7 +184,7 @@ def test_a_task_without_torch_in_the_file_that_is_run_needs_no_package(tmp_path,
             str(file),
             "wf",
             "--count",
-            ('{"value": 3}'),
+            '{"value": 3}',
         ],
     }
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -354,7 +354,7 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     for containers in ([mounted], [V1Container(name="primary"), V1Container(name="secondary")]):
         several = PodTemplate(pod_spec=V1PodSpec(containers=containers))
         with pytest.raises(
-            ConfigError, match=("^increase_shared_mem: expected False for a pod_template")
+            ConfigError, match="^increase_shared_mem: expected False for a pod_template"
         ):
             task(task_config=Distributed(), pod_template=several)(train)
         task(task_config=Distributed(increase_shared_mem=False), pod_template=several)(train)
@@ -376,7 +376,7 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
         ({"nnodes": 2, "cluster": {"gpus": 1}}, "gpus"),
         (
             {"nnodes": 2, "cluster": {"num_nodes": 3}},
-            ("cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+            "cluster.num_nodes: expected 2, as nnodes has it, got 3",
         ),
         ({"nproc_per_node": "all"}, "nproc_per_node: expected a number of ranks"),
     ],
@@ -406,12 +406,12 @@ def test_files_of_this_machine_are_refused_for_ranks_in_pods():
     gang, outputs = distributed.task_config.gang(), distributed.interface.outputs
     _check_places(gang, literals, outputs, "s3://bucket/raw")
     with pytest.raises(
-        ConfigError, match=("^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'")
+        ConfigError, match="^raw-output-data-prefix: .* output o0 is a file, got '/tmp/raw'"
     ):
         _check_places(gang, literals, outputs, "/tmp/raw")
     literals.literals["file"].scalar.blob._uri = "/tmp/file"
     with pytest.raises(
-        ConfigError, match=("^file: expected a URL that the pods of the ranks can reach")
+        ConfigError, match="^file: expected a URL that the pods of the ranks can reach"
     ):
         _check_places(gang, literals, outputs, "s3://bucket/raw")
 

@@ -220,7 +220,7 @@ def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):
     config = config_of(TINY, {})
     with (
         executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION),
-        pytest.raises(UserError, match=("the loss is nan")),
+        pytest.raises(UserError, match="the loss is nan"),
     ):
         train_on_one_node.task_function(
             recipe=TINY,

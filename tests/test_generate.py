@@ -159,7 +159,7 @@ def test_model_loads_from_its_state_alone(window):
 def test_state_of_another_model_is_refused(state):
     with pytest.raises(
         ConfigError,
-        match=("model_state: expected the state of recipe pet_names or pet_name_windows"),
+        match="model_state: expected the state of recipe pet_names or pet_name_windows",
     ):
         load_model(state)
 

@@ -105,7 +105,7 @@ def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_pa
 
 # On a GPU the ranks check their own losses only in the steps that they report.
 @pytest.mark.parametrize(
-    ("fault", "num_processes"), [("nan 1 14", 2), (("infinite-gradient 0 14"), 1)]
+    ("fault", "num_processes"), [("nan 1 14", 2), ("infinite-gradient 0 14", 1)]
 )
 def test_no_checkpoint_is_written_of_spoiled_weights(
     gpu, tmp_path, monkeypatch, fault, num_processes

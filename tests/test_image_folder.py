@@ -158,12 +158,12 @@ def test_an_unusable_tree_is_refused_with_the_reason(tmp_path, prepared, name):
     [
         (
             "s3://no-such-bucket/images",
-            ("data: .*got s3://no-such-bucket/images: .*; create the bucket or correct"),
+            "data: .*got s3://no-such-bucket/images: .*; create the bucket or correct",
         ),
         ("nope://images", "data: expected a path or a URL that fsspec knows, got 'nope://images'"),
         (
             "s3://somebody:secret@bucket/images",
-            ("without a user name or a password; give them in the environment"),
+            "without a user name or a password; give them in the environment",
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_an_empty_prefix_is_refused(store, prepared):
 
     with pytest.raises(
         DataError,
-        match=(f"expected a directory or a prefix .* got {url}/nothing, which holds no files"),
+        match=f"expected a directory or a prefix .* got {url}/nothing, which holds no files",
     ):
         prepare(f"{url}/nothing", prepared)
 
@@ -190,11 +190,11 @@ def test_an_empty_prefix_is_refused(store, prepared):
         ({"trainable": "tail"}, "recipe_options.trainable: expected one of all, head, got 'tail'"),
         (
             {"unreadable": "ignore"},
-            ("recipe_options.unreadable: expected one of fail, skip, got 'ignore'"),
+            "recipe_options.unreadable: expected one of fail, skip, got 'ignore'",
         ),
         (
             {"held_out": 1.0},
-            ("recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+            "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0",
         ),
         ({"image_size": 8}, "recipe_options.image_size: expected 0, or at least 16 pixels, got 8"),
         (
@@ -203,15 +203,15 @@ def test_an_empty_prefix_is_refused(store, prepared):
         ),
         (
             {"endpoint_url": "https://host"},
-            ("expected one of .*, got 'endpoint_url': the store is the task's env"),
+            "expected one of .*, got 'endpoint_url': the store is the task's env",
         ),
         (
             {"cache": "/tmp/images"},
-            ("expected one of .*, got 'cache': the store is the task's environment's"),
+            "expected one of .*, got 'cache': the store is the task's environment's",
         ),
         (
             {"weights": "default"},
-            ("got 'weights': give initial_model_state, such as torchvision:resnet18"),
+            "got 'weights': give initial_model_state, such as torchvision:resnet18",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_an_option_outside_its_range_is_refused(options, reason):
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(prepared):
     with pytest.raises(
-        DataError, match=("architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'")
+        DataError, match="architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'"
     ):
         prepare("", prepared, architecture="resnet19")
 
@@ -294,7 +294,7 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
         "palette",
         "gif",
         "16 bit png",
-        ("16 bit tiff"),
+        "16 bit tiff",
     ],
 )
 def test_every_kind_of_image_becomes_rgb(contents, first, last):
@@ -360,12 +360,12 @@ BROKEN_IMAGES = {
     "missing": (None, "cannot be read: FileNotFoundError"),
     "no image": (
         b"<html>Not found</html>",
-        ("is no image that can be read: its format is not known"),
+        "is no image that can be read: its format is not known",
     ),
     "empty": (b"", "cannot be read: expected the listed"),
     "cut": (
         image_bytes(COLOURS["green"], size=(200, 200), kind="JPEG")[:700],
-        ("is no image that can be read"),
+        "is no image that can be read",
     ),
 }
 

@@ -98,7 +98,7 @@ def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_on
     assert check_initial_state(name) == name  # no path
     with pytest.raises(
         ConfigError,
-        match=(f"^initial_model_state: '{name}' cannot be downloaded .* no route to host"),
+        match=f"^initial_model_state: '{name}' cannot be downloaded .* no route to host",
     ):
         load_initial_state(recipe.model(), name, fresh_layers=fresh)
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_on
     for unknown in ("torchvision:resnet19", "torchvision:resnet18.V9", "torchvision:"):
         with pytest.raises(
             ConfigError,
-            match=(f"^initial_model_state: expected .* torchvision:resnet50 .*'{unknown}'$"),
+            match=f"^initial_model_state: expected .* torchvision:resnet50 .*'{unknown}'$",
         ):
             load_initial_state(recipe.model(), unknown)
 
@@ -147,7 +147,7 @@ def test_synchronized_batch_norm_is_refused_on_cpus_before_any_rank_starts(tmp_p
     )
     LocalPlace(1).check(job)
     with pytest.raises(
-        ConfigError, match=("^sync_batch_norm: expected false for ranks without GPUs, got true")
+        ConfigError, match="^sync_batch_norm: expected false for ranks without GPUs, got true"
     ):
         LocalPlace(2).check(job)
 

@@ -143,7 +143,7 @@ def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
     assert is_same_state(first, moved)
     assert is_same_state(first, signed[0])
     assert {redact_url(each) for each in signed} == {
-        (f"https://store/given.pt?X-Amz-Signature=... (sha256 {digest})")
+        f"https://store/given.pt?X-Amz-Signature=... (sha256 {digest})"
     }
     replaced = pin_state(file_with(url, state_of(8)))
     assert not is_same_state(first, replaced)
@@ -154,7 +154,7 @@ def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
     model = get_recipe("tests.support.recipes.Tiny").model()
     with pytest.raises(
         ConfigError,
-        match=(f"^initial_model_state: expected the contents with SHA-256 {digest}, which "),
+        match=f"^initial_model_state: expected the contents with SHA-256 {digest}, which ",
     ):
         load_initial_state(model, first)
     load_initial_state(model, replaced)
@@ -222,7 +222,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(tmp_path, caplog):
     for recipe, version, expected in (
         ("Tiny", "a1", ""),
         ("Tiny", "b2", "Tiny b2"),
-        ("Dropped", "a1", ("Dropped a1")),
+        ("Dropped", "a1", "Dropped a1"),
     ):
         caplog.clear()
         second = new_trainer(run)
@@ -275,7 +275,7 @@ def test_another_head_is_trained_on_a_frozen_body(tmp_path):
         r"frozen_layers: expected \['body'\]": {"frozen_layers": []},
     }.items():
         with pytest.raises(
-            ConfigError, match=(f"^{field}, with which .*; another value needs another place")
+            ConfigError, match=f"^{field}, with which .*; another value needs another place"
         ):
             new_trainer(run, url, **{**options, **changes}).resume()
 
@@ -317,7 +317,7 @@ def test_only_fresh_layers_may_have_other_shapes(tmp_path, fresh, expected):
         (["body.0.weights"], "got 'body.0.weights' (did you mean body.0.weight?)"),
         (
             ["body", "head"],
-            ("frozen_layers: expected a layer that is left to train, got all of them: body, head"),
+            "frozen_layers: expected a layer that is left to train, got all of them: body, head",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def folders(*names, classes=("a", "b"), count=4):
         (
             folders("train", "val") | {"unlabelled/1.png": PICTURE},
             "val",
-            ("1 outside of the folders used (unlabelled/)"),
+            "1 outside of the folders used (unlabelled/)",
         ),
         (folders("train", "val") | {"train/1.png": PICTURE}, "val", "1 in no class's folder"),
         (folders("train", "val") | {"train/a/c/1.png": PICTURE}, "val", ""),
@@ -146,7 +146,7 @@ FILES = {  # name: (contents, its reason to be left out, "" for an image)
     "bitmap.dat": (saved(Image.new("RGB", (40, 40)), "BMP"), ""),
     "tiff.img": (saved(Image.new("I;16", (40, 40)), "TIFF"), ""),
     "grey.pgm": (
-        (b"P5\n# Created by a program with a long name and a long address\n40 40\n255\n")
+        b"P5\n# Created by a program with a long name and a long address\n40 40\n255\n"
         + bytes(1600),
         "",
     ),
@@ -377,7 +377,7 @@ TEXTS = {  # name: (how the story is stored, its reason to be left out, "" where
     "document.txt": (lambda text: b"%PDF-1.7\n" + text.encode(), "PDF"),
     "tar.txt.gz": (
         lambda text: gzip.compress(b"one.txt".ljust(512, b"\0") + text.encode()),
-        ("no text"),
+        "no text",
     ),
     "picture.md": (lambda text: PICTURE, "image"),
     "latin.txt": (lambda text: text.encode("latin-1"), "not in UTF-8"),
@@ -427,7 +427,7 @@ def test_one_file_of_text_is_read_or_refused_with_what_it_is(tmp_path, name):
     elif name.endswith(".png") or reason != "hidden or of other names":
         with pytest.raises(
             DataError,
-            match=(f"^data: expected text in UTF-8, or in UTF-16 .*{name}: .*; convert it$"),
+            match=f"^data: expected text in UTF-8, or in UTF-16 .*{name}: .*; convert it$",
         ):
             documents(Corpus(str(file)))
 
@@ -502,7 +502,7 @@ def test_a_bad_line_costs_one_name_and_any_encoding_and_packing_is_read(
         (
             "pets.txt",
             table(mark=";", header=("id", "pet", "breed")).encode(),
-            ("with the columns id, pet, breed$"),
+            "with the columns id, pet, breed$",
         ),
         ("zip.csv", zipped(table()), "got .*zip.csv: zip archive$"),
         ("sheet.csv", b"PK\x05\x06" + bytes(18), "got .*sheet.csv: zip archive$"),
@@ -571,7 +571,7 @@ def check(recipe, **config):
         (Labelled(loaded(replace(29, 4).tolist())), f"{CLASSES}4: number"),
         (
             Labelled(loaded(["cat", "dog"] * 16)),
-            ("data: expected the numbers of classes as targets, got 'cat': number "),
+            "data: expected the numbers of classes as targets, got 'cat': number ",
         ),
         (Labelled(in_memory(replace(3, -100))), None),
         (Labelled(loaded(LABELS.tolist())), None),

@@ -428,11 +428,11 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
         (types.MEGATRON_LM, "MEGATRON_LM"),
     ]:
         with pytest.raises(
-            ConfigError, match=(f"^accelerator: expected DDP, or FSDP2 .*, got {name}$")
+            ConfigError, match=f"^accelerator: expected DDP, or FSDP2 .*, got {name}$"
         ):
             begin(kind)
     with pytest.raises(
-        ConfigError, match=("parallelism_config: expected DDP or FSDP2 alone, .*tp_size=2")
+        ConfigError, match="parallelism_config: expected DDP or FSDP2 alone, .*tp_size=2"
     ):
         begin(types.FSDP, True, SimpleNamespace(tp_size=2, non_data_parallel_size=2))
 

@@ -561,7 +561,7 @@ def test_cluster_names_differ_where_anything_differs() -> None:
         (
             "start_timeout",
             float("inf"),
-            ("start_timeout: expected a finite number above 0 (seconds), got inf"),
+            "start_timeout: expected a finite number above 0 (seconds), got inf",
         ),
         ("kubernetes", "small", "kubernetes: expected an object with fields, got 'small'"),
     ],
@@ -980,7 +980,7 @@ def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> 
         "type": "PodScheduled",
         "status": "False",
         "reason": "SchedulingGated",
-        "message": ("non-empty gates"),
+        "message": "non-empty gates",
     }
     pod = {
         "metadata": {"name": "ddp-run-scheduler", "namespace": "team", "labels": labels},
@@ -1032,7 +1032,7 @@ def test_an_operator_that_ends_after_its_first_look_is_not_waited_for(
     event = {
         "metadata": {"name": "e", "resourceVersion": "1"},
         "reason": "FailedCreate",
-        "message": ("exceeded quota"),
+        "message": "exceeded quota",
     }
     event["involvedObject"] = {"kind": "ReplicaSet", "name": f"{cluster_name('run')}-scheduler-1"}
     api_server.cluster = None
@@ -1066,7 +1066,7 @@ def test_an_api_server_that_stays_away_is_recoverable(
     monkeypatch.setitem(api.call.__kwdefaults__, "patience", 1.0)
     api_server.faults = [503] * 100
     with pytest.raises(
-        ClusterError, match=("the Kubernetes API server does not answer: not now")
+        ClusterError, match="the Kubernetes API server does not answer: not now"
     ) as caught:
         start()
     assert not isinstance(caught.value, ConfigError)
@@ -1089,7 +1089,7 @@ def test_refused_pods_are_a_user_error(api_server: ApiServer, status: int) -> No
 def test_a_refused_token_is_a_user_error(api_server: ApiServer) -> None:
     api_server.faults = [401]
     with pytest.raises(
-        PreflightError, match=("this process has no access to a Kubernetes API server")
+        PreflightError, match="this process has no access to a Kubernetes API server"
     ):
         start()
 
@@ -1172,7 +1172,7 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     read = json.loads(json.dumps(pod).replace('"now"', f'"{now}"'))
     answers = {
         "/log": (200, None),
-        f"/{WORKER}": (200, read) if pod else (404, {"message": ("not found")}),
+        f"/{WORKER}": (200, read) if pod else (404, {"message": "not found"}),
     }
     api_server.reply = lambda method, path, body: next(  # type: ignore[method-assign]
         answer for end, answer in answers.items() if path.split("?")[0].endswith(end)
@@ -1261,23 +1261,23 @@ FIXED = {
         (
             {"/deployments": operator(f"{UPSTREAM}:2024.1.0")},
             "warning",
-            ("the operator has version 2024.1.0"),
+            "the operator has version 2024.1.0",
         ),
         (
             {"/deployments": operator(**{INSTALLED_VERSION: "2024.1.0"})},
             "warning",
-            ("the operator has version 2024.1.0"),
+            "the operator has version 2024.1.0",
         ),
         (
             {"/deployments": operator(replicas=0, available=0)},
             "FAILED",
-            ("scaled to 0, so nothing makes pods"),
+            "scaled to 0, so nothing makes pods",
         ),
         ({"/deployments": operator(available=0)}, "FAILED", "installed but not running"),
         (
             {"/deployments": {"items": []}},
             "FAILED",
-            ("the Dask operator does not run: no Deployment"),
+            "the Dask operator does not run: no Deployment",
         ),
         ({"/apis/kubernetes.dask.org/v1": one_kind()}, "FAILED", "does not know daskautoscalers, "),
         (
@@ -1298,7 +1298,7 @@ FIXED = {
         (
             {"/resourcequotas": quota(pods="2")},
             "FAILED",
-            ("allows pods up to 2, and this run with its driver needs 3"),
+            "allows pods up to 2, and this run with its driver needs 3",
         ),
     ],
 )
@@ -1323,12 +1323,12 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
         (
             (node(), node("node-1")),
             "FAILED",
-            ("a scheduler and the task's own pod: they have 4 cpu of 4.5"),
+            "a scheduler and the task's own pod: they have 4 cpu of 4.5",
         ),
         (
             (node(cpu="8", taint="new"), node("node-1")),
             "FAILED",
-            ("have room for 1 of 2 workers of 1.5 cpu, 4Gi memory"),
+            "have room for 1 of 2 workers of 1.5 cpu, 4Gi memory",
         ),
         ((node(cpu="8"),), "ok", "could start in namespace team if its image can be pulled"),
     ],
@@ -1382,7 +1382,7 @@ def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
             asked.append(body["spec"])
             if not body["spec"].get("securityContext"):
                 return 403, {
-                    "message": ('pods is forbidden: violates PodSecurity "restricted:latest"')
+                    "message": 'pods is forbidden: violates PodSecurity "restricted:latest"'
                 }
         return reply(method, path, body)
 
@@ -1495,7 +1495,7 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
         "the rights of tasks",
         "quotas",
         "nodes",
-        ("what the API server admits"),
+        "what the API server admits",
     ):
         assert what in line
     assert "administrator" in line

@@ -226,6 +226,6 @@ def test_the_ranks_of_a_task_get_what_its_pods_grace_leaves(monkeypatch):
     monkeypatch.setenv(variable["name"], "a minute")
     with pytest.raises(
         ConfigError,
-        match=("^FLYTE_DDP_TERMINATION_GRACE: expected a number of seconds, got 'a minute'$"),
+        match="^FLYTE_DDP_TERMINATION_GRACE: expected a number of seconds, got 'a minute'$",
     ):
         StopRequest()

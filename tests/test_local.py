@@ -134,7 +134,7 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
     lines = message.splitlines()
     assert lines[:2] == [
         "rank 1 failed: ValueError: broken on purpose",
-        ("Traceback (most recent call last):"),
+        "Traceback (most recent call last):",
     ]
     # not the training loop
     assert re.match(r'  File ".*/tests/support/recipes.py", line \d+, in losses', lines[2])
@@ -218,7 +218,7 @@ def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names
     for name, content in (
         (limit, "1000"),
         (used, "900"),
-        ("memory.stat", (f"anon 200\n{cached} 650\nslab 50\n")),
+        ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n"),
     ):
         (tmp_path / name).write_text(content)
     assert free_in(tmp_path) == 750
@@ -289,7 +289,7 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_told(tmp_path, monkeypatch
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     monkeypatch.setenv("FAULT", "kill 0 2")
     with pytest.raises(
-        RankFailure, match=("rank 0 was killed by SIGKILL: its container ran out of memory")
+        RankFailure, match="rank 0 was killed by SIGKILL: its container ran out of memory"
     ):
         new_run(tmp_path).train(1)
 
@@ -375,7 +375,7 @@ def test_the_report_of_a_stall_of_many_ranks_fits_on_a_screen():
     assert str(stall_failure(alike, "x")).count("---") == 1, "each stack once"
     frames = stacks[0][1:]
     alike[7] = dataclasses.replace(
-        ranks[7], stack=["Current thread 0x1 (...):", ("  Garbage-collecting"), *frames]
+        ranks[7], stack=["Current thread 0x1 (...):", "  Garbage-collecting", *frames]
     )
     assert str(stall_failure(alike, "x")).count("---") == 1, (
         "another thread collects garbage, at the same place"
@@ -545,7 +545,7 @@ def test_an_unknown_recipe_has_no_program():
         (
             2,
             {"backend": "nccl"},
-            ("backend: expected auto or gloo for ranks without GPUs, got 'nccl'"),
+            "backend: expected auto or gloo for ranks without GPUs, got 'nccl'",
         ),
     ],
 )
@@ -600,6 +600,6 @@ def test_a_port_that_is_taken_is_refused(tmp_path, no_processes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=(f"master_port: expected a port that is free, or 0, got {port}")
+            ConfigError, match=f"master_port: expected a port that is free, or 0, got {port}"
         ):
             driver.run(job, LocalPlace(2, port=port))

@@ -296,7 +296,7 @@ FAULTS = [
             series("flyte_ddp_checkpoint_copied_step", "0+10x90", **RUN),
             series(
                 "flyte_ddp_checkpoint_step",
-                ("0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15"),
+                "0+0x9 90+0x9 190+0x9 290+0x9 390+0x34 740+0x15",
                 **RUN,
             ),
             series("flyte_ddp_finished", "0+0x90", **RUN),
@@ -310,7 +310,7 @@ FAULTS = [
             series("kube_cronjob_created", "0+0x300", **MONITOR),
             series(
                 "kube_cronjob_status_last_successful_time",
-                ("_x31 1860+0x59 5460+0x119 12660+0x59"),
+                "_x31 1860+0x59 5460+0x119 12660+0x59",
                 **MONITOR,
             ),
         ],

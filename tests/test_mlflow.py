@@ -144,7 +144,7 @@ class Server:
             "experiment_id"
         ]
         found = self.call(
-            "runs/search", experiment_ids=[experiment], filter=(f"tags.`flyte_ddp.run` = '{name}'")
+            "runs/search", experiment_ids=[experiment], filter=f"tags.`flyte_ddp.run` = '{name}'"
         )
         return list(found.get("runs", []))
 
@@ -355,7 +355,7 @@ def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(
-        Path("settings.toml").read_text().replace('tracking = "wandb"', ('tracking = "mlflow"'))
+        Path("settings.toml").read_text().replace('tracking = "wandb"', 'tracking = "mlflow"')
     )
     command = (
         "import json; from tasks.resources import *\n"
@@ -454,7 +454,7 @@ def test_functions_and_scripts_without_a_server_are_one_line(
 
 def test_mlflow_without_a_server_is_one_line() -> None:
     with pytest.raises(
-        SettingsError, match=("mlflow.url: expected the URL of the server, .* got none")
+        SettingsError, match="mlflow.url: expected the URL of the server, .* got none"
     ):
         load_settings(environment={"TRACKING": "mlflow"})
     with pytest.raises(SettingsError, match="TRACKING: expected one of wandb, mlflow, got 'mflow'"):

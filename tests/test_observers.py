@@ -86,7 +86,7 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
         "scikit-learn's digits (1,797 images)",
         "2 ranks",
         "cpu",
-        ("431,080 parameters"),
+        "431,080 parameters",
     ):
         assert expected in lines[0]
     assert lines[1] == (
@@ -379,7 +379,7 @@ def test_a_grace_that_is_shorter_than_the_newest_checkpoint_took_is_a_notice_of_
     for event in _stamped(told, [1001, 1002, 1002, 1004, 1010, 1041]):
         report.handle(event)
     expected = [
-        ("The store took 31 s for the newest checkpoint, and a node that is told to go has 25 s")
+        "The store took 31 s for the newest checkpoint, and a node that is told to go has 25 s"
     ]
     assert [
         notice.partition(":")[0] for notice in report.content()["notices"]

@@ -92,7 +92,7 @@ def test_the_card_says_where_a_model_comes_from(trained):
         card["data"]["fingerprint"],
         "20260102T030405",
         "not known",
-        (f'"seed": {0}'),
+        f'"seed": {0}',
     ):
         assert value in page
 
@@ -207,7 +207,7 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
 def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(to_safetensors({"weight": torch.ones(100)})[:-1])
     with pytest.raises(
-        ConfigError, match=("cannot be read: UnpicklingError: it is no safetensors file")
+        ConfigError, match="cannot be read: UnpicklingError: it is no safetensors file"
     ) as caught:
         load_initial_state(get_recipe(TINY).model(), str(tmp_path / "w.safetensors"))
     assert "\n" not in str(caught.value)

@@ -278,7 +278,7 @@ def test_a_replaced_owner_writes_deletes_and_renames_nothing(tmp_path):
         store.save(state, 3, best=False)
         with pytest.raises(
             ConfigError,
-            match=("belongs to run f2-n0 .* now, so this process writes nothing more there"),
+            match="belongs to run f2-n0 .* now, so this process writes nothing more there",
         ):
             store.wait()
         manifest = Path(tmp_path, "step-0000000002.json")

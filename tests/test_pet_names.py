@@ -17,9 +17,7 @@ from tests.support.runs import new_run
 WHOLE = "flyte_ddp.recipes.pet_names.recipe.PetNames"
 WINDOWS = "flyte_ddp.recipes.pet_names.recipe.PetNameWindows"
 NAMES = [
-    f"{first}{rest}"
-    for first in "abcdef"
-    for rest in ("da", "lly", "-o", ". rex", ("u bo"), "nnie")
+    f"{first}{rest}" for first in "abcdef" for rest in ("da", "lly", "-o", ". rex", "u bo", "nnie")
 ]
 
 
@@ -148,7 +146,7 @@ def test_split_does_not_depend_on_the_order_of_the_names(tmp_path):
         (
             "names.csv",
             "License,Animal's Name,Breed\n"
-            + "\n".join((f'1,"{name}","Dachshund, Mix"') for name in NAMES),
+            + "\n".join(f'1,"{name}","Dachshund, Mix"' for name in NAMES),
         ),
         ("register.csv.gz", "\ufeffAnimal's Name\n" + "\n".join(NAMES)),
         ("register", "id,NAME\n" + "\n".join(f"1,{name}" for name in NAMES)),
@@ -203,7 +201,7 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         (
             "few.txt",
             "rex\nbo\nrex\n",
-            ("expected at least 20 distinct names .* got 2 usable names in"),
+            "expected at least 20 distinct names .* got 2 usable names in",
         ),
         ("none.txt", "", "got 0 usable names in"),
         ("register.csv", "id,pet\n1,rex\n", "with the columns id, pet"),
@@ -214,12 +212,12 @@ def test_bundled_names_are_usable_distinct_and_enough(tmp_path):
         (
             "picture.txt",
             b"\x89PNG\r\n\x1a\n\xff",
-            ("expected a CSV, JSON or text file with names, got .*: image"),
+            "expected a CSV, JSON or text file with names, got .*: image",
         ),
         (
             "half.csv.gz",
             gzip.compress(b"Animal's Name\n" + bytes(range(256)), mtime=0)[:100],
-            ("is damaged"),
+            "is damaged",
         ),
         ("missing.csv", None, "which does not exist"),
     ],

@@ -76,7 +76,7 @@ def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):
         ({"prefix": "Zoë"}, "prefix: expected letters from a to z"),
         (
             {"max_length": 31},
-            ("max_length: expected a whole number of at least 1 and of at most 30, got 31"),
+            "max_length: expected a whole number of at least 1 and of at most 30, got 31",
         ),
         ({"count": 5, "prefix": "b", "max_length": 1}, "prefix: expected fewer characters"),
         ({"count": 100, "max_length": 1}, "count: expected 100 new names, got "),
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
     with pytest.raises(
         InputError,
-        match=("^model_state: expected .* of recipe pet_names or pet_name_windows, got .+"),
+        match="^model_state: expected .* of recipe pet_names or pet_name_windows, got .+",
     ):
         generated(file)
 

@@ -30,7 +30,7 @@ if sys.version_info >= (3, 11):
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11),
-    reason=("tomllib reads pyproject.toml, which is the same for all Pythons"),
+    reason="tomllib reads pyproject.toml, which is the same for all Pythons",
 )
 
 
@@ -223,7 +223,7 @@ def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lac
     mlflow = {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://localhost:9"}
     settings = {
         "IMAGE": "registry.example.com/mine:7",
-        "RETRAIN_INPUTS": ('{"recipe": "digits"}'),
+        "RETRAIN_INPUTS": '{"recipe": "digits"}',
         **mlflow,
     }
     command = (
@@ -245,12 +245,12 @@ def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lac
         (
             "sweep",
             ("sweep_wf", *grid),
-            ("expected the package optuna: pip install 'flyte-ddp[sweep]'"),
+            "expected the package optuna: pip install 'flyte-ddp[sweep]'",
         ),
         (
             "single_node",
             ("single_node_training_wf",),
-            ("expected the package sklearn: pip install 'flyte-ddp[digits]'"),
+            "expected the package sklearn: pip install 'flyte-ddp[digits]'",
         ),
     ):
         trial = ("run", f"workflows/{file}.py", *command, "--recipe", "digits")
@@ -373,7 +373,7 @@ print(ROOT, IS_INSTALLED)
     try:
         assert run([project / ".venv/lib"], "-c", program, cwd=project) == (
             0,
-            (f"{project.resolve()} False\n"),
+            f"{project.resolve()} False\n",
         )
         (project / "recipes/hidden.py").touch()
         (project / ".flyteignore").write_text("recipes/hidden.py\n")
@@ -497,7 +497,7 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
     for arguments, expected in (
         (
             ["new", "full"],
-            ("error: new: expected a directory that is empty or not there, got 'full'\n"),
+            "error: new: expected a directory that is empty or not there, got 'full'\n",
         ),
         (
             ["update", "full"],

@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(cell, u
 def test_what_only_the_user_can_mend_ends_the_run_in_one_line(cell):
     cell.order("1-denied-1-always")
     with pytest.raises(
-        RankFailure, match=("StorageDenied: checkpoints: expected keys, got none")
+        RankFailure, match="StorageDenied: checkpoints: expected keys, got none"
     ) as caught:
         cell.run()
     assert caught.value.is_user_error

@@ -123,7 +123,7 @@ def test_a_function_that_ends_its_process_returns_nothing(monkeypatch):
 def test_a_script_that_ends_well_after_sigterm_was_stopped_all_the_same(tmp_path):
     lines = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))",
-        ("print('ready', flush=True)"),
+        "print('ready', flush=True)",
         "time.sleep(600)",
     )
     command = [*OURS, "--nproc-per-node", "2", str(script(tmp_path, *lines))]
@@ -157,7 +157,7 @@ def fail(error):
     [
         (
             ConfigErrorOfTheirOwn("theirs"),
-            ("tests.test_rank_end.ConfigError: theirs\nTraceback"),
+            "tests.test_rank_end.ConfigError: theirs\nTraceback",
             False,
         ),
         (ConfigError("ours"), "rank 0 failed: ConfigError: ours", True),

@@ -163,7 +163,7 @@ def test_a_killed_server_ends_the_run_with_all_its_processes_and_the_next_run_ha
     run = new_run(tmp_path)
     monkeypatch.setattr(run, "handle", At(3, server.kill).handle)
     with pytest.raises(
-        RankFailure, match=("rank . exited with code 255, or the server that .* was killed")
+        RankFailure, match="rank . exited with code 255, or the server that .* was killed"
     ):
         run.train()
     assert survivors() == []

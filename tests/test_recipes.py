@@ -147,7 +147,7 @@ def test_options_are_attributes_of_the_recipe():
         (
             OPTIONAL,
             {"width": "wide"},
-            ("^recipe_options.width: expected a whole number, got 'wide'$"),
+            "^recipe_options.width: expected a whole number, got 'wide'$",
         ),
         (OPTIONAL, {"width": 1.5}, "^recipe_options.width: expected a whole number, got 1.5$"),
         (OPTIONAL, {"biased": 1}, "^recipe_options.biased: expected true or false, got 1$"),
@@ -156,7 +156,7 @@ def test_options_are_attributes_of_the_recipe():
         (
             "digits",
             {"model": "large"},
-            ("^recipe_options: expected no options for recipe 'digits', got 'model'"),
+            "^recipe_options: expected no options for recipe 'digits', got 'model'",
         ),
     ],
 )
@@ -375,7 +375,7 @@ def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(
     cache = tmp_path / "cache" / "flyte-ddp" / "mnist"
     with pytest.raises(
         DataError,
-        match=("^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a"),
+        match="^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a",
     ):
         prepare_data(mnist.Mnist(), "", prepared)
     assert list(cache.parent.iterdir()) == []

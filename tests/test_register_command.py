@@ -44,7 +44,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         self.requests.append(request)
         if request.id.name == "gone":
             context.abort(
-                grpc.StatusCode.NOT_FOUND, ("missing entity of type execution with identifier gone")
+                grpc.StatusCode.NOT_FOUND, "missing entity of type execution with identifier gone"
             )
         return execution_pb2.ExecutionTerminateResponse()
 
@@ -188,7 +188,7 @@ def test_an_execution_is_aborted_by_its_name(admin, monkeypatch):
 def test_an_abort_that_flyte_refuses_is_one_line(admin, monkeypatch):
     with pytest.raises(
         SettingsError,
-        match=("^Flyte refuses to abort gone in p-d: missing entity of type execution"),
+        match="^Flyte refuses to abort gone in p-d: missing entity of type execution",
     ):
         tasks_command(["abort", "gone", "p", "d"])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")

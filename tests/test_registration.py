@@ -479,7 +479,7 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
         (
             "NOTIFY_EMAILS",
             "somebody",
-            ("NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'"),
+            "NOTIFY_EMAILS[0]: expected an e-mail address, got 'somebody'",
         ),
         ("RETRAIN_INPUTS", "{", "RETRAIN_INPUTS: expected an object with strings as keys, got '{'"),
         ("RETRAIN_INPUTS", "[]", "RETRAIN_INPUTS: expected an object with strings as keys, got []"),
@@ -490,7 +490,7 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
         (
             "RETRAIN_SCHEDULE",
             "daily",
-            ("RETRAIN_SCHEDULE: expected cron's five fields, such as 0 3 * * *, got 'daily'"),
+            "RETRAIN_SCHEDULE: expected cron's five fields, such as 0 3 * * *, got 'daily'",
         ),
         ("GPUS", "-1", "GPUS: expected a whole number of at least 0, got -1"),
         ("GPUS", "many", "GPUS: expected a whole number of at least 0, got 'many'"),

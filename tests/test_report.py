@@ -58,14 +58,14 @@ def report_of(
 
 def rank_failure() -> RankFailure:
     text = "rank 1 failed: ValueError: bad\n\n" + "".join(
-        (f"  File {'x' * 300}.py, line {line}\n") for line in range(50)
+        f"  File {'x' * 300}.py, line {line}\n" for line in range(50)
     )
     return RankFailure(text, 1, "exception", "ValueError: bad")
 
 
 def resumed_run() -> list[Event]:
     skipped = [
-        ("s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short")
+        "s3://bucket/run/step-0000000200.pt is unusable and was skipped: ValueError: too short"
     ]
     again = [sample_run.started(), sample_run.loaded(150, skipped=skipped)]
     return [*again, *sample_run.steps(151, 200), sample_run.epoch(4), sample_run.finished()]

@@ -93,7 +93,7 @@ def scale_of(store):
 def test_the_first_challenger_is_promoted_with_its_origin_in_the_manifest(store, make):
     given = make(execution="f1-n2", epochs=5)
     assert plan(store, given, PromotionCriteria()) == challenges.Plan(
-        True, "", ("there is no champion yet")
+        True, "", "there is no champion yet"
     )
     result = judge(store, given, PromotionCriteria(), model_state(5))
     _, manifest = load_champion(store.url)
@@ -315,7 +315,7 @@ def test_a_recipes_model_may_depend_on_its_data(store, tmp_path):
         (PromotionCriteria(min_samples=98), "97 training samples, of at least 98 "),
         (
             PromotionCriteria(min_share=0.97),
-            ("97 training samples, .* and 0.97 .* of the champion's 103;"),
+            "97 training samples, .* and 0.97 .* of the champion's 103;",
         ),
     ],
 )
@@ -640,11 +640,11 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     )
     assert status(store, capfd, "26h") == (
         1,
-        ("expected one within 26 h: look at the executions of the launch plan"),
+        "expected one within 26 h: look at the executions of the launch plan",
     )
     assert status(store, capfd, "1s") == (
         1,
-        ("expected one within 1 s: look at the executions of the launch plan"),
+        "expected one within 1 s: look at the executions of the launch plan",
     )
 
     same = retrain(output=str(tmp_path / "same"))
@@ -721,7 +721,7 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
     monkeypatch.setattr(ChampionStore, "version_in_use", is_away)
     with pytest.raises(RecoverableError, match="champion: s3://bucket could not be reached"):
         keep_champion(
-            champion=store.url, recipe="digits", outcome="unchanged", reason=("nothing is new")
+            champion=store.url, recipe="digits", outcome="unchanged", reason="nothing is new"
         )
 
 
@@ -737,7 +737,7 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
         ),
         (
             {"champion": "/proc/none"},
-            ("champion: expected a place that this process may use, got /proc/none"),
+            "champion: expected a place that this process may use, got /proc/none",
         ),
     ],
 )
@@ -750,12 +750,12 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
 def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
     monkeypatch.setattr("tasks.frame.is_flyte_task", lambda: True)
     with pytest.raises(
-        Exception, match=("output: expected none in a run on Flyte, .* got 'runs/first'")
+        Exception, match="output: expected none in a run on Flyte, .* got 'runs/first'"
     ):
         plan_challenge(store, make(), output="runs/first")
     with (
         pytest.raises(
-            Exception, match=("output: expected none in a run on Flyte, .* got 'runs/second'")
+            Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"
         ),
         open_task_frame(None, "digits", "", "runs/second"),
     ):

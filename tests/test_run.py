@@ -203,7 +203,7 @@ def test_lines_that_ranks_print_are_the_commands_output(ours):
     done = ours[1]
     lines = done.stdout.splitlines()
     assert sorted(lines) == sorted(
-        f"[rank {rank}] {line}" for rank in (0, 1) for line in (("all is done"), "bye")
+        f"[rank {rank}] {line}" for rank in (0, 1) for line in ("all is done", "bye")
     )
     assert "surroundings.py, 2 ranks" in done.stderr
     assert "step 1: loss 0.5" in done.stderr
@@ -257,7 +257,7 @@ def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_th
         "rank 0, at step 1",
         "rank 1, at step 1",
         "in stand_still",
-        ("in hold_all_threads"),
+        "in hold_all_threads",
     ):
         assert expected in str(caught.value)
 
@@ -376,7 +376,7 @@ def test_a_value_that_cannot_be_read_is_a_clear_error(monkeypatch):
     fork_functions(monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=("^_Unreadable: expected a value that can be unpickled here, got ValueError"),
+        match="^_Unreadable: expected a value that can be unpickled here, got ValueError",
     ):
         flyte_ddp.run(_Unreadable)
 
@@ -515,41 +515,41 @@ def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
     [
         (
             {"nnodes": "2:1"},
-            ("nnodes: expected a number of machines such as 2, or a range such as 1:4, got '2:1'"),
+            "nnodes: expected a number of machines such as 2, or a range such as 1:4, got '2:1'",
         ),
         (
             {"nnodes": 0},
-            ("nnodes: expected a number of machines such as 2, or a range such as 1:4, got 0"),
+            "nnodes: expected a number of machines such as 2, or a range such as 1:4, got 0",
         ),
         (
             {"nproc_per_node": "all"},
-            ("nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 'all'"),
+            "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 'all'",
         ),
         (
             {"nproc_per_node": 0},
-            ("nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 0"),
+            "nproc_per_node: expected a number of ranks, gpu, cpu or auto, got 0",
         ),
         ({"max_restarts": -1}, "max_restarts: expected a whole number of at least 0, got -1"),
         (
             {"stall_timeout": float("nan")},
-            ("stall_timeout: expected a finite number above 0 (seconds), got nan"),
+            "stall_timeout: expected a finite number above 0 (seconds), got nan",
         ),
         (
             {"stall_timeout": "1"},
-            ("stall_timeout: expected a finite number above 0 (seconds), got '1'"),
+            "stall_timeout: expected a finite number above 0 (seconds), got '1'",
         ),
         (
             {"nnodes": 2, "cluster": {"num_nodes": 3}},
-            ("cluster.num_nodes: expected 2, as nnodes has it, got 3"),
+            "cluster.num_nodes: expected 2, as nnodes has it, got 3",
         ),
         (
             {"nnodes": 2, "nproc_per_node": "cpu"},
-            ("nproc_per_node: expected a number, gpu or auto on several machines"),
+            "nproc_per_node: expected a number, gpu or auto on several machines",
         ),
         ({"cluster": {"nodes": 2}}, "nodes"),
         (
             {"nnodes": 2, "max_restarts": 1, "cluster": {"max_restarts": 2}},
-            ("cluster.max_restarts: expected 1"),
+            "cluster.max_restarts: expected 1",
         ),
     ],
 )
@@ -564,11 +564,11 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
     [
         (
             ["missing.py"],
-            ("error: script: expected a file, or a directory with __main__.py, got 'missing.py'"),
+            "error: script: expected a file, or a directory with __main__.py, got 'missing.py'",
         ),
         (
             ["-m", "no_such_module"],
-            ("error: script: expected a module that Python finds here, got 'no_such_module'"),
+            "error: script: expected a module that Python finds here, got 'no_such_module'",
         ),
         (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
         (
@@ -588,7 +588,7 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
         ),
         (
             ["--nproc-per-node=gpu", __file__],
-            ("error: nproc_per_node: expected a number or cpu on a machine without"),
+            "error: nproc_per_node: expected a number or cpu on a machine without",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_retry_elsewhere_with_the_same_run_id_goes_on_at_once(tmp_path):
 def test_a_living_run_of_this_machine_keeps_its_place_also_from_its_own_run_id(tmp_path):
     with (
         Ownership(str(tmp_path), "r1-a0", 60),
-        pytest.raises(ConfigError, match=("belongs to run r1-a0")),
+        pytest.raises(ConfigError, match="belongs to run r1-a0"),
     ):
         flyte_ddp.run(go_on, checkpoints=str(tmp_path), run_id="r1-a0")
 

@@ -219,7 +219,7 @@ def test_command_lines_do_what_they_do_under_torchrun(tmp_path, monkeypatch, cap
         assert files_of("ours", name) == files_of("theirs", name), name
     refused = {name for name, (status, _) in found.items() if status == 2}
     assert refused == {
-        name for name in cases if name.startswith(("two kinds", "unknown", ("too many")))
+        name for name in cases if name.startswith(("two kinds", "unknown", "too many"))
     }
 
 
@@ -245,7 +245,7 @@ def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(
     given = "--log-dir, --monitor-interval, --run-path, --start-method, --tee, PYTHON_EXEC"
     assert errors.splitlines() == [
         f"{given}: accepted as torchrun's, with no effect here",
-        ("script.py, 1 rank"),
+        "script.py, 1 rank",
     ]
 
 
@@ -270,11 +270,11 @@ def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(
         ),
         (
             ["--no-python", "no-such-program"],
-            ("error: script: expected a program that can be executed, got 'no-such-pr"),
+            "error: script: expected a program that can be executed, got 'no-such-pr",
         ),
         (
             ["--no-python", "-m", "x"],
-            ("error: --no-python: expected not with --module, which is Python's"),
+            "error: --no-python: expected not with --module, which is Python's",
         ),
         (
             ["--shutdown-timeout=-1", __file__],
@@ -283,7 +283,7 @@ def test_what_changes_nothing_is_one_line_and_a_prefix_can_be_left_out(
         *(
             (
                 [*arguments, __file__],
-                (f"error: {arguments[0]}: expected neither the flag nor its PET_ variable: {why}"),
+                f"error: {arguments[0]}: expected neither the flag nor its PET_ variable: {why}",
             )
             for arguments, why in (
                 (["--signals-to-handle", "SIGTERM,SIGUSR1"], "SIGTERM, SIGINT"),

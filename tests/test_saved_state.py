@@ -262,7 +262,7 @@ UNREADABLE = {
     "date": (np.datetime64("2026-01-01"), "datetime64"),
     "nested": (
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-        ("Tensor .*: save whole tensors"),
+        "Tensor .*: save whole tensors",
     ),
     "huge": (1 << 3000, "int"),
     "masked": (np.ma.array([1, 2], mask=[False, True]), "MaskedArray"),
@@ -390,7 +390,7 @@ def test_a_checkpoint_with_another_kind_of_checksum_is_refused_and_stays(tmp_pat
     before = sorted(tmp_path.iterdir())
     with pytest.raises(
         ConfigError,
-        match=("expected xxh3_128 of its files, got another checksum; the file is whole"),
+        match="expected xxh3_128 of its files, got another checksum; the file is whole",
     ):
         CheckpointStore(str(tmp_path), 5).load_latest()
     assert sorted(tmp_path.iterdir()) == before

@@ -112,7 +112,7 @@ def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(
     ("splits", "first", "second"),
     [
         (False, "node 1's memory", "node 0's memory"),
-        (True, "node 1's memory", ("the memory of nodes 0 and 1")),
+        (True, "node 1's memory", "the memory of nodes 0 and 1"),
     ],
 )
 def test_a_lost_node_costs_nothing_that_was_saved_in_memory_without_a_place_for_checkpoints(

@@ -124,7 +124,7 @@ def test_repeats_are_seeds_of_every_combination_and_far_from_each_other():
     ]
     assert expand_world_sizes(TrainingConfig(), [1, 2]) == [{"world_size": 2}, {"world_size": 1}]
     with pytest.raises(
-        ConfigError, match=("^repeats: expected a whole number of at least 1, got 0$")
+        ConfigError, match="^repeats: expected a whole number of at least 1, got 0$"
     ):
         expand_world_sizes(TrainingConfig(), [1, 2], repeats=0)
 
@@ -135,7 +135,7 @@ def test_learning_rates_are_compared_among_themselves():
     )
     assert [study.describe(values) for values in study.series] == [
         "learning_rate 0.002",
-        ("learning_rate 0.1"),
+        "learning_rate 0.1",
     ]
     assert [row.learning_rate for row in study.rows] == [2e-3, 2e-3, 0.1, 0.1]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
@@ -149,7 +149,7 @@ def test_batches_of_equal_size_per_rank_are_compared_by_their_throughput():
     study = Study(runs)
     assert [study.describe(values) for values in study.series] == [
         "batch_size_per_rank 32",
-        ("batch_size_per_rank 64"),
+        "batch_size_per_rank 64",
     ]
     assert [row.batch_size_per_rank for row in study.rows] == [32, 32, 64, 64]
     assert [row.speed_up for row in study.rows] == pytest.approx([1, 2, 1, 1.5])
@@ -205,37 +205,37 @@ def study_of_two():
         ({"world_sizes": [2]}, "world_sizes: expected two or more, got [2]"),
         (
             {"world_sizes": [1, 1]},
-            ("world_sizes: expected different finite numbers above 0, got [1, 1]"),
+            "world_sizes: expected different finite numbers above 0, got [1, 1]",
         ),
         (
             {"world_sizes": [0, 1]},
-            ("world_sizes: expected different finite numbers above 0, got [1, 0]"),
+            "world_sizes: expected different finite numbers above 0, got [1, 0]",
         ),
         ({"world_sizes": [1, 3]}, "global_batch_size: expected a multiple of 3, got 32 (3 ranks;"),
         (
             {"learning_rates": [0.1, 0.0]},
-            ("learning_rates: expected different finite numbers above 0, got [0.1, 0.0]"),
+            "learning_rates: expected different finite numbers above 0, got [0.1, 0.0]",
         ),
         (
             {"learning_rates": [0.1, 0.1]},
-            ("learning_rates: expected different finite numbers above 0, got [0.1, 0.1]"),
+            "learning_rates: expected different finite numbers above 0, got [0.1, 0.1]",
         ),
         (
             {"batch_sizes_per_rank": [0]},
-            ("batch_sizes_per_rank: expected different finite numbers above 0, got [0]"),
+            "batch_sizes_per_rank: expected different finite numbers above 0, got [0]",
         ),
         (
             {"sample_sizes": [9, 9]},
-            ("sample_sizes: expected different finite numbers above 0, got [9, 9]"),
+            "sample_sizes: expected different finite numbers above 0, got [9, 9]",
         ),
         ({"target_loss": -1.0}, "target_loss: expected a finite number of at least 0, got -1.0"),
         (
             {"target_loss": float("nan")},
-            ("target_loss: expected a finite number of at least 0, got nan"),
+            "target_loss: expected a finite number of at least 0, got nan",
         ),
         (
             {"config": TrainingConfig(parallel="fsdp")},
-            ("config.parallel: expected ddp in a scaling study, got 'fsdp'"),
+            "config.parallel: expected ddp in a scaling study, got 'fsdp'",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_every_figure_of_a_study_has_its_panel():
     ]
     assert (meaning, panels["speed-up"].summary) == (
         "",
-        ("Speed-up by world size: 1 rank 1, 2 ranks 1.667"),
+        "Speed-up by world size: 1 rank 1, 2 ranks 1.667",
     )
     assert ">ideal<" in to_svg(panels["speed-up"])
     assert all("<svg" in to_svg(panel) for panel in found)
@@ -615,7 +615,7 @@ def test_a_failed_trial_ends_the_study_and_no_other_starts(tmp_path, monkeypatch
 
 def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):
     with pytest.raises(
-        InputError, match=("^global_batch_size: expected a multiple of 5, got 12 .5 ranks")
+        InputError, match="^global_batch_size: expected a multiple of 5, got 12 .5 ranks"
     ):
         study(tmp_path, world_sizes=[1, 5])
     with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):

@@ -113,7 +113,7 @@ def test_a_directory_needs_the_name_of_its_script(project, tmp_path):
     source = converted(FlyteDirectory(str(project)))
     assert unpack_script(source, "train.py", tmp_path / "one").read_text() == SCRIPT
     with pytest.raises(
-        ConfigError, match=("^entry_point: expected the name of a script .*, got ''$")
+        ConfigError, match="^entry_point: expected the name of a script .*, got ''$"
     ):
         unpack_script(source, "", tmp_path / "two")
     with pytest.raises(
@@ -138,14 +138,14 @@ def test_the_entry_point_lies_in_the_scripts_directory(project, tmp_path):
 def test_data_beside_a_script_are_refused(project, monkeypatch):
     monkeypatch.setattr(scripts, "MAX_SIZE", 100)
     with pytest.raises(
-        InputError, match=("^script: expected a directory of code without data.*; give data by")
+        InputError, match="^script: expected a directory of code without data.*; give data by"
     ):
         pack_script(project / "train.py")
 
 
 def test_a_script_that_is_not_there_is_named():
     with pytest.raises(
-        InputError, match=("^script: expected a script or a directory with one, got 'nope.py'")
+        InputError, match="^script: expected a script or a directory with one, got 'nope.py'"
     ):
         TypeEngine.get_transformer(ScriptSource).assert_type(ScriptSource, "nope.py")
 

@@ -274,7 +274,7 @@ def test_a_ranks_error_and_lines_lose_their_secrets(tmp_path, monkeypatch, caplo
     run = new_run(tmp_path)
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(RankFailure, match=("403 for https://host/a.X-Amz")) as caught,
+        pytest.raises(RankFailure, match="403 for https://host/a.X-Amz") as caught,
     ):
         run.train(1, max_restarts=1)
     seen = "".join(

@@ -196,7 +196,7 @@ def test_a_number_is_finite_and_of_any_kind_or_one_line(name, enter):
         enter(value)
     for value in BAD_NUMBERS:
         with pytest.raises(
-            ConfigError, match=(f"^{name}: expected a finite number .*, got .*")
+            ConfigError, match=f"^{name}: expected a finite number .*, got .*"
         ) as error:
             enter(value)
         assert "\n" not in str(error.value)
@@ -217,13 +217,13 @@ def test_what_enters_is_an_int_and_what_is_reported_a_float(tmp_path):
     assert [(type(each), each) for each in link.beats if each] == [(int, 5)] * len(link.beats)
     reported = [each for each in link.events if isinstance(each, events.Reported)]
     assert [repr(each.values) for each in reported] == [
-        ("{'loss': 0.5, 'nan': nan, 'small': 2.0}")
+        "{'loss': 0.5, 'nan': nan, 'small': 2.0}"
     ] * 3
     assert (tmp_path / "step-0000000005.json").exists()
     assert batches_with(seed=np.int64(3)).seed.__class__ is int
     with pytest.raises(
         ConfigError,
-        match=("session.save: step: expected a whole number .* of at most 9999999999, got"),
+        match="session.save: step: expected a whole number .* of at most 9999999999, got",
     ):
         session.save({"a": 1}, 10**10)
     for value in ("5", np.ones(1), torch.ones(2), [1.0], None, 10**400, 1j):

@@ -136,7 +136,7 @@ def checkout(tmp_path_factory):
     (root / "workflows/own.py").write_text(OWN)
     settings = root / "settings.toml"
     settings.write_text(
-        settings.read_text().replace('recipes = ["recipes"]', ('recipes = ["recipes", "vineyard"]'))
+        settings.read_text().replace('recipes = ["recipes"]', 'recipes = ["recipes", "vineyard"]')
     )
     with open(root / ".dockerignore", "a") as file:
         file.write("!vineyard\n")

@@ -160,7 +160,7 @@ def test_the_help_explains_every_flag():
         (["--config", '{"epochs": 0}'], "epochs: expected a whole number of at least 1, got 0"),
         (
             ["--config", '{"epochs": "ten"}'],
-            ("epochs: expected a whole number of at least 1, got 'ten'"),
+            "epochs: expected a whole number of at least 1, got 'ten'",
         ),
         (
             ["--config", '{"recipe_options": {"size": 1}}'],
@@ -169,7 +169,7 @@ def test_the_help_explains_every_flag():
         (["--config", '{"epoch": 3}'], "config: expected one of the fields epochs"),
         (
             ["--config", '{"global_batch_size": 33}', "--num_processes", "2"],
-            ("expected a multiple of 2, got 33"),
+            "expected a multiple of 2, got 33",
         ),
         (
             ["--checkpoints", "/proc/none"],
@@ -181,7 +181,7 @@ def test_the_help_explains_every_flag():
         ),
         (
             ["--data", "/nowhere"],
-            ("data: expected a directory, a file or a URL, got '/nowhere', which does not exist"),
+            "data: expected a directory, a file or a URL, got '/nowhere', which does not exist",
         ),
         (
             ["--output", "Makefile"],
@@ -401,11 +401,11 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
     inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
     for attempt, end in (
         (1, r"the (run was stopped|ranks were killed)|nothing was running"),
-        (2, ("Its checkpoints")),
+        (2, "Its checkpoints"),
     ):
         error = error_of_pod(tmp_path, attempt, inputs)
         assert re.search(
-            (f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}"),
+            f"max_hours: the run has taken 1 h, all attempts together, which is its limit.*{end}",
             error.message,
         )
         assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE

@@ -153,7 +153,7 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
     replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
     assert [calls.count(layer) for layer in model] == ([2, 2] if asked else [1, 1])
     assert caplog.messages == [
-        ("parallel: one rank holds the whole model; fsdp splits it over several")
+        "parallel: one rank holds the whole model; fsdp splits it over several"
     ]
 
 

@@ -117,7 +117,7 @@ def test_single_files_are_written_read_and_fetched(place, tmp_path):
 def test_an_unknown_kind_of_url_is_refused_without_its_password():
     with pytest.raises(
         ConfigError,
-        match=("data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'"),
+        match="data: expected a path or a URL that fsspec knows, got 'xyz://...@host/a'",
     ):
         Storage("xyz://me:secret@host/a", "data")
 
@@ -356,7 +356,7 @@ def test_a_directory_in_which_nothing_can_be_created_is_refused(tmp_path):
     for path in ("/proc/run", str(tmp_path / "file" / "below")):
         with pytest.raises(
             ConfigError,
-            match=("checkpoints: expected a place .*where this process may read and create"),
+            match="checkpoints: expected a place .*where this process may read and create",
         ):
             Storage(path, timeout=0).check_access()
 
@@ -458,7 +458,7 @@ def test_file_systems_with_different_keys_are_not_shared(monkeypatch):
         ("simplecache::s3://me:secret@b/a", "simplecache::s3://...@b/a"),
         (
             "403, message='no', url='https://h/a?sig=secret'",
-            ("403, message='no', url='https://h/a?sig=...'"),
+            "403, message='no', url='https://h/a?sig=...'",
         ),
     ],
 )
@@ -558,7 +558,7 @@ def test_a_full_disk_is_one_line_until_something_is_written_again(tmp_path, monk
         patch.setattr(
             Storage,
             "_write",
-            lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, ("No space left"))),
+            lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")),
         )
         for _ in range(3):
             with pytest.raises(StorageUnavailable, match="is full"):

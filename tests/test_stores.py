@@ -237,7 +237,7 @@ def test_a_wrong_key_of_azure_is_refused_in_one_line(abfs, fast, monkeypatch):  
     for action in (place.check_access, lambda: place.read("a"), place.names):
         directory._reached.clear()
         with pytest.raises(
-            StorageDenied, match=("; correct the keys, or give their owner the permission$")
+            StorageDenied, match="; correct the keys, or give their owner the permission$"
         ) as caught:
             action()
         assert "\n" not in str(caught.value)
@@ -283,7 +283,7 @@ def google(monkeypatch):
         def do_GET(self):
             error = {
                 "code": server.status,
-                "message": ("The caller does not have storage.objects access"),
+                "message": "The caller does not have storage.objects access",
             }
             body = json.dumps({"error": error}).encode()
             self.send_response(server.status)
@@ -307,7 +307,7 @@ def google(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "remedy"), [(401, "GOOGLE_APPLICATION_CREDENTIALS"), (403, ("give their owner the"))]
+    ("status", "remedy"), [(401, "GOOGLE_APPLICATION_CREDENTIALS"), (403, "give their owner the")]
 )
 def test_google_s_refusals_are_the_user_s_errors_in_one_line(google, fast, caplog, status, remedy):  # noqa: F811
     google.status = status

@@ -244,15 +244,15 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(
         ("can't start new thread", "ulimit -u: expected more than 12 threads and processes"),
         (
             "[Errno 11] Resource temporarily unavailable",
-            ("ulimit -u: expected more than 12 threads and processes"),
+            "ulimit -u: expected more than 12 threads and processes",
         ),
         (
             "libtorch_cpu.so: failed to map segment from shared object",
-            ("ulimit -v: expected more than 12 bytes"),
+            "ulimit -v: expected more than 12 bytes",
         ),
         (
             "DefaultCPUAllocator: can't allocate memory: you tried",
-            ("ulimit -v: expected more than 12 bytes"),
+            "ulimit -v: expected more than 12 bytes",
         ),
     ],
 )

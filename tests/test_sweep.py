@@ -160,18 +160,18 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         (
             {"learning_rate": {"low": 0, "high": 1, "log": True}},
             3,
-            ("grid.learning_rate: expected a range .*low > 0"),
+            "grid.learning_rate: expected a range .*low > 0",
         ),
         (
             {"learning_rate": {"low": 2, "high": 1}},
             3,
-            ("grid.learning_rate: expected a range .*.*low <= high"),
+            "grid.learning_rate: expected a range .*.*low <= high",
         ),
         ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*'hi'"),
         (
             {"learning_rate": {"low": 0, "high": "1"}},
             3,
-            ("grid.learning_rate.high: expected a finite number, got '1'"),
+            "grid.learning_rate.high: expected a finite number, got '1'",
         ),
         (
             {"learning_rate": {"low": 0, "high": math.inf}},
@@ -190,7 +190,7 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         (
             {"optimizer": {"low": 1, "high": 2}},
             3,
-            ("optimizer: expected one of sgd, adam, adamw, got [12]"),
+            "optimizer: expected one of sgd, adam, adamw, got [12]",
         ),
         (
             {"seed": list(range(40)), "epochs": list(range(1, 41))},
@@ -215,22 +215,22 @@ def test_no_more_models_are_drawn_than_distinct_ones_exist():
         (
             {"epochs": [1]},
             -1,
-            ("num_models: expected a whole number of at least 0 and of at most 1000, got -1"),
+            "num_models: expected a whole number of at least 0 and of at most 1000, got -1",
         ),
         (
             {"learning_rate": [0.1, -1]},
             0,
-            ("learning_rate: expected a finite number above 0, got -1"),
+            "learning_rate: expected a finite number above 0, got -1",
         ),
         (
             {"learning_rate": [0.1, "fast"]},
             0,
-            ("learning_rate: expected a finite number above 0, got 'fast'"),
+            "learning_rate: expected a finite number above 0, got 'fast'",
         ),
         (
             {"recipe_options.size": [1]},
             0,
-            ("recipe_options: expected no options for recipe 'digits', got 'size'"),
+            "recipe_options: expected no options for recipe 'digits', got 'size'",
         ),
         ({"global_batch_size": [64, 33]}, 0, "global_batch_size: expected a multiple of 2, got 33"),
     ],
@@ -246,7 +246,7 @@ def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_mode
 
 def test_an_unknown_rule_for_stopping_early_is_refused():
     with pytest.raises(
-        ConfigError, match=("stop_early: expected one of none, median, halving, got 'soon'")
+        ConfigError, match="stop_early: expected one of none, median, halving, got 'soon'"
     ):
         Search("soon")
     with pytest.raises(ConfigError, match="sampler: expected one of random, tpe, got 'grid'"):

@@ -313,7 +313,7 @@ def test_a_lost_cluster_ends_the_sweep(tmp_path, data, record, start_worker):
     }
     with (
         open_cluster(config, "test") as client,
-        pytest.raises(ClusterError, match=("the cluster was lost: ")),
+        pytest.raises(ClusterError, match="the cluster was lost: "),
     ):
         sweep(models(slow), tmp_path / "checkpoints", data, client, Watch(react))
     scheduler.wait()
@@ -434,7 +434,7 @@ def test_the_models_are_one_group_in_wandb(outputs):
     assert len({run.run_group for run in runs}) == 1
     assert {run.display_name for run in runs} == {
         "trial 1 (learning_rate 0.0001)",
-        ("trial 2 (learning_rate 0.01)"),
+        "trial 2 (learning_rate 0.01)",
     }
     assert output.count("W&B: ") == 1
     assert f"likewise for all trials of group {runs[0].run_group}" in output

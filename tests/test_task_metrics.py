@@ -235,7 +235,7 @@ def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(
     assert [
         line
         for line in run.lines
-        if ("the model state is that of epoch 3, and not of the best: ") in line
+        if "the model state is that of epoch 3, and not of the best: " in line
     ]
 
 

@@ -359,7 +359,7 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(
             "missing.txt",
             None,
             {},
-            ("data: expected a file, directory or URL with text or Parquet, got .*missing.txt"),
+            "data: expected a file, directory or URL with text or Parquet, got .*missing.txt",
         ),
         ("empty.txt", b"", {}, r"data: expected text, got .*empty.txt, which is empty"),
         (
@@ -384,13 +384,13 @@ def test_text_of_any_size_is_prepared_in_bounded_memory(
             "half.txt.gz",
             gzip.compress(b"words " * 999, mtime=0)[:40],
             {},
-            ("data: .* cannot be read: EOFError"),
+            "data: .* cannot be read: EOFError",
         ),
         (
             "bad.parquet",
             b"PAR1 or not",
             {},
-            ("data: .*bad.parquet is no Parquet file that can be read"),
+            "data: .*bad.parquet is no Parquet file that can be read",
         ),
     ],
 )
@@ -426,7 +426,7 @@ def test_held_out_text_that_is_not_utf8_is_named_too(tmp_path, monkeypatch):
 def test_columns_and_folders_without_text_are_named(tmp_path):
     parquet.write_table(pyarrow.table({"id": [1], "story": ["once"]}), tmp_path / "a.parquet")
     with pytest.raises(
-        DataError, match=("expected a column 'text' .* got the columns id, story; .* option column")
+        DataError, match="expected a column 'text' .* got the columns id, story; .* option column"
     ):
         list(Corpus(str(tmp_path)).pieces())
     with pytest.raises(DataError, match="expected text in column 'id' of .*, got int64"):
@@ -460,16 +460,16 @@ def test_columns_and_folders_without_text_are_named(tmp_path):
         ),
         (
             {"pretrained": "a", "layers": 2},
-            ("recipe_options: expected one of .* got .'pretrained', 'layers'."),
+            "recipe_options: expected one of .* got .'pretrained', 'layers'.",
         ),
         (
             {"tokens": "words"},
-            ("recipe_options.tokens: expected one of auto, bytes, bpe, got 'words'"),
+            "recipe_options.tokens: expected one of auto, bytes, bpe, got 'words'",
         ),
         ({"context": 0}, "recipe_options.context: expected a whole number of at least 1, got 0"),
         (
             {"held_out": 1},
-            ("recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0"),
+            "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0",
         ),
         (
             {"vocabulary": 100},
@@ -495,7 +495,7 @@ def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(
     torch.save(models[0].state_dict(), file)
     with pytest.raises(
         ConfigError,
-        match=("^vocabulary: expected a state with the tokenizer of this data, got one"),
+        match="^vocabulary: expected a state with the tokenizer of this data, got one",
     ):
         load_initial_state(models[1], str(file))
 
@@ -548,6 +548,6 @@ def test_a_file_without_a_vocabulary_is_named_in_one_line(tmp_path, state, said)
         file.write_bytes(state) if isinstance(state, bytes) else torch.save(state, file)
     with pytest.raises(
         ConfigError,
-        match=(f"^recipe_options.vocabulary_of: expected .* of recipe text, got .*{said}$"),
+        match=f"^recipe_options.vocabulary_of: expected .* of recipe text, got .*{said}$",
     ):
         prepared(tmp_path, tokens="bpe", vocabulary_of=str(file))

@@ -75,7 +75,7 @@ def test_a_recipe_that_forgets_a_parameter_in_its_groups_is_refused():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(
         ConfigError,
-        match=("^optimizer_groups: expected every trained parameter .* got none with bias"),
+        match="^optimizer_groups: expected every trained parameter .* got none with bias",
     ):
         build_optimizer(model, TrainingConfig(), [{"params": [model.weight]}])
     model.bias.requires_grad_(False)

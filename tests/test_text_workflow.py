@@ -120,7 +120,7 @@ def test_transformers_loads_a_runs_output_as_the_page_says(trained):
     [
         (
             {"max_tokens": 0},
-            ("max_tokens: expected a whole number of at least 1 and of at most 100000, got 0"),
+            "max_tokens: expected a whole number of at least 1 and of at most 100000, got 0",
         ),
         ({"temperature": -1.0}, "temperature: expected a finite number of at least 0, got -1.0"),
         ({"top_p": 0.0}, "top_p: expected a finite number of at most 1 and above 0, got 0.0"),

@@ -52,6 +52,6 @@ def test_a_mistake_is_one_line_before_any_rank_starts(arguments, expected):
 def test_several_machines_need_a_place_for_checkpoints():
     cluster = {"kind": "existing", "scheduler_address": "tcp://127.0.0.1:1"}
     with pytest.raises(
-        ConfigError, match=("checkpoints: expected a URL that all machines reach, got none")
+        ConfigError, match="checkpoints: expected a URL that all machines reach, got none"
     ):
         flyte_ddp.train("digits", nnodes=2, nproc_per_node=1, cluster=cluster)

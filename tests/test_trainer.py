@@ -224,7 +224,7 @@ def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
 # Rank 1's own check of its losses is switched off, as between two reports on a GPU.
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    [("late-nan 1 14", "the loss .* is nan"), (("infinite-gradient 1 14"), "norm")],
+    [("late-nan 1 14", "the loss .* is nan"), ("infinite-gradient 1 14", "norm")],
 )
 def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(
     tmp_path, monkeypatch, fault, expected
@@ -279,7 +279,7 @@ def test_a_run_on_a_sample_resumes_in_the_middle_of_an_epoch_and_on_that_sample_
     with pytest.raises(StopRequested):
         stopped.fit()
     with pytest.raises(
-        ConfigError, match=("^sample_size: expected 50, with which .* was written, got 40")
+        ConfigError, match="^sample_size: expected 50, with which .* was written, got 40"
     ):
         new_trainer(run, epochs=2, sample_size=40).resume()
 
@@ -385,7 +385,7 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
 
 
 @pytest.mark.parametrize(
-    ("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, ("in epoch 3"))]
+    ("stop_after", "where"), [(9 + 5 + 3, "in epoch 2"), (2 * (9 + 5) + 1, "in epoch 3")]
 )
 def test_fewer_epochs_than_a_checkpoint_has_are_refused(tmp_path, stop_after, where):
     run = new_run(tmp_path)

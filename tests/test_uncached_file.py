@@ -95,7 +95,7 @@ def test_a_file_system_without_direct_writes_gets_usual_ones(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(
-    not os.access("/dev/shm", os.W_OK), reason=("there is no file system in memory here")
+    not os.access("/dev/shm", os.W_OK), reason="there is no file system in memory here"
 )
 def test_a_file_in_memory_is_written_as_well():
     path = Path(f"/dev/shm/uncached-{os.getpid()}")

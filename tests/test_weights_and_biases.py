@@ -187,7 +187,7 @@ def test_text_predictions_become_a_table(tmp_path: Path) -> None:
 
 def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_path: Path) -> None:
     epoch = replace(
-        epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample=("<b>first line\nsecond")
+        epoch_finished(1), metrics={"nats_per_byte": 1.5}, sample="<b>first line\nsecond"
     )
     replay(
         Wandb("project", "run-1", tmp_path, say=lambda line: None),

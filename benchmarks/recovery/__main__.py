@@ -94,7 +94,7 @@ class Suite:
                 "\n".join(
                     [
                         f"{kind.name}, {name}: "
-                        + ("no end" if code is None else (f"exit code {code}")),
+                        + ("no end" if code is None else f"exit code {code}"),
                         *tail,
                     ]
                 )
@@ -186,7 +186,7 @@ def log(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=FAULTS, default=list(FAULTS), help=("faults (all)")
+        "--only", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults (all)"
     )
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(all)"

@@ -96,10 +96,10 @@ if __name__ == "__main__":
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument(
-        "--store", default="", help=("URL of an object store's directory for the checkpoints")
+        "--store", default="", help="URL of an object store's directory for the checkpoints"
     )
     parser.add_argument(
-        "--config", type=json.loads, default={}, help=("of ours, besides the benchmark's, as JSON")
+        "--config", type=json.loads, default={}, help="of ours, besides the benchmark's, as JSON"
     )
     options = vars(parser.parse_args())
     overrides = options.pop("config")

@@ -213,7 +213,7 @@ FAULTS = {
     "node-and-store": Fault(
         (
             "store away, 1.2 GB, node lost, a third one there",
-            ("store away, 1.2 GB, node lost, none in its place"),
+            "store away, 1.2 GB, node lost, none in its place",
         ),
         lose_nodes_and_store,
         epochs=1,

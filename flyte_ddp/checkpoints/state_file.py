@@ -84,7 +84,7 @@ class _ChecksumStream:
 
 
 def _fit_for_the_writer() -> contextlib.AbstractContextManager[object]:
-    """Have `torch.save` take no checksum in this thread, where this torch can."""
+    """Let `torch.save` take no checksum in this thread, where this torch can."""
     try:
         from torch.utils.serialization import config
     except ImportError:

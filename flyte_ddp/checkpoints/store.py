@@ -145,7 +145,7 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
 
     def share_with(self, peers: Peers | None) -> None:
-        """Have each of `peers` save a part of every state from now on. Nothing may be waiting to be
+        """Let each of `peers` save a part of every state from now on. Nothing may be waiting to be
         written.
         """
         self.peers = peers

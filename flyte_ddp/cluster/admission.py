@@ -54,7 +54,7 @@ class Allowed:
     secrets: tuple[str, ...] = field((), help="of env_from_secrets")
     namespaces: tuple[str, ...] = field((), help="besides the task's own")
     pod_template: tuple[str, ...] = field(
-        (), help=("paths in both templates, each with all below it")
+        (), help="paths in both templates, each with all below it"
     )
     # A variable can make a worker load code, and an annotation can have a secret injected.
     env: tuple[str, ...] = field((), help="names of variables of workers")
@@ -63,7 +63,7 @@ class Allowed:
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
     urls: tuple[str, ...] = field(
-        URLS, help=("of inputs, in a task of Flyte, each with all below it")
+        URLS, help="of inputs, in a task of Flyte, each with all below it"
     )
 
     def __post_init__(self) -> None:
@@ -240,9 +240,7 @@ def _matches(value: str, patterns: Iterable[str]) -> bool:
 
 def _list(patterns: tuple[str, ...], table: str) -> str:
     return (
-        f"one of {table} ({', '.join(patterns)})"
-        if patterns
-        else (f"none, because {table} is empty")
+        f"one of {table} ({', '.join(patterns)})" if patterns else f"none, because {table} is empty"
     )
 
 

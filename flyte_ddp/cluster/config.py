@@ -48,15 +48,15 @@ class KubernetesConfig:
     """
 
     image: str = field(
-        "", help=("of scheduler and workers; by default that of the pod that this process runs in")
+        "", help="of scheduler and workers; by default that of the pod that this process runs in"
     )
     namespace: str = field("", help="by default this pod's, or the kubeconfig's")
     worker_cpus: float = field(
-        2.0, above=0, unit="cores", help=("of each worker pod, requested and limit")
+        2.0, above=0, unit="cores", help="of each worker pod, requested and limit"
     )
     worker_memory: str = field("8Gi", **_MEMORY, help="of each worker pod, requested and limit")
     shared_memory: str = field(
-        "2Gi", **_MEMORY, help=("size of a worker's /dev/shm, which is part of worker_memory")
+        "2Gi", **_MEMORY, help="size of a worker's /dev/shm, which is part of worker_memory"
     )
     gpu_resource: str = field(
         "nvidia.com/gpu",
@@ -65,10 +65,10 @@ class KubernetesConfig:
         help="the resource that gpus_per_node counts, such as a MIG profile's name",
     )
     scheduler_cpus: float = field(
-        0.5, above=0, unit="cores", help=("of the scheduler pod, requested and limit")
+        0.5, above=0, unit="cores", help="of the scheduler pod, requested and limit"
     )
     scheduler_memory: str = field(
-        "1Gi", **_MEMORY, help=("of the scheduler pod, requested and limit")
+        "1Gi", **_MEMORY, help="of the scheduler pod, requested and limit"
     )
     service_account: str = field(
         "",
@@ -83,7 +83,7 @@ class KubernetesConfig:
         factory=dict, help="variables of workers; readable by all who may read pods, so no secrets"
     )
     env_from_secrets: list[str] = field(
-        factory=list, help=("secrets whose keys become environment variables of workers")
+        factory=list, help="secrets whose keys become environment variables of workers"
     )
     pod_template: dict[str, Any] = field(
         factory=dict,
@@ -93,7 +93,7 @@ class KubernetesConfig:
         ),
     )
     scheduler_pod_template: dict[str, Any] = field(
-        factory=dict, help=("merged in the same way into the scheduler's")
+        factory=dict, help="merged in the same way into the scheduler's"
     )
     queue: str = field(
         "",
@@ -105,7 +105,7 @@ class KubernetesConfig:
         ),
     )
     operator_namespace: str = field(
-        "dask-operator", help=("whose pods a run's NetworkPolicy lets in")
+        "dask-operator", help="whose pods a run's NetworkPolicy lets in"
     )
     tls: bool = field(
         True,
@@ -163,14 +163,14 @@ class ClusterConfig:
         "auto: existing where an address is known, kubernetes inside a pod, local otherwise",
     )
     num_nodes: int = field(
-        2, minimum=1, help=("Dask workers, each with a machine's or a pod's share of the ranks")
+        2, minimum=1, help="Dask workers, each with a machine's or a pod's share of the ranks"
     )
     gpus_per_node: int = field(0, minimum=0, help="0: the ranks use CPUs")
     processes_per_node: int = field(
         0, minimum=0, help="ranks on each node; 0: one per GPU, or one where there are none"
     )
     threads_per_rank: int = field(
-        0, minimum=0, help=("CPU threads of each rank; 0: its share of its node's cores")
+        0, minimum=0, help="CPU threads of each rank; 0: its share of its node's cores"
     )
     min_nodes: int = field(
         0,
@@ -188,13 +188,13 @@ class ClusterConfig:
         ),
     )
     node_timeout: float = field(
-        20.0, above=0, unit="seconds", help=("of silence after which a node counts as lost")
+        20.0, above=0, unit="seconds", help="of silence after which a node counts as lost"
     )
     start_timeout: float = field(
         900.0,
         above=0,
         unit="seconds",
-        help=("of the whole start: pods scheduled, images pulled, workers connected"),
+        help="of the whole start: pods scheduled, images pulled, workers connected",
     )
     return_timeout: float = field(
         60.0, above=0, unit="seconds", help="until a run with min_nodes continues without a node"
@@ -209,7 +209,7 @@ class ClusterConfig:
         ),
     )
     grow_interval: float = field(
-        300.0, minimum=0, unit="seconds", help=("between two growths, at least")
+        300.0, minimum=0, unit="seconds", help="between two growths, at least"
     )
     scheduler_address: str = field(
         "",

@@ -48,10 +48,10 @@ class Monitor:
     """
 
     metric: str = field(
-        "test_loss", help=("test_loss, or one of the recipe's metrics or figures by its name")
+        "test_loss", help="test_loss, or one of the recipe's metrics or figures by its name"
     )
     mode: str = field(
-        "min", choices=("min", "max"), help=("whether a lower or a higher one is better")
+        "min", choices=("min", "max"), help="whether a lower or a higher one is better"
     )
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class TrainingConfig:
     global_batch_size: int = field(
         64,
         minimum=1,
-        help=("samples per optimizer step, summed over all ranks and accumulated micro-batches"),
+        help="samples per optimizer step, summed over all ranks and accumulated micro-batches",
     )
     sample_size: int = field(
         0,
@@ -94,7 +94,7 @@ class TrainingConfig:
     learning_rate: float = field(1e-3, above=0, help="the schedule's peak")
     momentum: float = field(0.9, minimum=0, below=1, help="of sgd")
     weight_decay: float = field(
-        0.0, minimum=0, help=("per step; decoupled for adamw, an L2 gradient term otherwise")
+        0.0, minimum=0, help="per step; decoupled for adamw, an L2 gradient term otherwise"
     )
     schedule: str = field(
         "cosine",
@@ -102,7 +102,7 @@ class TrainingConfig:
         help="cosine: warm-up, then to zero; one_cycle: up for 30 %, then to zero",
     )
     warmup_steps: int = field(
-        0, minimum=0, help=("optimizer steps of linear warm-up of constant and cosine")
+        0, minimum=0, help="optimizer steps of linear warm-up of constant and cosine"
     )
     gradient_accumulation: int = field(1, minimum=1, help="micro-batches per optimizer step")
     grow_accumulation_on_oom: bool = field(
@@ -113,14 +113,14 @@ class TrainingConfig:
         "batches",
     )
     gradient_clip_norm: float = field(
-        0.0, minimum=0, help=("largest L2 norm of the whole gradient; 0 does not clip")
+        0.0, minimum=0, help="largest L2 norm of the whole gradient; 0 does not clip"
     )
     precision: str = field(
-        "fp32", choices=("fp32", "bf16"), help=("bf16: autocast; weights and optimizer stay fp32")
+        "fp32", choices=("fp32", "bf16"), help="bf16: autocast; weights and optimizer stay fp32"
     )
     channels_last: bool = field(True, help="memory format of image-shaped (4-D) tensors")
     compile: bool = field(
-        False, help=("torch.compile the model, with fsdp each of its blocks; needs a C++ compiler")
+        False, help="torch.compile the model, with fsdp each of its blocks; needs a C++ compiler"
     )
     parallel: str = field(
         "ddp",
@@ -142,10 +142,10 @@ class TrainingConfig:
     )
     seed: int = field(0, minimum=0, help="of initial weights, shuffling, dropout and augmentation")
     deterministic: bool = field(
-        False, help=("only deterministic algorithms: same bits on same hardware, slower on GPUs")
+        False, help="only deterministic algorithms: same bits on same hardware, slower on GPUs"
     )
     monitor: Monitor = field(
-        factory=Monitor, help=("the figure of an epoch that decides which model is the best")
+        factory=Monitor, help="the figure of an epoch that decides which model is the best"
     )
     patience: int = field(
         0,
@@ -158,12 +158,12 @@ class TrainingConfig:
     model_state: str = field(
         "best",
         choices=("best", "last"),
-        help=("the epoch, by `monitor`, whose weights the run returns"),
+        help="the epoch, by `monitor`, whose weights the run returns",
     )
     backend: str = field(
         "auto",
         choices=("auto", "nccl", "gloo"),
-        help=("auto: nccl where the ranks have GPUs, else gloo"),
+        help="auto: nccl where the ranks have GPUs, else gloo",
     )
     data_workers: int = field(
         0, minimum=0, help="loader processes per rank, for data sets that are read sample by sample"
@@ -172,7 +172,7 @@ class TrainingConfig:
     checkpoint_interval: int = field(
         0,
         minimum=0,
-        help=("optimizer steps between checkpoints within an epoch; 0: only at each epoch's end"),
+        help="optimizer steps between checkpoints within an epoch; 0: only at each epoch's end",
     )
     memory_interval: int = field(
         -1,
@@ -182,7 +182,7 @@ class TrainingConfig:
         "0: none; -1: as many as keep their cost below 1 % of the time",
     )
     checkpoints_to_keep: int = field(
-        2, minimum=1, help=("newest checkpoints kept, besides the best epoch's")
+        2, minimum=1, help="newest checkpoints kept, besides the best epoch's"
     )
     collective_timeout: float = field(
         600.0, above=0, unit="seconds", help="for which a collective waits for the other ranks"
@@ -194,7 +194,7 @@ class TrainingConfig:
         600.0,
         above=0,
         unit="seconds",
-        help=("without the checkpoints' store until the attempt ends recoverably"),
+        help="without the checkpoints' store until the attempt ends recoverably",
     )
     fresh_layers: list[str] = field(
         factory=list,

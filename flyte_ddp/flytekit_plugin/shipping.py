@@ -43,7 +43,7 @@ def runs_file_of_checkout() -> bool:
 
 
 def ship_all_files() -> None:
-    """Have the command that registers from this checkout ship all files. Raises ClickException if
+    """Let the command that registers from this checkout ship all files. Raises ClickException if
     told to ship less.
     """
     command = registering_command()

@@ -159,7 +159,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
 
 
 class _Reports(Logger):  # type: ignore[misc]
-    """What the module logs, as reports of the run."""
+    """Sends the values that the module logs as reports of the run."""
 
     name, version = "session", ""
 

@@ -1,5 +1,5 @@
-"""What the integrations share: a framework's training, saved and loaded by the session, and ended
-when it has to stop.
+"""The common part of the integrations: a framework's training, saved and loaded by the session, and
+ended when it has to stop.
 
 Knows no framework.
 """
@@ -110,7 +110,7 @@ def is_split_model(model: nn.Module) -> bool:
 
 
 def record_once() -> bool:
-    """Have W&B record nothing more in this process where the run itself is recorded; return whether
+    """Stop W&B from recording more in this process where the run itself is recorded; return whether
     it is.
     """
     if WANDB_VARIABLE not in os.environ:

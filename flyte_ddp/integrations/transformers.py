@@ -171,7 +171,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         return [self.trainer.lr_scheduler, *filter(None, [self.trainer.accelerator.scaler])]
 
     def _keep_global_batch(self, total: int | None) -> None:
-        """Have an optimizer step take `total` samples, by as many batches as that are for a
+        """Let an optimizer step take `total` samples, by as many batches as that are for a
         rank.
         """
         args = self.trainer.args

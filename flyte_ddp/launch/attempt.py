@@ -207,7 +207,7 @@ class Attempt:
             return False
         if not self.failures:
             raise NodeLost(
-                (f"nodes did not end in time after they were asked to, because {self.reason}"), ""
+                f"nodes did not end in time after they were asked to, because {self.reason}", ""
             )
         cause = find_cause(self.failures)
         if isinstance(cause, RankFailure) and cause.rank in self._lost_peers and self.ended_ranks:

@@ -380,7 +380,7 @@ class _Driver:
                 "in between"
             )
             raise program_failure(
-                (f"{line}: the program, or a library that it calls there, has a bug"), failure.rank
+                f"{line}: the program, or a library that it calls there, has a bug", failure.rank
             )
         if kind is StorageUnavailable:
             raise StorageUnavailable(first_line(failure)) from failure

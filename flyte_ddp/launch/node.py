@@ -87,7 +87,7 @@ class Link:
         self._previous = text
 
     def kill_ranks(self, reason: str) -> None:
-        """Have the ranks killed."""
+        """Request that the ranks are killed."""
         self.is_killed = True
         self.stop.set(reason)
         self.stop.set(reason)  # the second request is urgent

@@ -93,7 +93,7 @@ class Before:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the run allows."""
+    """The restarts and changes that the run allows."""
 
     max_restarts: int = 0  # counted restarts without a newer state in between
     # an exception that would repeat is answered by a restart too, as torchrun does

@@ -79,16 +79,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--nproc-per-node",
         default="1",
-        help=("ranks on each: a number, gpu, cpu or auto (default 1)"),
+        help="ranks on each: a number, gpu, cpu or auto (default 1)",
     )
     add(
         "--max-restarts",
         type=int,
         default=0,
-        help=("restarts of all ranks after a loss (default 0)"),
+        help="restarts of all ranks after a loss (default 0)",
     )
     parser.add_argument(
-        "--cluster", default="", help=("the machines: JSON, or the name of a YAML or JSON file")
+        "--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file"
     )
     parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
     text = (
@@ -105,7 +105,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_switch("-m", "--module", help="SCRIPT is a module, as for python -m")
     add_switch("--no-python", help="SCRIPT is a program of any kind")
     parser.add_argument(
-        "--no-prefix", "--no_prefix", action="store_true", help=("show lines of output as they are")
+        "--no-prefix", "--no_prefix", action="store_true", help="show lines of output as they are"
     )
     text = (
         "seconds from a signal until the ranks are killed (default: 20, or what the task's pod "
@@ -126,7 +126,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
             add(*SHORT.get(flag, ()), flag, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=("of the script")
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
     )
 
 

@@ -147,7 +147,7 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
             f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items()
         )
         return Culprits(
-            tuple(rarest), (f"the ranks are in different collectives: {each_kind} ({where})")
+            tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})"
         )
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")

@@ -261,7 +261,7 @@ class _Ranks:
                 raise self._describe_stall()
             if stop.is_set() and not has_data:
                 raise TrainingStopped(
-                    (f"{stop.reason}: the run was stopped while its data were prepared"),
+                    f"{stop.reason}: the run was stopped while its data were prepared",
                     stop.reason,
                 )
             if stop.is_urgent or time.monotonic() > stop.deadline:
@@ -273,7 +273,7 @@ class _Ranks:
                     # other ranks' ends, for which the driver ends these, may be due to it
                     raise self._error()
                 raise TrainingStopped(
-                    (f"{stop.reason}: the ranks were killed {self._position()}"), stop.reason
+                    f"{stop.reason}: the ranks were killed {self._position()}", stop.reason
                 )
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
@@ -391,7 +391,7 @@ class _Ranks:
             what, kind, cause = (
                 f"rank {rank.number} exited with code {code}",
                 "exit",
-                (f"exit code {code}"),
+                f"exit code {code}",
             )
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
                 what += ", or the server that it was forked from was killed"
@@ -454,7 +454,7 @@ class _Ranks:
             found.append(stalled)
         limit = self.job.program.stall_timeout
         return stall_failure(
-            found, (f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})")
+            found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"
         )
 
     def _inspect(self) -> Iterator[tuple[StalledRank, str]]:

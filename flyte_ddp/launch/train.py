@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training has come to.
+    """The result of a training.
 
     Attributes:
         model_state: the state dict, on the CPU: that of the best epoch, or of the last one if the

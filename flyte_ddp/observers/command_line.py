@@ -28,14 +28,14 @@ RUN_ID = "wandb-run-id"
 def add_observer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `make_observers` reads."""
     parser.add_argument(
-        "--history", default="", metavar="FILE", help=("for the events of the run, as JSON lines")
+        "--history", default="", metavar="FILE", help="for the events of the run, as JSON lines"
     )
     parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
     parser.add_argument(
         "--wandb",
         default="",
         metavar="PROJECT",
-        help=("of Weights & Biases, which records the run"),
+        help="of Weights & Biases, which records the run",
     )
     text = "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run"
     parser.add_argument("--mlflow", default="", metavar="EXPERIMENT", help=text)

@@ -27,33 +27,33 @@ METRICS = {
     "flyte_ddp_accuracy_ratio": ("accuracy", "held-out accuracy after the last epoch, in [0, 1]"),
     "flyte_ddp_samples_per_second": (
         "samples_per_second",
-        ("training samples per second, over all ranks"),
+        "training samples per second, over all ranks",
     ),
     "flyte_ddp_checkpoint_step": (
         "checkpoint_step",
-        ("step of the newest checkpoint that the store has; 0 for none"),
+        "step of the newest checkpoint that the store has; 0 for none",
     ),
     "flyte_ddp_checkpoint_copied_step": (
         "checkpoint_copied_step",
-        ("step of the newest state copied for a checkpoint"),
+        "step of the newest state copied for a checkpoint",
     ),
     "flyte_ddp_restarts_total": (
         "restarts_total",
-        ("restarts of the ranks in this attempt of the task"),
+        "restarts of the ranks in this attempt of the task",
     ),
     "flyte_ddp_announced_losses_total": (
         "announced_losses_total",
-        ("ends of a gang because nodes left, as announced"),
+        "ends of a gang because nodes left, as announced",
     ),
     "flyte_ddp_stragglers": ("stragglers", "ranks that are slower than the median of the others"),
     "flyte_ddp_straggler_ratio": (
         "straggler_factor",
-        ("own time per step of the slowest of them / the median"),
+        "own time per step of the slowest of them / the median",
     ),
     "flyte_ddp_attempt": ("attempt", "number of this attempt of the task, from 0"),
     "flyte_ddp_last_event_timestamp_seconds": (
         "last_event_timestamp_seconds",
-        ("when rank 0 last reported anything"),
+        "when rank 0 last reported anything",
     ),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }

@@ -137,7 +137,7 @@ class ProgressBar:
         words = (
             FORMATS[name].format(value)
             if name in FORMATS
-            else (f"{name.replace('_', ' ')} {value:.5g}")
+            else f"{name.replace('_', ' ')} {value:.5g}"
             for name, value in values.items()
         )
         return ", ".join(filter(None, words))

@@ -219,7 +219,7 @@ class Wandb(Recorder):
         self.say(
             f"W&B: {reason}, so the run is recorded offline; {how}"
             if reason
-            else (f"W&B: {self.url}")
+            else f"W&B: {self.url}"
         )
 
     def _record_histograms(self, event: HistogramsTaken) -> None:

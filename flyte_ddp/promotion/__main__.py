@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "url", metavar="URL", help=("of the champion: any fsspec URL or a directory")
+            "url", metavar="URL", help="of the champion: any fsspec URL or a directory"
         )
         if name == "rollback":
             command.add_argument("version", metavar="VERSION", nargs="?", default="")
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--max-age", required=True, help=help_text)
         if name == "prune":
             command.add_argument(
-                "--keep", type=int, default=10, help=("newest versions to keep (default 10)")
+                "--keep", type=int, default=10, help="newest versions to keep (default 10)"
             )
     options = parser.parse_args(arguments)
     try:

@@ -154,7 +154,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
         return _skip(
             Outcome.UNCHANGED,
-            ("data, recipe, config and code are those that the champion was trained with"),
+            "data, recipe, config and code are those that the champion was trained with",
         )
     last = store.last_challenge()
     identity = _identity(challenge, criteria, current.version)
@@ -248,7 +248,7 @@ def _compare(
         problem = f"the challenger's {name} on the held-out data is not finite"
     if problem or measured is None:
         return PromotionResult(
-            Outcome.REFUSED, (f"{problem}; lower the learning rate or correct the data")
+            Outcome.REFUSED, f"{problem}; lower the learning rate or correct the data"
         )
     if current.state is None:
         return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)

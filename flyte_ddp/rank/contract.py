@@ -62,7 +62,7 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
         what = (
             f"{len(found)} of them"
             if isinstance(found, (tuple, list))
-            else (f"a {type(found).__name__}")
+            else f"a {type(found).__name__}"
         )
         raise ConfigError(f"{expected} got {what}")
     for dataset, use in zip(found, ("training", "held-out"), strict=True):
@@ -100,7 +100,7 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
         got = (
             f"the class {found.__name__}"
             if isinstance(found, type)
-            else (f"a {type(found).__name__}")
+            else f"a {type(found).__name__}"
         )
         raise ConfigError(f"{locate(recipe, 'model')}: expected an nn.Module, got {got}")
     tensors = [*found.named_parameters(), *found.named_buffers()]

@@ -101,7 +101,7 @@ class Slots:
         except RuntimeError as error:  # nothing is ready any more
             reason = str(error).partition("\n")[0]
             logger.warning(
-                ("no more states are kept in memory: they cannot be copied to another node: %s"),
+                "no more states are kept in memory: they cannot be copied to another node: %s",
                 reason,
             )
 

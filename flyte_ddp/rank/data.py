@@ -231,7 +231,7 @@ class LoadedSamples:
                     got = (
                         f"a tuple of {len(batch)}"
                         if isinstance(batch, (tuple, list))
-                        else (f"a {type(batch).__name__}")
+                        else f"a {type(batch).__name__}"
                     )
                     raise DataError(
                         f"datasets: expected (input, target) pairs as samples, got {got}"

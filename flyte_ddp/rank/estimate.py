@@ -145,12 +145,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="flyte-ddp estimate", description=text)
     parser.add_argument("--recipe", required=True, help="name of the recipe")
     parser.add_argument(
-        "--config", default="{}", help=("fields that differ from its defaults: JSON, or a file")
+        "--config", default="{}", help="fields that differ from its defaults: JSON, or a file"
     )
     parser.add_argument("--data", default="", help="source of the data, as of a run")
     parser.add_argument("--gpus", type=int, default=1, help="ranks in all (default 1)")
     parser.add_argument(
-        "--gpu-memory", type=float, default=0.0, help=("GiB of each GPU (default: not compared)")
+        "--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)"
     )
     options = parser.parse_args(arguments)
     try:

@@ -124,7 +124,7 @@ def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World)
     lacking = (
         lacking_memory(num_bytes, process.node)
         if process.slots
-        else ("expected Linux, with memfd_create")
+        else "expected Linux, with memfd_create"
     )
     if not any(lacks := world.all_gather(float(bool(lacking)))):
         return True

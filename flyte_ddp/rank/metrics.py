@@ -166,7 +166,7 @@ def read_value(name: str, value: Any) -> dict[str, float]:
         got = (
             f"shape {tuple(value.shape)}"
             if isinstance(value, Tensor)
-            else (f"a {type(value).__name__}")
+            else f"a {type(value).__name__}"
         )
         raise ConfigError(
             f"{name}: expected one number, got {got}: take a mean, or one metric each"

@@ -127,7 +127,7 @@ class _Zero(nn.Module):
 
 
 def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
-    """Have DDP arrange the gradients in buckets as it does after its first backward pass, by one
+    """Let DDP arrange the gradients in buckets as it does after its first backward pass, by one
     that changes nothing.
 
     Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the

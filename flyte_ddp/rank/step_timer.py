@@ -49,7 +49,7 @@ class StepTimer:
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:
-        """Have a backward pass count up to the gradient of the model's first trained parameter,
+        """Let a backward pass count up to the gradient of the model's first trained parameter,
         which comes last.
 
         A pass without that gradient does not count. Of a model that is not watched the whole pass

@@ -133,7 +133,9 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether all epochs are trained, or `patience` of them were not better than one before."""
+        """True once all epochs are trained, or `patience` of them were not better than one
+        before.
+        """
         num_done, patience = self.progress.epoch - 1, self.config.patience
         return num_done >= self.config.epochs or bool(
             patience and num_done and num_done - self.best.epoch >= patience
@@ -340,7 +342,7 @@ class Trainer:
             # it may be a mistake that was corrected
             if theirs not in (None, ours) and self.world.is_first:
                 logger.warning(
-                    ("the run of %s goes on with other code: recipe %s %s, before %s %s"),
+                    "the run of %s goes on with other code: recipe %s %s, before %s %s",
                     url,
                     *ours,
                     *theirs,
@@ -396,7 +398,7 @@ class Trainer:
             where = (
                 f"step {step}"
                 if is_exact
-                else (f"one of the steps {step - sums.num_steps + 1} to {step}")
+                else f"one of the steps {step - sums.num_steps + 1} to {step}"
             )
             raise NonFiniteLoss(
                 f"the loss is {value} at {where} (epoch {epoch}) on rank "

@@ -18,7 +18,7 @@ IMAGE, GZIP, PARQUET, EMPTY, NO_UTF8, OTHER = (
     "Parquet",
     "empty",
     "not in UTF-8",
-    ("no text"),
+    "no text",
 )
 
 _KINDS = {  # in this order

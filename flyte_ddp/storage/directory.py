@@ -333,7 +333,7 @@ class Storage:
                     what = (
                         "is full"
                         if is_full(error)
-                        else (f"could not be reached for {self.timeout:g} s")
+                        else f"could not be reached for {self.timeout:g} s"
                     )
                     raise StorageUnavailable(
                         f"{self.field}: {redact_url(self.url)} {what}: {describe(error)}",

@@ -100,10 +100,10 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
 
     heading, ends = (
         name_metric(metric),
-        [(f"{run.trial} {format_figure(metric, _figure(run))}") for run in best],
+        [f"{run.trial} {format_figure(metric, _figure(run))}" for run in best],
     )
     over_epochs = Panel(
-        "metric-over-epochs", heading, (f"{heading} over epochs: {', '.join(ends)}"), draw_epochs
+        "metric-over-epochs", heading, f"{heading} over epochs: {', '.join(ends)}", draw_epochs
     )
     swept = [
         name
@@ -114,7 +114,7 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         Panel(
             f"metric-by-{index}",
             f"By {name}",
-            (f"{heading} by {name}: the best, {ends[0]}"),
+            f"{heading} by {name}: the best, {ends[0]}",
             draw_slice(name),
         )
         for index, name in enumerate(swept)

@@ -94,7 +94,7 @@ class Execution:
     def wait(self, timeout: float = 900) -> FlyteWorkflowExecution:
         """Return the execution once it is over."""
         eventually(
-            lambda: self.is_over, timeout, (f"the end of {self.name}; its pods: {self.pods()}")
+            lambda: self.is_over, timeout, f"the end of {self.name}; its pods: {self.pods()}"
         )
         return self.sync()
 

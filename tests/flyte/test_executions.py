@@ -256,7 +256,7 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
         left = eventually(
             lambda: LEFT.search(execution.log(driver)),
             120,
-            ("the start of a gang without the node"),
+            "the start of a gang without the node",
         )
         eventually(lambda: has_reached(int(left[1]) + 20), 300, "20 steps after it")
         drain(nodes[driver], f"execution-id={execution.name}")
@@ -299,7 +299,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     execution.pod_of("train-on-cluster", attempt=1, timeout=300, running=False)
     kubectl("taint", "node", "--all", "upkeep=:NoSchedule")
     error = eventually(
-        lambda: execution.errors("train_on_cluster").get(1), 120, ("the end of the second attempt")
+        lambda: execution.errors("train_on_cluster").get(1), 120, "the end of the second attempt"
     )
     assert "with the taint upkeep" in error, error
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
@@ -348,7 +348,7 @@ def test_an_abort_deletes_the_dask_cluster(
     eventually(lambda: "epoch 2/" in execution.log(pod), 600, f"epoch 2 in the log of {pod}")
     owned = f"dask.org/cluster-name={next(iter(clusters_of(pod)))}"
     checkout.remote.terminate(
-        checkout.remote.fetch_execution(name=execution.name), ("somebody changed their mind")
+        checkout.remote.fetch_execution(name=execution.name), "somebody changed their mind"
     )
     start = time.monotonic()
     eventually(lambda: not clusters_of(pod), 30, "an end to the Dask cluster")

@@ -109,7 +109,7 @@ class Namespace:
         """Return the network policy of a cluster, which is created just after it."""
         command = ("get", "networkpolicy", cluster, "--ignore-not-found", "--output", "json")
         policy: dict[str, Any] = json.loads(
-            eventually(lambda: self.kubectl(*command), 60, (f"the policy of {cluster}"))
+            eventually(lambda: self.kubectl(*command), 60, f"the policy of {cluster}")
         )
         return policy
 
@@ -276,7 +276,7 @@ def namespace(operator: None) -> Iterator[Namespace]:
     eventually(lambda: _is_counted(name), 120, "a quota of Dask clusters")
     yield namespace
     eventually(
-        lambda: not namespace.left_of_clusters(), 300, ("an end to everything of all Dask clusters")
+        lambda: not namespace.left_of_clusters(), 300, "an end to everything of all Dask clusters"
     )
     kubectl("delete", "namespace", name, "--timeout=300s")  # waits: nothing in it may keep it
     for file in applied:

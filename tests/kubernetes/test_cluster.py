@@ -124,7 +124,7 @@ def test_a_driver_pod_needs_no_more_than_the_rbac_of_deploy_and_deletes_its_clus
     eventually(
         lambda: len(namespace.items("networkpolicies")) == 1,
         180,
-        ("an end to the run's network policy"),
+        "an end to the run's network policy",
     )
 
 
@@ -315,12 +315,12 @@ def test_the_pod_template_pulls_no_image_that_is_present(namespace: Namespace) -
             "create pods",
             "delete pods",
             "create pods/exec",
-            ("get configmaps"),
+            "get configmaps",
         ),
         *(
             "patch daskclusters.kubernetes.dask.org",
             "list daskclusters.kubernetes.dask.org",
-            ("delete secrets"),
+            "delete secrets",
         ),
         *("delete networkpolicies.networking.k8s.io", "create roles"),
     ],
@@ -367,7 +367,7 @@ def test_an_idle_driver_keeps_its_cluster_and_a_killed_one_loses_it(namespace: N
     time.sleep(80)
     assert len(namespace.clusters()) == 1, "gone with a driver that lives"
     namespace.kubectl(
-        "exec", "killed", "--", "bash", "-c", ("kill -KILL $(cat /proc/1/task/1/children)")
+        "exec", "killed", "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)"
     )
     namespace.wait_for_end("killed")
     assert namespace.phase("killed") == "Failed"

@@ -67,7 +67,7 @@ SITUATIONS = {
         reason="operator did not react",
     ),
     "a taint on all nodes": Situation(
-        "with the taint upkeep=", f"{NODES} upkeep=:NoSchedule", (f"{NODES} upkeep-")
+        "with the taint upkeep=", f"{NODES} upkeep=:NoSchedule", f"{NODES} upkeep-"
     ),
     "a quota without room for the driver": Situation(
         "quota few of .* allows pods up to 1, and this run with its driver needs 3",
@@ -268,7 +268,7 @@ def test_a_restricted_namespace_needs_flytes_setting(
         assert main(command) == 1
         told = capsys.readouterr().out
         assert re.search(
-            ("^FAILED .*refuse a task's pod .*violates PodSecurity.*default-pod-template-name"),
+            "^FAILED .*refuse a task's pod .*violates PodSecurity.*default-pod-template-name",
             told,
             re.M,
         )

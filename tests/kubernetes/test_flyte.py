@@ -136,7 +136,7 @@ def test_a_killed_rank_restarts_within_the_task_and_a_killed_pod_with_flytes_nex
 
     # The whole pod is killed, as by a node that goes: it can leave no word.
     flyte.namespace.kubectl(
-        "exec", pod, "--", "bash", "-c", ("kill -KILL $(cat /proc/1/task/1/children)")
+        "exec", pod, "--", "bash", "-c", "kill -KILL $(cat /proc/1/task/1/children)"
     )
     flyte.namespace.wait_for_end(pod)
     assert flyte.error(NESTED, 0) is None
@@ -182,7 +182,7 @@ def test_a_user_error_is_one_line_and_not_retried(
     mistakes = {
         flyte.start(package, "tasks.prepare.prepare", "n0/data", unknown): (
             "n0/data",
-            ("recipe: .*'no_such_recipe'"),
+            "recipe: .*'no_such_recipe'",
         ),
         flyte.start(package, "tasks.train.train_on_cluster", "n1/data", forbidden): (
             "n1/data",
@@ -217,7 +217,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Package:
     assert "    def model(self)" in recipe.read_text()
     recipe.write_text(
         recipe.read_text().replace(
-            "    def model(self)", (f"    print({NEWER!r})\n\n    def model(self)"), 1
+            "    def model(self)", f"    print({NEWER!r})\n\n    def model(self)", 1
         )
     )
     package = checkout / "recipes/twins"

@@ -82,7 +82,7 @@ def serve_cluster(namespace: Namespace) -> Iterator[str]:
             body = json.dumps(pod_targets(namespace.items("pods"))) if is_pods else figures()
             self.send_response(200)
             self.send_header(
-                "Content-Type", "application/json" if is_pods else ("text/plain; version=0.0.4")
+                "Content-Type", "application/json" if is_pods else "text/plain; version=0.0.4"
             )
             self.end_headers()
             self.wfile.write(body.encode())
@@ -160,7 +160,7 @@ def test_prometheus_finds_a_training_pod_and_alerts_fire_for_its_faults_and_stop
         eventually(
             lambda: prometheus.query("flyte_ddp_checkpoint_step > 0"),
             300,
-            ("a checkpoint in Prometheus"),
+            "a checkpoint in Prometheus",
         )
 
         namespace.kubectl("exec", pod, "--", "bash", "-c", f"kill -STOP {RANKS}")
@@ -171,7 +171,7 @@ def test_prometheus_finds_a_training_pod_and_alerts_fire_for_its_faults_and_stop
         eventually(
             lambda: prometheus.query(f"flyte_ddp_step > {step}"),
             60,
-            ("more steps: the run goes on"),
+            "more steps: the run goes on",
         )
 
         fires("RetrainingSilentOrStuck", cronjob="champion-status")
@@ -215,7 +215,7 @@ def run_champion_status(namespace: Namespace, name: str) -> int:
     pods = eventually(
         lambda: namespace.items("pods", f"job-name=champion-status-{name}"),
         60,
-        ("the pod of the Job"),
+        "the pod of the Job",
     )
     pod = pods[0]["metadata"]["name"]
     status = namespace.wait_for_end(pod)
@@ -234,11 +234,11 @@ def test_the_runbook_finds_the_quota_that_an_execution_without_a_pod_waits_for(
         eventually(
             lambda: "pods" in kubectl("--namespace", name, "describe", "resourcequota"),
             60,
-            ("the quota's use"),
+            "the quota's use",
         )
         with pytest.raises(
             AssertionError,
-            match=("exceeded quota: training, requested: pods=1, used: pods=0, limited"),
+            match="exceeded quota: training, requested: pods=1, used: pods=0, limited",
         ):
             # as Flyte creates a task's pod
             kubectl("--namespace", name, "run", "task", f"--image={IMAGE}")

@@ -38,7 +38,7 @@ def test_the_api_server_refuses_what_is_in_no_list_and_admits_the_rest(
     namespace: Namespace,
 ) -> None:
     eventually(
-        lambda: "an image" in refusal(namespace, run(image="evil:1")), 60, ("an enforced policy")
+        lambda: "an image" in refusal(namespace, run(image="evil:1")), 60, "an enforced policy"
     )
     for manifest, message in REFUSED:
         told = refusal(namespace, manifest)
@@ -74,6 +74,6 @@ def test_the_api_server_finds_no_mistake_in_the_policies_types(namespace: Namesp
         status = eventually(
             lambda checked=checked: json.loads(kubectl(*checked)).get("status"),
             60,
-            ("a checked policy"),
+            "a checked policy",
         )
         assert status["typeChecking"].get("expressionWarnings", []) == []

@@ -90,7 +90,7 @@ class ImageStore:
             status, code = (
                 ("503 Unavailable", "ServiceUnavailable")
                 if self.fault == "unavailable"
-                else (("403 F"), self.fault)
+                else ("403 F", self.fault)
             )
             body = (
                 f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()

@@ -332,7 +332,7 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
             return (
                 f"{reason} and is started again"
                 if waiting is None
-                else (f"{reason}: {waiting.message}")
+                else f"{reason}: {waiting.message}"
             )
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"

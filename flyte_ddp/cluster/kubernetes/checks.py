@@ -185,7 +185,7 @@ def _check_kinds(setup: Setup) -> Iterator[Finding]:
     elif missing:
         level = BAD if NEEDED_KINDS & set(missing) else WARNING
         yield Finding(
-            (f"the API server does not know {', '.join(missing)} of {GROUP}; {UPGRADE}"), level
+            f"the API server does not know {', '.join(missing)} of {GROUP}; {UPGRADE}", level
         )
 
 
@@ -354,7 +354,7 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
     for name, task in setup.tasks.items():
         needs[f"a task ({name})"] = (
             sum_needs([(1, quantities(task))]),
-            ("request less in settings.toml"),
+            "request less in settings.toml",
         )
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         if quota.spec.scopes or quota.spec.scope_selector:
@@ -566,7 +566,7 @@ def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
 
     name, apply = (
         setup.pod_template,
-        (f"kubectl --namespace {setup.namespace} apply -f deploy/pod-template.yaml"),
+        f"kubectl --namespace {setup.namespace} apply -f deploy/pod-template.yaml",
     )
     if not name:
         maps = call("CoreV1Api", "list_config_map_for_all_namespaces").items
@@ -624,7 +624,7 @@ def _check_orphans(setup: Setup) -> Iterator[Finding]:
                 f"kubectl --namespace {namespace} delete daskcluster {name} --cascade=foreground"
             )
             yield Finding(
-                (f"Dask cluster {name} of namespace {namespace} {reason}; delete it: {delete}"),
+                f"Dask cluster {name} of namespace {namespace} {reason}; delete it: {delete}",
                 WARNING,
             )
 

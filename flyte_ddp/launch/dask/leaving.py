@@ -31,7 +31,7 @@ SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"
 
 
 async def announce_departures(dask_worker: Worker) -> None:
-    """Have this worker announce its departure when it, or its nanny, receives SIGTERM."""
+    """Let this worker announce its departure when it, or its nanny, receives SIGTERM."""
     if hasattr(dask_worker, "leaves_at"):
         return
     dask_worker.leaves_at = float("inf")  # monotonic
@@ -43,7 +43,7 @@ async def announce_departures(dask_worker: Worker) -> None:
 
 
 async def hold_scheduler(dask_scheduler: Scheduler) -> float:
-    """Have the scheduler announce its departure when it receives SIGTERM, and close when no attempt
+    """Let the scheduler announce its departure when it receives SIGTERM, and close when no attempt
     runs.
 
     Returns:
@@ -125,7 +125,7 @@ async def _close_after_ranks(dask_worker: Worker) -> None:
 
 
 def _forward_sigterm(dask_worker: Nanny) -> None:
-    """Have a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's
+    """Let a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's
     process.
     """
     nanny, loop = dask_worker, asyncio.get_running_loop()

@@ -67,8 +67,8 @@ class DriverLink(Link):
         super().obey(text)
 
     def kill_ranks(self, reason: str) -> None:
-        """Have the ranks killed, wait for the end of the attempt, and exit this process if it does
-        not come.
+        """Request that the ranks are killed, wait for the end of the attempt, and exit this process
+        if it does not come.
         """
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE):

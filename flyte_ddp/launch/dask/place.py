@@ -193,7 +193,7 @@ class DaskPlace:
         because = (
             ""
             if is_gone or not previous.failure
-            else (f". The gang had to restart, because {previous.failure}")
+            else f". The gang had to restart, because {previous.failure}"
         )
         raise WorkersLost(f"{message}{because}") from previous.failure
 

@@ -189,7 +189,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return host, listener.getsockname()[1] if listener else 0
 
     def supervise(self, attempt: str, job: Sealed, topic: str) -> str:
-        """Have the supervisor run an attempt, pass its messages on as events of `topic`, and return
+        """Let the supervisor run an attempt, pass its messages on as events of `topic`, and return
         how it ended.
 
         Raises:
@@ -229,7 +229,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
-            else (f"ended with exit code {code}")
+            else f"ended with exit code {code}"
         )
 
     @property
@@ -347,8 +347,8 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
 
 
 async def install(name: str, code: bytes, dask_worker: Worker) -> None:
-    """Have the plugin there. One that is there stays: its gang may train, and Dask would end it for
-    a new one.
+    """Install the plugin if it is missing. One that is there stays: its gang may train, and Dask
+    would end it for a new one.
     """
     if name in dask_worker.plugins:
         return

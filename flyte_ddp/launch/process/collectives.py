@@ -117,7 +117,7 @@ def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> dic
     return {
         "name": "the default group"
         if group.group_desc == "default_pg"
-        else (f"group {group.group_desc}"),
+        else f"group {group.group_desc}",
         "ranks": sorted(torch_c10d._world.pg_group_ranks[group]),
         "entered": max((each["collective_seq_id"] for each in own), default=0),
         "pending": [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],

@@ -81,12 +81,12 @@ LIMITS = {
     "can't start new thread|Resource temporarily unavailable": (
         resource.RLIMIT_NPROC,
         "-u",
-        ("threads and processes"),
+        "threads and processes",
     ),
     "failed to map segment|[Cc]an(?:not|'t) allocate memory": (
         resource.RLIMIT_AS,
         "-v",
-        ("bytes of addresses"),
+        "bytes of addresses",
     ),
 }
 
@@ -403,7 +403,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc return large blocks to the kernel at once: a rank splits its model in order to
+    """Let glibc return large blocks to the kernel at once: a rank splits its model in order to
     have more memory.
 
     Kept, the blocks of weights that are gathered and dropped stay in the heap of each thread that

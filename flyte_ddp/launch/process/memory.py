@@ -193,7 +193,7 @@ def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
     return (
         f"the memory of nodes {', '.join(map(str, others))} and {last}"
         if others
-        else (f"node {last}'s memory")
+        else f"node {last}'s memory"
     )
 
 
@@ -210,7 +210,7 @@ def lacking_memory(num_bytes: int, node: NodeRanks) -> str:
     return (
         ""
         if free > needed
-        else (f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}")
+        else f"expected {_gib(needed)} of free memory on each node, got {_gib(free)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the output of a rank goes, and how its supervisor reads it while it grows.
+"""The log file of a rank's output, which its supervisor reads while it grows.
 
 Imports nothing heavy.
 """

@@ -370,7 +370,7 @@ class Session:
                 what = (
                     f"dataset: expected {expected} samples"
                     if name == "length"
-                    else (f"{name}: expected {expected}")
+                    else f"{name}: expected {expected}"
                 )
                 raise ConfigError(
                     f"session.batches: {what}, with which the checkpoint was written, got {got}"

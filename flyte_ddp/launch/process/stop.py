@@ -97,16 +97,16 @@ class StopAgreement:
         return can_resume or bool(store.check([CAN_RESUME]))
 
     def note_saved(self) -> None:
-        """Have the other ranks know that rank 0 has a checkpoint to go on from. For rank 0."""
+        """Tell the other ranks that rank 0 has a checkpoint to go on from. For rank 0."""
         if self._process.node.world_size > 1:
             self._open_store().set(CAN_RESUME, "1")
 
     def begin(self) -> None:
-        """Have the other ranks know that this one was asked to stop. For a rank that has polled."""
+        """Tell the other ranks that this one was asked to stop. For a rank that has polled."""
         self._refuse_no_more(self.num_polls)
 
     def close(self) -> None:
-        """Have the other ranks know that this one has ended, so that none waits for it, nor stops
+        """Tell the other ranks that this one has ended, so that none waits for it, nor stops
         alone.
         """
         if self.num_polls and self._process.node.world_size > 1:
@@ -135,7 +135,7 @@ class StopAgreement:
         return True
 
     def _refuse_no_more(self, num_refused: int) -> None:
-        """Have the other ranks know, once, that this one has refused so many calls and refuses no
+        """Tell the other ranks, once, that this one has refused so many calls and refuses no
         more by itself.
         """
         with self._agreeing:

@@ -98,7 +98,7 @@ class Panel:
             place: dict[str, Any] = {
                 "xycoords": "axes fraction",
                 "xytext": (0, 8),
-                "textcoords": ("offset points"),
+                "textcoords": "offset points",
             }
             axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, color=INK)
         _make_printable(axes)
@@ -286,5 +286,5 @@ def _serialize(root: ElementTree.Element) -> str:
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     return ElementTree.tostring(root, encoding="unicode").replace(
-        "'DejaVu Sans'", ("system-ui, sans-serif")
+        "'DejaVu Sans'", "system-ui, sans-serif"
     )

@@ -159,7 +159,7 @@ class _Curves:
             steps,
             color=PALETTE[color],
             marker="o" * (len(steps) == 1),
-            label=("by step"),
+            label="by step",
             **faint,
         )
         for index, (label, points) in enumerate(lines.items(), start=color):
@@ -209,7 +209,7 @@ class _Curves:
                 color=PALETTE[6],
                 alpha=0.25,
                 linewidth=0,
-                label=("all ranks"),
+                label="all ranks",
             )
             _plot_epochs(
                 axes,

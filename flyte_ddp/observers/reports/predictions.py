@@ -51,7 +51,7 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
         f"{error:.4g}"
     )
     return Panel(
-        "predictions", "Predicted against true", summary, draw, (f"{len(pairs)} held-out samples")
+        "predictions", "Predicted against true", summary, draw, f"{len(pairs)} held-out samples"
     )
 
 
@@ -90,5 +90,5 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
         "Confusion (true over predicted)",
         summary + worst,
         draw,
-        (f"{len(pairs)} held-out samples"),
+        f"{len(pairs)} held-out samples",
     )

@@ -143,9 +143,7 @@ class Report(Page):
         on_gpu = started.device != "cpu"
         devices = started.world_size * (1 if on_gpu else started.num_threads)
         each = (
-            started.device
-            if on_gpu
-            else (f"CPU, {format_count(started.num_threads, 'thread')} each")
+            started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
         )
         hours = devices * seconds / 3600
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
@@ -164,7 +162,7 @@ class Report(Page):
             tile(
                 "Samples/s",
                 _format_rounded(rate) if rate else "",
-                (f"in training, {'all epochs' if trained else 'now'}"),
+                f"in training, {'all epochs' if trained else 'now'}",
             ),
             tile(
                 "Wall time",
@@ -174,7 +172,7 @@ class Report(Page):
             tile(
                 "Goodput",
                 percent(spent.goodput) if spent.wall else "",
-                ("of the wall time: stepping and evaluating"),
+                "of the wall time: stepping and evaluating",
             ),
             tile("Ranks", f"{started.world_size}" if started.device else "", each),
             tile(
@@ -274,7 +272,7 @@ class Report(Page):
         first = (
             f"the first {len(every)} of {total:,} held-out samples"
             if total > len(every)
-            else ("held-out samples")
+            else "held-out samples"
         )
         note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong: {first}"
         if any(each.error is not None for each in every):
@@ -311,17 +309,17 @@ class Report(Page):
             row(
                 "Steps between states in memory",
                 f"{finished.memory_interval or ''}",
-                ("a lost rank costs no more"),
+                "a lost rank costs no more",
             ),
             row(
                 "Restarts of the gang",
                 f"{state.num_starts - 1 - state.num_announced_losses or ''}",
-                ("in this attempt"),
+                "in this attempt",
             ),
             row(
                 "Announced losses",
                 f"{state.num_announced_losses or ''}",
-                (f"in this attempt; {state.departure}"),
+                f"in this attempt; {state.departure}",
             ),
         ]
         data = [
@@ -378,7 +376,7 @@ class Report(Page):
             section("Time", time_rows, "their sum is the wall time"),
             section("Slow ranks", stragglers, "when they changed", has_long_values=True),
             section(
-                "Configuration", _configuration(started.config), ("bold: not the package's default")
+                "Configuration", _configuration(started.config), "bold: not the package's default"
             ),
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),

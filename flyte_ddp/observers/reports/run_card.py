@@ -112,7 +112,7 @@ def card_page(card: Mapping[str, Any]) -> str:
         "",
         "## Epochs",
         "",
-        "| " + " | ".join(name.replace("_", " ") for name in names) + (" |"),
+        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
     ]
     lines += ["|---" * len(names) + "|"]
     lines += [

@@ -67,7 +67,7 @@ class PetNames(Recipe):
         "(end)",
         *ALPHABET[2:-3],
         "(hyphen)",
-        ("(full stop)"),
+        "(full stop)",
         "(space)",
     )
 

@@ -119,7 +119,7 @@ class Corpus:
             expected = (
                 f"files like {self.files}"
                 if self.files
-                else (f"files of text ({', '.join(SUFFIXES)})")
+                else f"files of text ({', '.join(SUFFIXES)})"
             )
             raise DataError(
                 f"data: expected {expected}, got {len(listed):,} other files in {self.source}; "
