@@ -285,6 +285,7 @@ def test_a_server_that_fails_costs_the_training_one_line(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(Mlflow, "close_timeout", 0.5 if kind == "hangs" else 600)
+    monkeypatch.setattr(Hanging, "ends", threading.Event())
     lines: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Hanging if kind == "hangs" else Refusing) as server:
         server.daemon_threads = True
@@ -304,6 +305,7 @@ def test_a_server_that_fails_costs_the_training_one_line(
     command = f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1"
     assert line.endswith(f"; to upload the rest later: {command}")
     assert ("who are you?" in line) == (kind == "refuses")
+    assert ("TimeoutError: it did not finish within" in line) == (kind == "hangs")
     assert TOKEN not in line
     assert {*Refusing.seen} <= {f"Bearer {TOKEN}"}
 
