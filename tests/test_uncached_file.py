@@ -8,10 +8,13 @@ import fcntl
 import mmap
 import os
 import random
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from flyte_ddp.launch.process.memory import MappedFile, MemoryFile
 from flyte_ddp.storage import Storage, uncached_file
 from flyte_ddp.storage.uncached_file import BLOCK, DIRECT, UncachedFile
 
@@ -69,6 +72,32 @@ def test_a_large_file_does_not_fill_the_cache(tmp_path):
     if is_memory(tmp_path / "usual"):
         pytest.skip("this file system is in memory")
     assert num_cached(tmp_path / "file") == 0
+
+
+@pytest.mark.parametrize(
+    "open_file",
+    [lambda path: UncachedFile(path), lambda path: MappedFile(MemoryFile())],
+    ids=["on a disk", "in memory"],
+)
+def test_other_threads_run_while_a_file_is_written(tmp_path, open_file):
+    def runs_beside():
+        has_begun, has_run = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: has_begun.wait() and has_run.set())
+        thread.start()
+        with open_file(str(tmp_path / "file")) as file:
+            has_begun.set()
+            file.write(bytes(BLOCK - 1))  # goes to the disk only at the end
+            seen = has_run.is_set()
+        thread.join()
+        return seen
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # seconds: this thread is left alone where it does not give way
+    try:
+        # the other thread may come too late for some
+        assert any(runs_beside() for _ in range(200))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("refusal", ["the flag", "the write", "the rest of a write"])

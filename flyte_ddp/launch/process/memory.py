@@ -22,6 +22,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.storage.uncached_file import copy_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -70,7 +72,7 @@ class MappedFile:
         begin, self._size = self._size, self._size + len(data)
         if self._size > len(self._pages):
             self._pages.resize(self._size)  # the file, too
-        self._pages[begin : self._size] = data
+        copy_bytes(data, self._pages, begin)
         return len(data)
 
     def flush(self) -> None:
