@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyte_ddp.events import CheckpointSaved, HistogramsTaken, RunStarted
+from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, HistogramsTaken, RunStarted
 from tests.support.runs import new_run
 
 pytestmark = pytest.mark.gpu
@@ -42,16 +42,15 @@ def test_one_gpu_learns_the_digits_and_its_state_loads_without_one(tmp_path, pre
 
 
 def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
-    import torch
-
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
     on_gpu = new_run(tmp_path / "gpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
     monkeypatch.setattr("flyte_ddp.launch.local.num_gpus", lambda: 0)
     on_cpu = new_run(tmp_path / "cpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
-    for name, value in on_cpu.state().items():
-        torch.testing.assert_close(on_gpu.state()[name], value, rtol=0.05, atol=0.02)
-    assert abs(on_gpu.result.epochs[0].train_loss - on_cpu.result.epochs[0].train_loss) < 0.05
+    # Not their weights: AdamW makes whole steps of gradients that only differ in their rounding.
+    ((gpu,), (cpu,)) = on_gpu.result.epochs, on_cpu.result.epochs
+    assert gpu.train_loss == pytest.approx(cpu.train_loss, abs=0.02)
+    assert gpu.test_loss == pytest.approx(cpu.test_loss, abs=0.02)
 
 
 def test_a_bad_loss_on_a_gpu_ends_the_run_before_a_checkpoint_is_spoiled(tmp_path, monkeypatch):
@@ -83,9 +82,17 @@ def test_a_state_is_evaluated_on_the_gpu_with_the_results_of_its_training(gpu, t
     from flyte_ddp.recipes import get_recipe
 
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=1)
-    loss, accuracy = evaluate_state(get_recipe(DIGITS), run.config, run.state(), run.data())
-    assert accuracy == pytest.approx(run.result.epochs[-1].metrics["accuracy"])
-    assert loss == pytest.approx(run.result.epochs[-1].test_loss, rel=1e-3)
+    outputs = []
+    found = evaluate_state(
+        get_recipe(DIGITS),
+        run.config,
+        run.state(),
+        run.data(),
+        lambda *batch: outputs.append(batch),
+    )
+    assert found.metrics["accuracy"] == pytest.approx(run.result.epochs[-1].metrics["accuracy"])
+    assert found.loss == pytest.approx(run.result.epochs[-1].test_loss, rel=1e-3)
+    assert outputs
 
 
 def test_a_deterministic_run_repeats_itself_and_shows_its_histograms(gpu, tmp_path):
@@ -167,6 +174,22 @@ def test_training_and_held_out_data_lie_on_the_gpu_where_they_fit(gpu):
     ]
     for samples in open_samples(datasets, Tiny(), TrainingConfig(), World(0, 0, 1, gpu)):
         assert samples.index_device == gpu
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_killed_rank_goes_on_from_its_state_in_memory(gpu, tmp_path, monkeypatch, parallel):
+    import torch
+
+    # 27 steps; each attempt but the last is killed in its twelfth
+    config = {"parallel": parallel, "memory_interval": 2, "deterministic": True}
+    undisturbed = new_run(tmp_path / "undisturbed", "Normed").train(1, **config)
+    monkeypatch.setenv("FAULT", "kill 0 12")
+    run = new_run(tmp_path / "lost", "Normed").train(1, max_restarts=9, **config)
+    resumed = [
+        event.url for event in run.events if isinstance(event, CheckpointLoaded) and event.step
+    ]
+    assert resumed == ["this node's memory"] * 2
+    torch.testing.assert_close(run.state(), undisturbed.state(), rtol=0, atol=0)
 
 
 # 103 samples in batches of 12 leave 7: of micro-batches of 3, rank 0 needs two for its 4 samples,
