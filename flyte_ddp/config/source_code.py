@@ -75,8 +75,8 @@ def list_packages(module: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def importing_edits(module: str) -> Iterator[None]:
-    """Let the block import edited code again, of `module` and what it may be made of.
+def importing_edits(packages: Collection[str]) -> Iterator[None]:
+    """Let the block import edited code of `packages` again.
 
     The ranks are new processes, and import the files as they are now. All modules of the packages
     are imported again, so that none keeps a class of another's former code.
@@ -84,7 +84,7 @@ def importing_edits(module: str) -> Iterator[None]:
     Raises:
         ConfigError: the library was edited.
     """
-    packages = set(list_packages(module)).difference(main_module.NAMES)
+    packages = {"flyte_ddp", *packages}.difference(main_module.NAMES)
     with _importing:
         digests = _digest_loaded(packages)
         edited = {name for name, digest in digests.items() if _is_edited(name, digest)}
@@ -150,6 +150,11 @@ def packages_beside(module: str) -> tuple[str, ...]:
         loaded = [name for name in sys.modules if "." not in name]
         beside |= {name for name in loaded if find_root(sys.modules.get(name)) == root}
     return tuple(sorted(beside.difference(main_module.NAMES)))  # its functions travel by value
+
+
+def find_packages(carried: Any) -> set[str]:
+    """Return the packages whose files a class or function that travels by value may need."""
+    return {*packages_beside(carried.__module__ or "__main__"), *recipe_packages()} - {"flyte_ddp"}
 
 
 def find_root(module: Any) -> Path | None:

@@ -30,6 +30,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.config.by_value import pickle
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
@@ -45,6 +46,7 @@ from flyte_ddp.launch.process.programs import (
     check_run_id,
 )
 from flyte_ddp.launch.scratch import own_directory
+from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.storage import write_file
 
 if TYPE_CHECKING:
@@ -205,6 +207,7 @@ def run(
     run_id: str = "",
     stall_timeout: float = Program.stall_timeout,
     listeners: Sequence[events.Listener] = (),
+    progress: bool = True,
 ) -> T:
     """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's
     value.
@@ -221,20 +224,30 @@ def run(
             takes the place over at once, where it would wait for the lease of an attempt that was
             killed.
         listeners: receive every event of the run.
+        progress: show on standard error what `session.report` is given, and the ranks' lines.
 
     Raises:
-        ConfigError: bad input, before anything is started; or, at last, a value that cannot be
-            unpickled here.
+        ConfigError: bad input, before anything is started, such as a function that cannot be
+            pickled; or, at last, a value that cannot be unpickled here.
         RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
         GangLost, ClusterError: machines were lost, or never came.
         TrainingStopped: SIGINT or SIGTERM ended the run.
     """
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout)
     name = getattr(function, "__qualname__", repr(function))
-    call = cloudpickle.dumps(_Call(function, arguments))
+    call = pickle(_Call(function, arguments), function, "function")
     module = getattr(function, "__module__", None) or "__main__"
     program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
-    state = run_program(program, gang, checkpoints, listeners, client=client, run_id=run_id)
+    bars = [ProgressBar()] if progress else []
+    state = run_program(
+        program,
+        gang,
+        checkpoints,
+        [*bars, *listeners],
+        bars[0].write if bars else None,
+        client,
+        run_id,
+    )
     try:
         return cloudpickle.loads(returned_value(state))  # type: ignore[no-any-return]
     except Exception as error:

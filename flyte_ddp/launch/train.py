@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.process.programs import Job, check_run_id, recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.scratch import own_directory
+from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import redact_errors, write_file
 
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trained:
-    """The result of a training.
+    """The result of a training. A notebook shows the run's report.
 
     Attributes:
         model_state: the state dict, on the CPU: that of the best epoch, or of the last one if the
@@ -49,11 +51,23 @@ class Trained:
     model_state_url: str
     card: dict[str, Any]
     export_url: str
+    _run: events.RunState
+
+    def __repr__(self) -> str:
+        figures = {"test_loss": self.best.test_loss, **self.best.metrics}
+        shown = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
+        name = self._run.started.name if self._run.started else ""
+        return f"<Trained {name}: epoch {self.best.epoch} of {len(self.epochs)} is best, {shown}>"
+
+    def _repr_html_(self) -> str:
+        from flyte_ddp.observers.reports.run import Report
+
+        return Report.of(self._run).render_fragment()
 
 
 @redact_errors()
 def train(
-    recipe: str,
+    recipe: str | type[Recipe],
     config: Mapping[str, Any] | None = None,
     *,
     data: str = "",
@@ -66,52 +80,91 @@ def train(
     run_id: str = "",
     initial_model_state: str = "",
     listeners: Sequence[events.Listener] = (),
+    progress: bool = True,
 ) -> Trained:
     """Prepare the data of a recipe, train it in every rank of a gang, and return its model state
     and metrics.
 
     Args:
-        recipe: such as "digits", or the dotted name of your own.
+        recipe: such as "digits", the dotted name of your own, or your class itself, also one of a
+            notebook, a REPL or a script: it travels by value, and a checksum of its code and of the
+            values that this refers to is its version.
         config: fields that differ from the recipe's defaults, as of `--config`.
         data: path or URL for recipes that read data of yours.
         nnodes, nproc_per_node, max_restarts, cluster: see `launch.run.Gang`.
         client: of a Dask cluster that is there already.
-        checkpoints: directory or URL, which all machines reach; an unfinished run there goes on.
-            Where all ranks are on this machine, the default is a directory for the length of the
-            run.
+        checkpoints: directory or URL, which all machines reach; an unfinished run there goes on,
+            that of a class that travels by value if its version is the same. Where all ranks are on
+            this machine, the default is a directory for the length of the run.
         run_id: as for `launch.run.run`.
         initial_model_state: URL of the weights to start from.
         listeners: receive every event of the run.
+        progress: show a bar and the ranks' lines on standard error.
 
     Raises:
         ConfigError, DataError: bad input, before any rank starts.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
-        `launch.run.run`.
+            `launch.run.run`.
     """
     check_run_id(run_id)
+    recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
     resolved = config_of(recipe, config or {})
-    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, resolved.stall_timeout)
-    program = recipe_program(recipe, resolved, initial_model_state)
-    prepared = get_recipe(recipe, resolved.recipe_options)
-    prepared = prepared.adapt_to(initial_model_state) if initial_model_state else prepared
-    is_kept = bool(checkpoints)
-    if not is_kept and (client is not None or not gang.is_on_this_machine):
+    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster)
+    if not checkpoints and (client is not None or not gang.is_on_this_machine):
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
+    run = events.RunState()
+    bars = [ProgressBar()] if progress else []
     with contextlib.ExitStack() as stack:
-        checkpoints = checkpoints or stack.enter_context(own_directory("checkpoints-"))
+        card = train_recipe(
+            recipe,
+            resolved,
+            gang,
+            checkpoints or stack.enter_context(own_directory("checkpoints-")),
+            is_kept=bool(checkpoints),
+            data=data,
+            client=client,
+            run_id=run_id,
+            initial_model_state=initial_model_state,
+            listeners=[*bars, run, *listeners],
+            relay=bars[0].write if bars else None,
+        )
+        from flyte_ddp.checkpoints.files import load_state  # imports torch
+
+        assert run.finished is not None  # else it has raised
+        assert run.best is not None
+        url = run.finished.model_state_url
+        places = (url, card, run.finished.export_url) if checkpoints else ("", card, "")
+        return Trained(load_state(url), run.epochs, run.best, *places, run)
+
+
+def train_recipe(
+    recipe: str | type[Recipe],
+    config: TrainingConfig,
+    gang: Gang,
+    checkpoints: str,
+    *,
+    is_kept: bool = True,
+    data: str = "",
+    client: Client | None = None,
+    run_id: str = "",
+    initial_model_state: str = "",
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Train as `train` does, without loading the model state; return the run card."""
+    program = recipe_program(recipe, config, initial_model_state)
+    prepared = get_recipe(recipe, config.recipe_options)
+    prepared = prepared.adapt_to(initial_model_state) if initial_model_state else prepared
+    with contextlib.ExitStack() as stack:
         directory = stack.enter_context(own_directory("data-"))
         prepare_data(prepared, data, Path(directory))
         place = stack.enter_context(gang.open_place(program, client=client))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        state = driver.run(job, place, lambda: directory, listeners)
-        from flyte_ddp.checkpoints.files import load_state  # imports torch
-
+        state = driver.run(job, place, lambda: directory, listeners, relay)
         assert state.finished is not None  # else it has raised
-        assert state.best is not None
-        url, card = state.finished.model_state_url, run_card(state)
+        card = run_card(state)
         if is_kept:
             with log_failures("run card"):
                 for name, contents in card_files(card).items():
                     write_file(f"{state.finished.export_url}/{name}", contents, "checkpoints")
-        places = (url, card, state.finished.export_url) if is_kept else ("", card, "")
-        return Trained(load_state(url), state.epochs, state.best, *places)
+        return card

@@ -52,7 +52,7 @@ MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stal
 EXPORT_TIMEOUT = 60.0
 
 
-def main(recipe: str, config: TrainingConfig, initial_state: str = "") -> None:
+def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = "") -> None:
     """Join the other ranks of this process's session, and train a recipe. Arguments as of
     `recipe_program`.
     """
@@ -101,7 +101,7 @@ def _prepare_process(config: TrainingConfig, num_threads: int) -> None:
 
 
 def train(
-    name: str,
+    name: str | type[Recipe],
     config: TrainingConfig,
     initial_state: str,
     world: World,

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.by_value import is_by_value
 from flyte_ddp.errors import (
     CheckpointError,
+    ConfigError,
     NonFiniteLoss,
     StopRequested,
     log_failures,
@@ -339,6 +341,11 @@ class Trainer:
                 state.get("recipe"),
                 [type(self.recipe).__qualname__, self.recipe_version],
             )
+            if theirs not in (None, ours) and is_by_value(type(self.recipe)):
+                raise ConfigError(
+                    f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
+                    "other values that it refers to: give other checkpoints"
+                )
             # it may be a mistake that was corrected
             if theirs not in (None, ours) and self.world.is_first:
                 logger.warning(

@@ -1,13 +1,14 @@
-"""The recipes by name. A recipe is named, not passed: a string starts it in any process on any
-machine.
+"""The recipes by name: a string starts one in any process on any machine.
 
 Two kinds of names: those in `BUILTIN`, and the dotted name of a `Recipe` in any importable module,
 such as `my_project.flowers.Flowers`. To add a recipe to this package, write one file here and one
-line in `BUILTIN`.
+line in `BUILTIN`. A class that cannot be imported elsewhere, such as a notebook's, stands for
+itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -23,10 +24,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
+
 from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config.by_value import is_by_value, pickle
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
-from flyte_ddp.config.source_code import importing_edits, names_read
+from flyte_ddp.config.source_code import (
+    find_packages,
+    importing_edits,
+    list_packages,
+    names_read,
+)
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe, list_class_names
 
@@ -80,31 +89,65 @@ __all__ = [
 ]
 
 
-def config_of(name: str, overrides: Mapping[str, Any]) -> TrainingConfig:
+def load_anew(kind: type[Recipe]) -> str | type[Recipe]:
+    """Return the dotted name of a class of recipes; a copy of one that no module has, for which
+    what it refers to is imported as the files are now.
+
+    Raises:
+        ConfigError: it is no such class, or cannot be pickled.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise ConfigError(f"recipe: expected a name or a class of Recipe's, got {kind!r}")
+    if not is_by_value(kind) and "." not in kind.__qualname__:
+        return f"{kind.__module__}.{kind.__qualname__}"
+    pickled = pickle(kind, kind, "recipe")
+    try:
+        with importing_edits(find_packages(kind)):
+            return cloudpickle.loads(pickled)  # type: ignore[no-any-return]
+    except ConfigError:
+        raise
+    except Exception as error:  # of any kind: the modules are the user's
+        raise ConfigError(
+            f"recipe: {kind.__qualname__} cannot be copied: {_last_place(error)}"
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> TrainingConfig:
     """Return the config of a run of recipe `name`: the user's `overrides` over the recipe's
     defaults, with all options.
 
     Raises:
         ConfigError: an unknown recipe, field or option, or a value of the wrong type or range.
     """
-    with importing_edits(_path(name).partition(".")[0]):
+    edits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(name, str):
+        edits = importing_edits(list_packages(path_of(name)))
+    with edits:
         recipe = get_recipe(name, overrides.get("recipe_options", {}))
     options = {field: getattr(recipe, field) for field in _option_types(recipe)}
     return resolve(recipe.defaults, {**overrides, "recipe_options": options})
 
 
-def get_recipe(name: str, options: Mapping[str, Any] | None = None) -> Recipe:
-    """Return the recipe called `name` with `options`, which are values of fields of its class.
+def get_recipe(name: str | type[Recipe], options: Mapping[str, Any] | None = None) -> Recipe:
+    """Return the recipe called `name`, or of that class, with `options`, which are values of fields
+    of its class.
 
     Raises:
         ConfigError: `name` is neither built in nor the dotted name of a `Recipe` that can be
             imported; it has no such option, or refuses the value; or one of its methods is missing,
             has another name, or takes other parameters.
     """
-    recipe = _with_options(_find(name), name, options or {})
+    found = _find(name) if isinstance(name, str) else name
+    recipe = _with_options(found, name_of(name), options or {})
     _check_methods(recipe)
     _check_names(recipe)
     return recipe
+
+
+def name_of(recipe: str | type[Recipe]) -> str:
+    """Return what people call a recipe."""
+    return recipe if isinstance(recipe, str) else recipe.__name__
 
 
 def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
@@ -198,12 +241,13 @@ def _option_types(recipe: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(recipe) if field.init}
 
 
-def _path(name: str) -> str:
+def path_of(name: str) -> str:
+    """Return the dotted name of a recipe's class."""
     return BUILTIN.get(name, name).replace(":", ".")
 
 
 def _find(name: str) -> Recipe | type[Recipe]:
-    path = _path(name)
+    path = path_of(name)
     module_name, _, attribute = path.rpartition(".")
     expected = (
         f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as "

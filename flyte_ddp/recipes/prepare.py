@@ -12,8 +12,10 @@ import json
 import os
 from pathlib import Path
 
+from flyte_ddp.config.by_value import Checksum, is_by_value
 from flyte_ddp.config.source_code import (
     compute_digest_of_files,
+    find_packages,
     imported_files,
     list_packages,
     source_files,
@@ -51,10 +53,27 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
     note = {
         "description": redact_url(found),
         "fingerprint": digest.hexdigest(),
-        "recipe_version": recipe_version(type(recipe).__module__),
+        "recipe_version": class_version(type(recipe)),
         "license": str(recipe.data_license(source)),
     }
     (directory / NOTE).write_text(json.dumps(note), encoding="utf-8")
+
+
+def class_version(kind: type[Recipe]) -> str:
+    """Return the version of a class of recipes: `recipe_version` of its module; of one that travels
+    by value a SHA-256 of its own code, of the values that this refers to, and of the files.
+    """
+    if not is_by_value(kind):
+        return recipe_version(kind.__module__)
+    packages = find_packages(kind)
+    checksum = Checksum(packages)
+    own_code = checksum.of(kind)
+    files = {
+        name: file
+        for module in sorted(checksum.modules)
+        for name, file in imported_files(module, packages).items()
+    }
+    return hashlib.sha256(own_code + compute_digest_of_files(files).encode()).hexdigest()
 
 
 def recipe_version(module: str) -> str:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.cluster.config import termination_grace
-from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.source_code import files_below, list_packages, source_files
+from flyte_ddp.config import TrainingConfig, by_value
+from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.recipes import BUILTIN, Recipe, get_recipe
+from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of
 from flyte_ddp.storage.weights import pin_state
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
@@ -178,10 +178,13 @@ def check_run_id(run_id: str) -> None:
         )
 
 
-def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "") -> Program:
+def recipe_program(
+    recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = ""
+) -> Program:
     """Return the program that trains a recipe.
 
     Args:
+        recipe: by its name, or a class that travels by value.
         initial_state: path or URL of the state dict that a new run starts from; "" for fresh
             weights. What it has now counts: see `pin_state`.
 
@@ -194,10 +197,16 @@ def recipe_program(recipe: str, config: TrainingConfig, initial_state: str = "")
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
     elif config.sync_batch_norm:
         needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
+    training = _Training(recipe, config, pin_state(initial_state))
+    if isinstance(recipe, str):
+        call, packages = pickle.dumps(training), list_packages(path_of(recipe))
+    else:
+        call = by_value.pickle(training, recipe, "recipe")
+        packages = sorted(find_packages(recipe))
     return Program(
-        name=recipe,
-        call=pickle.dumps(_Training(recipe, config, pin_state(initial_state))),
-        packages=tuple(list_packages(BUILTIN.get(recipe, recipe).replace(":", "."))),
+        name=name_of(recipe),
+        call=call,
+        packages=tuple(packages),
         stall_timeout=config.stall_timeout,
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
@@ -236,7 +245,7 @@ def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tup
 class _Training:
     """The training of a recipe."""
 
-    recipe: str
+    recipe: str | type[Recipe]
     config: TrainingConfig
     initial_state: str
 

@@ -49,6 +49,14 @@ class Report(Page):
         # of the state as it is; drawing takes half a second
         self._panels: list[Markup] | None = None
 
+    @classmethod
+    def of(cls, state: RunState) -> Report:
+        """Return the report of a run that has finished with this state."""
+        report = cls()
+        report._state = state
+        report.closed_at = state.finished.at if state.finished else 0.0
+        return report
+
     def add_line(self, line: str) -> None:
         """Add a line of the log. Any thread may call this."""
         self._lines.append(shorten(line, MAX_LINE))

@@ -1,0 +1,163 @@
+"""Classes and functions that travel by value: of a notebook, a REPL, a script or a function.
+
+Imports no torch.
+
+Other processes cannot import them. So cloudpickle carries them, and a checksum of their code and of
+the values they refer to is their version. What lies in modules is named, and imported from the
+files as they are then.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import io
+import pkgutil
+import sys
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp.config.main_module import NAMES
+from flyte_ddp.config.source_code import find_packages
+from flyte_ddp.errors import ConfigError
+
+# attributes of a class that are not its source, or say where that is
+NOT_SOURCE = ("__dict__", "__doc__", "__module__", "__weakref__", "_abc_impl")
+
+
+def pickle(value: object, of: Any, field: str) -> bytes:
+    """Return `value`, which carries the class or function `of`, in a form that cloudpickle loads.
+
+    Raises:
+        ConfigError: it cannot be pickled; begins with `field`.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, find_packages(of)).dump(value)
+    except Exception as error:  # of any kind: `__reduce__` is the user's
+        reason = " ".join(str(error).split())
+        name = getattr(of, "__qualname__", repr(of))
+        raise ConfigError(
+            f"{field}: expected one that can be pickled, got {name}: {reason}"
+        ) from error
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Names what lies in `packages`, also where it was imported before an edit."""
+
+    def __init__(self, file: io.BytesIO, packages: Collection[str]) -> None:
+        super().__init__(file)
+        self._packages = packages
+
+    def reducer_override(self, value: Any) -> Any:
+        is_code = isinstance(value, (type, types.FunctionType))
+        if is_code and _package(value) in self._packages and not is_by_value(value):
+            return pkgutil.resolve_name, (f"{value.__module__}:{value.__qualname__}",)
+        reduced = super().reducer_override(value)
+        if isinstance(value, type) and reduced is not NotImplemented and len(reduced) > 2:
+            make, arguments, (attributes, slots), *rest = reduced
+            attributes["__qualname__"] = value.__qualname__
+            # without the class's id, by which it would load as the one that this process has
+            return make, (*arguments[:-2], None, None), (attributes, slots), *rest
+        return reduced
+
+
+def is_by_value(value: Any) -> bool:
+    """Return whether no module has the class or function `value` under its name."""
+    if value.__module__ in (None, *NAMES) or "<" in value.__qualname__:
+        return True
+    module = sys.modules.get(value.__module__)  # None after an edit
+    return module is not None and not hasattr(module, value.__qualname__.partition(".")[0])
+
+
+def _package(value: Any) -> str:
+    return str(value.__module__).partition(".")[0]
+
+
+class Checksum:
+    """SHA-256 of values, and of the code of classes and functions that travel by value.
+
+    Equal source and equal values give equal checksums, in every process with the same version of
+    Python; pickled bytes differ each time. Comments, docstrings of classes and line numbers do not
+    count.
+
+    Attributes:
+        modules: those of `packages` that the values refer to, by name: their files count.
+    """
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self.modules: set[str] = set()
+        self._packages = packages
+        # by id, with the value, so that no other one gets its id
+        self._known: dict[int, tuple[object, bytes]] = {}
+
+    def of(self, value: object) -> bytes:
+        """Return the checksum of `value`. Raises an error of any kind if it cannot be reduced to
+        plain values.
+        """
+        if id(value) not in self._known:
+            self._known[id(value)] = value, b"a cycle"
+            digest = hashlib.sha256(f"{type(value).__module__}.{type(value).__qualname__}".encode())
+            for part in self._parts(value):
+                digest.update(part if isinstance(part, bytes) else self.of(part))
+            self._known[id(value)] = value, digest.digest()
+        return self._known[id(value)][1]
+
+    def _parts(self, value: Any) -> list[Any]:
+        """Return the values that make up `value`; bytes for those that count as they are."""
+        torch = sys.modules.get("torch")
+        if isinstance(value, (str, bytes, int, float, complex, type(None), type(...))):
+            return [repr(value).encode()]
+        if isinstance(value, types.ModuleType):
+            return [self._name(value.__name__)]
+        if isinstance(value, types.CodeType):
+            names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+            return [value.co_code, names, value.co_consts]
+        if isinstance(value, (type, types.FunctionType)) and not is_by_value(value):
+            return [self._name(value.__module__), value.__qualname__]
+        if isinstance(value, types.FunctionType):
+            return [
+                *(value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__),
+                *(vars(value), dict(self._globals(value))),
+            ]
+        if isinstance(value, type):
+            own = {name: each for name, each in vars(value).items() if name not in NOT_SOURCE}
+            return [value.__bases__, dict(sorted(own.items()))]
+        if isinstance(value, types.CellType):
+            return [b"empty"] if value == types.CellType() else [value.cell_contents]
+        if isinstance(value, dict):
+            return [part for item in value.items() for part in item]
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(self.of, value))
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        if torch and isinstance(value, torch.Tensor):
+            plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            return [str(value.dtype), tuple(value.shape), plain.numpy().tobytes()]
+        reduce = cloudpickle.Pickler.dispatch_table.get(type(value))
+        reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return [reduced]
+        return [list(each) if isinstance(each, Iterator) else each for each in reduced]
+
+    def _name(self, module: str) -> str:
+        if module.partition(".")[0] in self._packages:
+            self.modules.add(module)
+        return module
+
+    def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+        """Yield the globals that a function's code reads, by their names in order."""
+        codes, names = [function.__code__], set()
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+            for each in dis.get_instructions(code):
+                if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    names.add(each.argval)
+                elif each.opname == "IMPORT_NAME":
+                    self._name(each.argval)
+        for name in sorted(names & function.__globals__.keys()):
+            yield name, function.__globals__[name]

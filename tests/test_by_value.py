@@ -1,0 +1,184 @@
+"""Classes that no module has: of a notebook, a script or a function, each with a version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import flyte_ddp
+from flyte_ddp.config import source_code
+from flyte_ddp.config.by_value import Checksum
+from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.recipes import load_anew
+from flyte_ddp.recipes.prepare import class_version
+from tests.support.mistakes import Line
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def make_recipe(weight):
+    class Local(Line):
+        defaults = {**Line.defaults, "epochs": 1}
+
+        def model(self):
+            model = super().model()
+            model[0].weight.data.fill_(weight)
+            model[0].weight.requires_grad_(False)
+            return model
+
+    return Local
+
+
+def test_a_class_trains_by_value_and_only_an_equal_one_resumes(tmp_path, capfd):
+    place = str(tmp_path)
+    first = flyte_ddp.train(make_recipe(3.0), nproc_per_node=2, checkpoints=place)
+    assert float(first.model_state["0.weight"]) == 3.0
+    assert repr(first).startswith("<Trained Local: epoch 1 of 1 is best, test_loss ")
+    assert len(repr(first)) < 100
+    assert "Local" in first._repr_html_()
+    assert "epoch 1/1: train loss" in capfd.readouterr().err
+
+    with pytest.raises(RankFailure, match=r"recipe: expected \S*Local as it was in the run of \S+"):
+        flyte_ddp.train(make_recipe(4.0), nproc_per_node=2, checkpoints=place, progress=False)
+    again = flyte_ddp.train(make_recipe(3.0), nproc_per_node=2, checkpoints=place)
+    assert [each.epoch for each in again.epochs] == [1]
+    assert "resumed at step" in capfd.readouterr().err
+
+
+CLASS = """
+import functools, math
+import torch
+import helper
+from helper import double
+
+NUMBERS = {{"one", "two", {number}}}
+TABLE = {{"rows": [torch.ones(2) * {number}, None], "double": functools.partial(double, 2)}}
+
+class Base:
+    width: int = {width}
+
+class Kind(Base):
+    def read(self, scale={scale}):  {comment}
+        unread = self.OTHER if scale else math.pi
+        return [TABLE, NUMBERS, double(unread), lambda: {constant}, super()]
+
+OTHER = {other}
+"""
+VALUES = {"number": 1, "width": 2, "scale": 3, "constant": "'text'", "other": 4, "comment": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_equal"),
+    [
+        ({"comment": "# of an editor's", "other": 5}, True),
+        *(({name: 9}, False) for name in ("number", "width", "scale", "constant")),
+        ({"helper": "def double(value):\n    return value * 2\n"}, False),
+    ],
+)
+def test_a_version_counts_code_and_values_and_nothing_else(change, is_equal, tmp_path):
+    def version(seed, values):
+        (tmp_path / "helper.py").write_text(
+            values.get("helper", "def double(value):\n    return 2 * value\n")
+        )
+        (tmp_path / "script.py").write_text(
+            CLASS.format(**{**VALUES, **values})
+            + "from flyte_ddp.recipes.prepare import class_version\nprint(class_version(Kind))\n"
+        )
+        return subprocess.run(
+            [sys.executable, tmp_path / "script.py"],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    assert (version("1", {}) == version("2", change)) == is_equal
+
+
+def test_a_class_that_refers_to_itself_has_a_version():
+    class Node:
+        def make(self):
+            return Node(), self.make
+
+    assert Checksum(()).of(Node) == Checksum(()).of(Node)
+
+
+def test_a_class_that_cannot_be_pickled_is_one_line():
+    lock = threading.Lock()
+
+    class Locked(Line):
+        def model(self):
+            return lock
+
+    with pytest.raises(ConfigError) as caught:
+        flyte_ddp.train(Locked)
+    assert str(caught.value).startswith("recipe: expected one that can be pickled, got ")
+    assert str(caught.value).endswith("Locked: cannot pickle '_thread.lock' object")
+    with pytest.raises(ConfigError, match="^function: expected one that can be pickled, got "):
+        flyte_ddp.run(lambda: lock)
+    with pytest.raises(ConfigError, match="^recipe: expected a name or a class of Recipe's, got 3"):
+        flyte_ddp.train(3)
+
+
+@pytest.fixture
+def helper(tmp_path, monkeypatch):
+    """A function that writes a module, which lies beside the main one, in another version."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(source_code, "_imported", {})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"))
+
+    def write(number):
+        (tmp_path / "helper.py").write_text(f"def describe():\n    return 'version {number}'\n")
+        os.utime(tmp_path / "helper.py", (2_000_000_000, 2_000_000_000))
+
+    write(1)
+    yield write
+    sys.modules.pop("helper", None)
+
+
+def test_what_a_notebooks_class_refers_to_is_read_anew(helper):
+    from helper import describe
+
+    namespace = {"Line": Line, "describe": describe, "__name__": "__main__"}
+    exec(
+        "class Told(Line):\n    def prepare(self, source, directory):\n        return describe()\n",
+        namespace,
+    )
+    versions = set()
+    for number in (1, 2, 3):
+        helper(number)
+        kind = load_anew(namespace["Told"])
+        assert kind().prepare("", None) == f"version {number}"
+        versions.add(class_version(kind))
+    assert len(versions) == 3
+
+
+@pytest.mark.long
+def test_the_notebook_of_the_examples_trains(tmp_path):
+    pytest.importorskip("nbconvert")
+    pytest.importorskip("ipykernel")
+    shutil.copy(REPOSITORY / "examples/flowers.ipynb", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace"]
+        + ["--ExecutePreprocessor.timeout=-1", tmp_path / "flowers.ipynb"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JUPYTER_DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "flowers.ipynb").read_text())["cells"]
+    trained, predicted, averaged = [each["outputs"] for each in cells if each.get("outputs")]
+    shown = "".join(text for each in trained if "text" in each for text in each["text"])
+    assert "epoch 10/10: train loss" in shown
+    assert any("<svg" in "".join(each.get("data", {}).get("text/html", "")) for each in trained)
+    assert "tensor" in str(predicted)
+    assert "step 1: total 1" in str(averaged)
+    assert "1.0" in str(averaged[-1]["data"])
