@@ -27,7 +27,7 @@ from flyte_ddp.flytekit_plugin.flyte_context import (
 )
 from flyte_ddp.flytekit_plugin.frame import make_output_directory
 from flyte_ddp.launch.devices import check_requested_gpus
-from flyte_ddp.observers.reports.drawing import format_figure
+from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (

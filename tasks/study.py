@@ -18,8 +18,8 @@ from flyte_ddp.errors import log_failures
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.flytekit_plugin.failures import flyte_errors
 from flyte_ddp.flytekit_plugin.frame import HISTORY, Frame
+from flyte_ddp.observers.formats import format_count, format_figure
 from flyte_ddp.observers.mlflow import UPLOAD
-from flyte_ddp.observers.reports.drawing import format_count, format_figure
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.results import (
@@ -301,7 +301,6 @@ class _Observer:
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
                 say=self._say_of_wandb,
-                is_failure=lambda error: run.status != STOPPED_EARLY,
             ),
         ]
 

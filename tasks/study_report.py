@@ -7,18 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flyte_ddp.observers.reports.drawing import format_figure
-from flyte_ddp.observers.reports.page import (
-    NOTHING,
-    Page,
-    card,
-    cell,
-    duration,
-    row,
-    section,
-    shorten,
-    tile,
-)
+from flyte_ddp.observers.formats import duration, format_figure, format_value
+from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, row, section, shorten, tile
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
@@ -30,7 +20,7 @@ from flyte_ddp.studies.results import (
     find_best,
 )
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
-from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK, format_value
+from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK
 
 MAX_METRICS = 4  # of a trial, in the table and in tiles
 MAX_ERROR = 300  # characters of a trial's error in the table
@@ -98,7 +88,7 @@ class StudyReport(Page):
             if best
             else [],
             "charts": [
-                (title, note, self.draw(panels.copy)) for title, note, panels in charts if panels
+                (title, note, self.draw(panels)) for title, note, panels in charts if panels
             ],
             "table": _table(runs, best, study) if runs else {},
             "sections": [section("How it was measured", facts, has_long_values=True)]

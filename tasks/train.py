@@ -12,7 +12,7 @@ from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.observers.reports.drawing import format_figure
+from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from tasks.frame import (

@@ -10,16 +10,12 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import Event, Listener
+from flyte_ddp.events import Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import Storage
-
-if TYPE_CHECKING:
-    from flyte_ddp.observers.reports.run import Report
 
 # a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
 RUN_ID = "wandb-run-id"
@@ -81,8 +77,11 @@ def make_observers(
         if options.report:
             from flyte_ddp.observers.reports.run import Report
 
-            report = Report(name)
-            listeners.append(_ReportFile(report, Path(options.report)))
+            file = Path(options.report)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+            report = Report(name, file=file)
+            listeners.append(report)
             receivers.append(report.add_line)
     except OSError as error:
         raise ConfigError(
@@ -114,20 +113,3 @@ def make_observers(
             receive(line)
 
     return listeners, relay
-
-
-class _ReportFile:
-    """Writes the report of a run to a file when the run has ended."""
-
-    def __init__(self, report: Report, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        self._report = report
-        self._file = file
-
-    def handle(self, event: Event) -> None:
-        self._report.handle(event)
-
-    def close(self, error: BaseException | None) -> None:
-        self._report.close(error)
-        self._report.write(self._file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -58,6 +57,8 @@ METRICS = {
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }
 
+NO_STRAGGLERS = {"stragglers": 0, "straggler_factor": 1}
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,42 +70,32 @@ class RunFigures:
     def __init__(self, labels: dict[str, str], attempt: int = 0) -> None:
         self.labels = labels
         self.is_open = True
-        self._values: dict[str, float] = {
-            "attempt": attempt,
-            "finished": 0,
-            "stragglers": 0,
-            "straggler_factor": 1,
-        }
+        self._values: dict[str, float] = {"attempt": attempt, "finished": 0, **NO_STRAGGLERS}
         self._num_restarts = -1  # those after an announced loss included
         self._num_announced = 0
-        self._lock = threading.Lock()
 
     def handle(self, event: Event) -> None:
         figures = event.figures()
-        found = {"last_event_timestamp_seconds": time.time(), **figures.values}
-        position = {"step": figures.step, "epoch": figures.epoch}
-        found |= {name: value for name, value in position.items() if value is not None}
-        with self._lock:
-            if isinstance(event, AttemptEnded):
-                self._num_announced += event.num_leaving > 0
-                # until there are ranks to compare
-                found |= {"stragglers": 0, "straggler_factor": 1}
-            elif isinstance(event, RunStarted):
-                self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
-                found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
-                # the ranks that wrote another are gone
-                found["checkpoint_copied_step"] = found["checkpoint_step"]
-            self._values.update(found)
+        found = {**figures.values, "step": figures.step, "epoch": figures.epoch}
+        if isinstance(event, AttemptEnded):
+            self._num_announced += event.num_leaving > 0
+            found |= NO_STRAGGLERS  # until there are ranks to compare
+        elif isinstance(event, RunStarted):
+            self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
+            found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
+            # the ranks that wrote another are gone
+            found["checkpoint_copied_step"] = found["checkpoint_step"]
+        known = {name: value for name, value in found.items() if value is not None}
+        # at once, for the thread that serves them
+        self._values = {**self._values, **known, "last_event_timestamp_seconds": time.time()}
 
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
-        with self._lock:
-            num_restarts = max(0, self._num_restarts - self._num_announced)
-            known = {
-                **self._values,
-                "restarts_total": num_restarts,
-                "announced_losses_total": self._num_announced,
-            }
+        known = {
+            **self._values,
+            "restarts_total": max(0, self._num_restarts - self._num_announced),
+            "announced_losses_total": self._num_announced,
+        }
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 
     def close(self, error: BaseException | None) -> None:
@@ -119,7 +110,6 @@ class MetricsServer(Collector):
     def __init__(self, port: int) -> None:
         self.port = 0  # at which it listens; 0 if it does not
         self._runs: list[RunFigures] = []
-        self._lock = threading.Lock()
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -134,15 +124,12 @@ class MetricsServer(Collector):
         `labels`.
         """
         run = RunFigures(labels, attempt)
-        with self._lock:
-            self._runs.append(run)
+        self._runs.append(run)
         return run
 
     def collect(self) -> Iterator[Metric]:
         """Return the figures of all runs that have not ended."""
-        with self._lock:
-            self._runs = [run for run in self._runs if run.is_open]
-            found = [(run.labels, run.values()) for run in self._runs]
+        found = [(run.labels, run.values()) for run in list(self._runs) if run.is_open]
         for name in sorted({name for _, values in found for name in values}):
             kind = "counter" if name.endswith("_total") else "gauge"
             metric = Metric(name.removesuffix("_total"), METRICS[name][1], kind)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
+from flyte_ddp.observers.formats import format_count
 from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
@@ -49,20 +50,20 @@ class ProgressBar:
 
     def handle(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, RunStarted):
-                self._start(event)
-            elif isinstance(event, RunFinished):
-                if event.best_epoch:
+            match event:
+                case RunStarted():
+                    self._start(event)
+                case RunFinished() if event.best_epoch:
                     kept = f"the model state is that of epoch {event.model_state_epoch}"
                     self._print(
                         f"best {self._describe(event.best)} after epoch {event.best_epoch}; {kept}"
                     )
-            elif isinstance(event, CheckpointLoaded):
-                self._resume(event)
-            elif isinstance(event, AttemptEnded):
-                self._lost_step = event.step
-            elif (figures := event.figures()).axis:
-                self._show_figures(figures)
+                case CheckpointLoaded():
+                    self._resume(event)
+                case AttemptEnded():
+                    self._lost_step = event.step
+                case _ if (figures := event.figures()).axis:
+                    self._show_figures(figures)
 
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""
@@ -79,25 +80,25 @@ class ProgressBar:
 
     def _start(self, event: RunStarted) -> None:
         self._run = event
-        ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
         nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
-        threads = "1 thread" if event.num_threads == 1 else f"{event.num_threads} threads"
-        device = f", each on {event.device} ({event.backend}, {threads})" if event.device else ""
-        size = f", {event.num_parameters:,} parameters" if event.num_parameters else ""
+        threads = format_count(event.num_threads, "thread")
+        parts = [
+            event.name,
+            format_count(event.world_size, "rank") + nodes,
+            f"each on {event.device} ({event.backend}, {threads})" if event.device else "",
+            f"{event.num_parameters:,} parameters" if event.num_parameters else "",
+        ]
         data = f"; data: {event.data}" if event.data else ""
-        self._print(f"{event.name}, {ranks}{nodes}{device}{size}{data}")
+        self._print(", ".join(filter(None, parts)) + data)
 
     def _resume(self, event: CheckpointLoaded) -> None:
         for skipped in event.skipped:
             self._print(f"warning: {skipped}")
-        num_steps = self._lost_step - event.step  # that the attempt before had done
-        again = f": {num_steps:,} step{'s' * (num_steps > 1)} again" if num_steps > 0 else ""
-        if event.url:
-            self._print(
-                f"resumed at step {event.step:,}{self._total_steps()} from {event.url}{again}"
-            )
-        elif again:
-            self._print(f"started again at step 0{again}")
+        num_steps = max(0, self._lost_step - event.step)  # that the attempt before had done
+        start = f"resumed at step {event.step:,}{self._total_steps()} from {event.url}"
+        again = f": {format_count(num_steps, 'step')} again" if num_steps else ""
+        if event.url or again:
+            self._print((start if event.url else "started again at step 0") + again)
         if not self._is_live or not self._run or not self._run.num_steps:
             return
         from tqdm import tqdm
@@ -135,9 +136,7 @@ class ProgressBar:
 
     def _describe(self, values: Mapping[str, float]) -> str:
         words = (
-            FORMATS[name].format(value)
-            if name in FORMATS
-            else f"{name.replace('_', ' ')} {value:.5g}"
+            FORMATS.get(name, f"{name.replace('_', ' ')} {{:.5g}}").format(value)
             for name, value in values.items()
         )
         return ", ".join(filter(None, words))

@@ -56,21 +56,26 @@ class Panel:
     name: str  # of letters and hyphens, unique on a page
     title: str
     summary: str  # a description for people who cannot see it
-    draw: Callable[[Axes], Axes | None]  # draws the lines and sets up the axes, or returns others
+    draw: Callable[[Axes], None]  # draws the lines and sets up the axes
     subtitle: str = ""
     from_zero: bool = False  # where a linear y axis starts
 
-    def draw_on(self, axes: Axes) -> Axes:
-        """Draw the panel in the look that all panels share, and return its axes: no frame, faint
-        horizontal rules.
-        """
-        axes = self.draw(axes) or axes
+    def draw_on(self, axes: Axes) -> None:
+        """Draw the panel in the look that all panels share: no frame, faint horizontal rules."""
+        from matplotlib.text import Text
+
+        self.draw(axes)
         labels = axes.get_legend_handles_labels()[1]
         num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
         axes.set_facecolor("none")
-        axes.set_title("")
-        look: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold", "color": INK}
-        axes.set_title(self.title[:MAX_TITLE], pad=9 + 15 * num_rows, **look)
+        axes.set_title(
+            self.title[:MAX_TITLE],
+            loc="left",
+            pad=9 + 15 * num_rows,
+            fontsize=11.5,
+            fontweight="bold",
+            color=INK,
+        )
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set(alpha=0.4, color=INK)
         axes.tick_params(which="both", length=0, pad=5, colors=INK)
@@ -95,28 +100,21 @@ class Panel:
                 labelcolor=INK,
             )
         else:
-            place: dict[str, Any] = {
-                "xycoords": "axes fraction",
-                "xytext": (0, 8),
-                "textcoords": "offset points",
-            }
-            axes.annotate(self.subtitle, (0, 1), **place, fontsize=9.5, color=INK)
-        _make_printable(axes)
-        return axes
-
-
-def _make_printable(axes: Axes) -> None:
-    """Replace the characters of every text that XML or a font's layout does not take, but those at
-    ticks.
-    """
-    from matplotlib.text import Text
-
-    for text in axes.findobj(Text):
-        text.set_text(printable(text.get_text()))
+            axes.annotate(
+                self.subtitle,
+                (0, 1),
+                xycoords="axes fraction",
+                xytext=(0, 8),
+                textcoords="offset points",
+                fontsize=9.5,
+                color=INK,
+            )
+        for text in axes.findobj(Text):  # all but those at ticks
+            text.set_text(printable(text.get_text()))
 
 
 def printable(text: str) -> str:
-    """Return `text` in characters that can be drawn. A line break stays."""
+    """Return `text` in characters that XML and a font's layout take. A line break stays."""
     return "".join(each if each.isprintable() or each == "\n" else " " for each in to_utf8(text))[
         :MAX_TEXT
     ]
@@ -130,12 +128,15 @@ def to_svg(panel: Panel) -> str:
     from matplotlib.figure import Figure
 
     with _settings(panel.name):
-        axes = panel.draw_on(Figure(layout="constrained").add_subplot())
-        root = _tree(axes.figure)
-    root.set("class", "panel")
-    root.set("role", "img")
-    root.set("aria-label", "".join(each for each in to_utf8(panel.summary) if each.isprintable()))
-    return _serialize(root)
+        figure = Figure(layout="constrained")
+        panel.draw_on(figure.add_subplot())
+        root = _tree(figure)
+    summary = "".join(each for each in to_utf8(panel.summary) if each.isprintable())
+    root.attrib |= {"class": "panel", "role": "img", "aria-label": summary}
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    svg: str = ElementTree.tostring(root, encoding="unicode")
+    return svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
 
 
 def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
@@ -167,11 +168,6 @@ def label_x(axes: Axes, text: str) -> None:
     axes.set_xlabel(text, loc="right", fontsize=9.5, labelpad=1, color=INK)
 
 
-def format_tick(value: float, position: object) -> str:
-    """Format a number at an axis: whole, but for small ones. A formatter of matplotlib's."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
-
-
 def log_scale(
     axes: Axes, values: Sequence[float], ratio: float = 20.0, axis: Literal["x", "y"] = "y"
 ) -> None:
@@ -184,9 +180,9 @@ def log_scale(
         return
     axes.set(**{f"{axis}scale": "log"})
     scale = axes.xaxis if axis == "x" else axes.yaxis
-    decades = math.log10(max(values) / min(values))
+    span = max(values) / min(values)
     scale.set_major_locator(
-        LogLocator(subs=(1, 2, 5) if decades < 1.6 else (1, 3) if decades < 3 else (1,))
+        LogLocator(subs=(1, 2, 5) if span < 40 else (1, 3) if span < 1000 else (1,))
     )
     scale.set_major_formatter(lambda value, _: f"{value:g}")
     scale.set_minor_formatter(NullFormatter())
@@ -207,25 +203,6 @@ def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, floa
         for stretch in stretches
         for point in sorted({min(stretch, key=y), max(stretch, key=y)})
     ]
-
-
-def format_figure(name: str, value: float) -> str:
-    """Format a figure by its name: an accuracy in percent, others with four digits; NaN as "-"."""
-    if math.isnan(value):
-        return "-"
-    if name == "accuracy":
-        return percent(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def percent(share: float) -> str:
-    """Format a share in [0, 1], with enough decimals to distinguish 99.95 % from 100 %."""
-    return f"{100 * share:.2f} %"
-
-
-def format_count(count: int, noun: str) -> str:
-    """Format a count with its noun, such as "1 thread" and "2 threads"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 @contextmanager
@@ -256,35 +233,24 @@ def _tree(figure: Any) -> ElementTree.Element:
     ids.
     """
     file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    root = ElementTree.fromstring(file.getvalue())
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    # matplotlib's only style rule would apply to every element of the page. Apply it to this
-    # picture alone.
-    root.set("style", "stroke-linejoin: round; stroke-linecap: butt")
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-        if parent.tag == f"{{{_SVG}}}g":
-            parent.attrib.pop("id", None)
-        for name in ("d", "x", "y", "transform"):
-            if name in parent.attrib:  # a hundredth of a point is finer than any screen
-                parent.set(
-                    name,
-                    re.sub(
-                        r"\d+\.\d{3,}",
-                        lambda number: f"{float(number[0]):.2f}",
-                        parent.attrib[name],
-                    ),
-                )
-    return root
-
-
-def _serialize(root: ElementTree.Element) -> str:
-    ElementTree.register_namespace("", _SVG)
-    ElementTree.register_namespace("xlink", _XLINK)
-    return ElementTree.tostring(root, encoding="unicode").replace(
-        "'DejaVu Sans'", "system-ui, sans-serif"
+    figure.savefig(
+        file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
     )
+    root = ElementTree.fromstring(file.getvalue())
+    # matplotlib's only style rule, its first definition, would apply to every element of the page.
+    # Apply it to this picture alone.
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "style": "stroke-linejoin: round; stroke-linecap: butt",
+    }
+    root.remove(root[0])
+    for each in root.iter():
+        if each.tag == f"{{{_SVG}}}g":
+            each.attrib.pop("id", None)
+        for name in {"d", "x", "y", "transform"}.intersection(each.attrib):
+            # a hundredth of a point is finer than any screen
+            rounded = re.sub(
+                r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", each.attrib[name]
+            )
+            each.set(name, rounded)
+    return root

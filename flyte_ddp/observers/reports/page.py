@@ -14,13 +14,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from flyte_ddp.config.extras import how_to_install, is_installed
+from flyte_ddp.config.extras import require
 from flyte_ddp.errors import TrainingStopped, in_one_line, log_failures
 from flyte_ddp.events import to_utf8
 from flyte_ddp.observers.reports import drawing
@@ -33,26 +34,30 @@ NOTHING = "-"  # in place of a value that is not known
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Page(ABC):
     """A report that can be rendered at any time."""
 
-    progress_label = ""  # what the progress bar counts
+    progress_label: ClassVar[str] = ""  # what the progress bar counts
 
-    def __init__(self, links: Mapping[str, str] | None = None) -> None:
-        # URLs of other pages by name; may be added at any time, as notes
-        self.links = dict(links or {})
-        # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
-        self.tracker: Any = None
-        self.notes: list[str] = []  # lines below the title
-        self.error: BaseException | None = None
-        self.opened_at = time.time()
-        self.closed_at = 0.0  # 0 while it is open
-        self._failures: set[str] = set()  # lines that were logged
+    _: KW_ONLY
+    # URLs of other pages by name; may be added at any time, as notes
+    links: dict[str, str] = field(default_factory=dict)
+    # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
+    tracker: Any = None
+    notes: list[str] = field(default_factory=list)  # lines below the title
+    error: BaseException | None = None
+    opened_at: float = field(default_factory=time.time)
+    closed_at: float = 0.0  # 0 while it is open
+    file: Path | None = None  # to which it is written when it is closed
+    _failures: set[str] = field(default_factory=set)  # lines that were logged
 
     def close(self, error: BaseException | None) -> None:
         """Record the end of the task. The first error that it is closed with is shown."""
         self.closed_at = self.closed_at or time.time()
         self.error = self.error or error
+        if self.file:
+            self.write(self.file)
 
     @property
     def status(self) -> str:
@@ -96,25 +101,19 @@ class Page(ABC):
         except Exception as error:
             return self._render({"lead": self._note(error)})
 
-    def draw(self, make_panels: Callable[[], Iterable[drawing.Panel]]) -> list[Markup]:
+    def draw(self, panels: Iterable[drawing.Panel]) -> list[Markup]:
         """Return panels as SVG elements, with a line in place of those that cannot be drawn."""
         drawn: dict[Markup, None] = {}
-        try:
-            for panel in make_panels():
-                if not is_installed("matplotlib"):
-                    return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
-                try:
-                    drawn[Markup(drawing.to_svg(panel))] = None
-                except Exception as error:
-                    drawn[Markup("<p>{}</p>").format(self._note(error))] = None
-        except Exception as error:
-            drawn[Markup("<p>{}</p>").format(self._note(error))] = None
+        for panel in panels:
+            try:
+                require("plots", "matplotlib")
+                drawn[Markup(drawing.to_svg(panel))] = None
+            except Exception as error:
+                drawn[Markup("<p>{}</p>").format(self._note(error))] = None
         return list(drawn)
 
     def _note(self, error: Exception) -> str:
-        """Return why something cannot be shown, and log it once: a report is made again and
-        again.
-        """
+        """Return why something cannot be shown, and log it once: a report is made often."""
         line = f"cannot be shown: {to_utf8(in_one_line(error))}"
         if line not in self._failures:
             self._failures.add(line)
@@ -122,12 +121,11 @@ class Page(ABC):
         return line
 
     def _render(self, content: Mapping[str, Any]) -> str:
-        tracked = (
-            {self.tracker.label: self.tracker.url} if self.tracker and self.tracker.url else {}
-        )
+        tracked = {self.tracker.label: self.tracker.url} if self.tracker else {}
         links = [
             {"name": name, "url": url, "is_safe": url.startswith(("https://", "http://"))}
             for name, url in {**self.links, **tracked}.items()
+            if url
         ]
         ended = datetime.datetime.fromtimestamp(
             self.closed_at or time.time(), datetime.timezone.utc
@@ -190,18 +188,6 @@ def section(
     title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False
 ) -> dict[str, Any]:
     return {"title": title, "note": note, "rows": rows, "has_long_values": has_long_values}
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with the two largest units that matter."""
-    if not math.isfinite(seconds):
-        return NOTHING
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def shorten(text: str, max_length: int = 200) -> str:

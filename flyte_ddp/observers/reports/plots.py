@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import RunState, read_history
+from flyte_ddp.observers.formats import format_figure, format_rounded
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
     PALETTE,
     Panel,
     Points,
-    format_figure,
-    format_tick,
     label_x,
     log_scale,
     plot,
@@ -45,23 +44,25 @@ def run_panels(state: RunState) -> list[Panel]:
     and each other reported value.
     """
     curves, epochs = _Curves(state), state.epochs
-    config = state.started.config if state.started else {}
-    schedule = f"schedule {config['schedule']}" if config.get("schedule") else ""
+    schedule = state.started.config.get("schedule") if state.started else None
     # at the end of each epoch
     rates = {} if "learning_rate" in curves.reported else {"": "learning_rate"}
-    metrics = (
-        [(name, f"now {format_figure(name, now)}") for name, now in epochs[-1].metrics.items()]
-        if epochs
-        else []
-    )
+    metrics = list(epochs[-1].metrics.items())[:MAX_METRICS] if epochs else []
     speed, norm = "samples_per_second", "L2, whole gradient, before clipping"
     panels = [
         curves.panel(
             "loss", "Loss", "loss", {"training": "train_loss", "test": "test_loss"}, 0, log_ratio=20
         ),
         *(
-            curves.panel(f"metric-{index}", f"Test {_words(name)}", "", {"": name}, 2, now)
-            for index, (name, now) in enumerate(metrics[:MAX_METRICS])
+            curves.panel(
+                f"metric-{index}",
+                f"Test {name.replace('_', ' ')}",
+                "",
+                {"": name},
+                2,
+                f"now {format_figure(name, now)}",
+            )
+            for index, (name, now) in enumerate(metrics)
         ),
         curves.panel(
             "throughput",
@@ -69,11 +70,17 @@ def run_panels(state: RunState) -> list[Panel]:
             speed,
             {"epoch mean": speed},
             6,
-            tick=format_tick,
+            tick=format_rounded,
             zero=True,
         ),
         curves.panel(
-            "learning-rate", "Learning rate", "learning_rate", rates, 3, schedule, zero=True
+            "learning-rate",
+            "Learning rate",
+            "learning_rate",
+            rates,
+            3,
+            f"schedule {schedule}" if schedule else "",
+            zero=True,
         ),
         curves.panel(
             "gradient-norm", "Gradient norm", "gradient_norm", {}, 4, norm, log_ratio=100, zero=True
@@ -87,7 +94,7 @@ def run_panels(state: RunState) -> list[Panel]:
     panels += prediction_panels(state.predictions.predictions if state.predictions else [])
     others = [name for name in curves.reported if name not in KNOWN][:MAX_REPORTED]
     panels += [
-        curves.panel(f"reported-{index}", _words(name), name, {}, 0)
+        curves.panel(f"reported-{index}", name.replace("_", " "), name, {}, 0)
         for index, name in enumerate(others)
     ]
     return [panel for panel in panels if panel]
@@ -190,8 +197,8 @@ class _Curves:
         times = {
             epoch.epoch: [1e3 * seconds for seconds in epoch.rank_step_seconds]
             for epoch in self.state.epochs
+            if epoch.rank_step_seconds
         }
-        times = {epoch: ranks for epoch, ranks in times.items() if ranks}
         num_ranks = max(len(ranks) for ranks in times.values())
         slow = self.state.stragglers[-1].stragglers if self.state.stragglers else []
         notes = {each.rank: f", slow in {each.phase}" for each in slow}
@@ -224,20 +231,15 @@ def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> list[tup
     """Draw a line in color number `color` through a value per epoch, with markers while few, and
     return its points.
     """
-    marker = "o" if len(points) <= 30 else ""
     return plot(
         axes,
         points,
         color=PALETTE[color],
         linewidth=2,
-        marker=marker,
+        marker="o" if len(points) <= 30 else "",
         markersize=3.5,
         label=label or None,
     )
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def main() -> None:

@@ -46,13 +46,8 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
         label_x(axes, "true")
 
     error = statistics.fmean(abs(truth - guess) for truth, guess in pairs)
-    summary = (
-        f"Predicted over true numbers of {len(pairs)} held-out samples: mean absolute error "
-        f"{error:.4g}"
-    )
-    return Panel(
-        "predictions", "Predicted against true", summary, draw, f"{len(pairs)} held-out samples"
-    )
+    note = f"{len(pairs)} held-out samples: mean absolute error {error:.4g}"
+    return Panel("predictions", "Predicted against true", note, draw, note)
 
 
 def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Panel:
@@ -64,9 +59,8 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         for y, row in enumerate(rows):
             for x, count in enumerate(row):
-                if count:
-                    color = "white" if shares[y][x] > 0.6 else "#222222"
-                    axes.text(x, y, f"{count}", ha="center", va="center", fontsize=8, color=color)
+                color = "white" if shares[y][x] > 0.6 else "#222222"
+                axes.text(x, y, f"{count or ''}", ha="center", va="center", fontsize=8, color=color)
         names = [printable(name)[:MAX_CLASS_NAME] for name in classes]
         axes.set_xticks(
             range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60
@@ -75,20 +69,6 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
         axes.grid(False)
         label_x(axes, "predicted")
 
-    wrong = [
-        (count, f"{truth} for {guess}")
-        for (truth, guess), count in counts.items()
-        if truth != guess
-    ]
-    summary = (
-        f"Confusion matrix of {len(pairs)} held-out samples: "
-        f"{sum(count for count, _ in wrong)} wrong"
-    )
-    worst = f"; most often {max(wrong)[1]}, {max(wrong)[0]} times" if wrong else ""
-    return Panel(
-        "confusion",
-        "Confusion (true over predicted)",
-        summary + worst,
-        draw,
-        f"{len(pairs)} held-out samples",
-    )
+    num_wrong = sum(truth != guess for truth, guess in pairs)
+    note = f"{len(pairs)} held-out samples: {num_wrong} wrong"
+    return Panel("confusion", "Confusion (true over predicted)", note, draw, note)

@@ -12,14 +12,22 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
-from flyte_ddp.observers.reports.drawing import format_count, format_figure, percent
-from flyte_ddp.observers.reports.page import Page, card, cell, duration, row, section, shorten, tile
+from flyte_ddp.observers.formats import (
+    duration,
+    format_count,
+    format_figure,
+    format_rounded,
+    format_value,
+    percent,
+)
+from flyte_ddp.observers.reports.page import Page, card, cell, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
@@ -35,19 +43,18 @@ MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
 MAX_TILES = 6  # of reported values
 
 
+@dataclass(eq=False)
 class Report(Page):
     """The report of one run. A listener: give it each event in order."""
 
     progress_label = "optimizer steps done"
 
-    def __init__(self, title: str = "") -> None:
-        super().__init__()
-        self.outputs: dict[str, str] = {}  # where they are, by name; to be set at the end
-        self._title = title
-        self._state = RunState()
-        self._lines: deque[str] = deque(maxlen=MAX_LINES)
-        # of the state as it is; drawing takes half a second
-        self._panels: list[Markup] | None = None
+    name: str = ""  # its title; by default that of the program
+    outputs: dict[str, str] = field(default_factory=dict)  # their URLs; to be set at the end
+    _state: RunState = field(default_factory=RunState, init=False)
+    _lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES), init=False)
+    # of the state as it is; drawing takes half a second
+    _panels: list[Markup] | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, state: RunState) -> Report:
@@ -72,26 +79,23 @@ class Report(Page):
     @property
     def title(self) -> str:
         started = self._state.started
-        return self._title or (f"Training {started.name}" if started else "Training")
+        return self.name or (f"Training {started.name}" if started else "Training")
 
     def content(self) -> dict[str, Any]:
         if self._panels is None:
-            self._panels = self.draw(lambda: run_panels(self._state))
-        started = self._state.started
+            self._panels = self.draw(run_panels(self._state))
         lead = "Waiting for the ranks to start."
-        if started:
-            ranks = (
-                f"{format_count(started.world_size, 'rank')} on "
-                f"{format_count(started.num_nodes, 'node')}"
-            )
-            lead = f"{ranks}: {started.data}" if started.data else ranks
+        if started := self._state.started:
+            ranks = format_count(started.world_size, "rank")
+            nodes = format_count(started.num_nodes, "node")
+            lead = f"{ranks} on {nodes}" + (f": {started.data}" if started.data else "")
         return {
             "lead": lead,
             "percent_done": self._percent_done(),
             "notices": self._notices(),
             "tiles": self._tiles(),
             "charts": [("", "", self._panels)],
-            "table": self._epochs_table(),
+            "table": self._epochs_table() if self._state.epochs else {},
             "predictions": self._prediction_section(),
             "cards": self._cards(),
             "sections": self._sections(),
@@ -128,19 +132,9 @@ class Report(Page):
             return []
         latest = {name: value for report in state.reports for name, value in report.values.items()}
         best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
-        others = [
-            (name, value)
-            for name, value in (best.metrics if best else {}).items()
-            if name != metric
-        ][:1]
-        notes = [
-            f"in epoch {best.epoch if best else 0}",
-            *(f"{name} {format_figure(name, value)}" for name, value in others),
-        ]
-        trained = sum(epoch.seconds for epoch in state.epochs)
         rate = latest.get("samples_per_second", 0.0)
-        if trained > 0:
-            rate = started.num_train_samples * len(state.epochs) / trained
+        if state.epochs:
+            rate = state.epochs[-1].samples_per_second
         # A replayed history is reported within a second, so the duration in its own last event
         # counts.
         seconds = spent.wall or max(
@@ -156,7 +150,9 @@ class Report(Page):
         hours = devices * seconds / 3600
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
         tiles = [
-            tile(f"Best {metric}".replace("_", " "), value, ", ".join(notes).replace("_", " ")),
+            tile(
+                f"Best {metric}".replace("_", " "), value, f"in epoch {best.epoch if best else 0}"
+            ),
             tile(
                 "Epochs",
                 f"{len(state.epochs)} / {epochs}" if epochs else "",
@@ -169,8 +165,8 @@ class Report(Page):
             ),
             tile(
                 "Samples/s",
-                _format_rounded(rate) if rate else "",
-                f"in training, {'all epochs' if trained else 'now'}",
+                format_rounded(rate) if rate else "",
+                "in the last epoch" if state.epochs else "now",
             ),
             tile(
                 "Wall time",
@@ -216,13 +212,12 @@ class Report(Page):
                 cell(epoch.learning_rate, "{:.3g}".format),
                 cell(epoch.seconds, duration),
                 cell(epoch.evaluation_seconds, duration),
-                cell(epoch.samples_per_second, _format_rounded),
+                cell(epoch.samples_per_second, format_rounded),
             ]
             for epoch in shown
         ]
         left_out = len(epochs) - len(shown)
-        names = (name.replace("_", " ") for name in metrics)
-        table = {
+        return {
             "title": "Epochs",
             "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
             if left_out
@@ -231,7 +226,7 @@ class Report(Page):
                 "epoch",
                 "train loss",
                 "test loss",
-                *names,
+                *(name.replace("_", " ") for name in metrics),
                 "learning rate",
                 "train",
                 "test",
@@ -242,7 +237,6 @@ class Report(Page):
                 for epoch, cells in zip(shown, rows, strict=True)
             ],
         }
-        return table if rows else {}
 
     def _cards(self) -> list[dict[str, Any]]:
         """Return what the model generated after the last epochs, the newest open, and the last
@@ -270,19 +264,9 @@ class Report(Page):
         sizes = itertools.accumulate(
             250 + 6 * len("".join(each.values())) - 5 * len(each["image"]) for each in samples
         )
-        shown = [
-            sample
-            for sample, size in zip(samples, sizes, strict=True)
-            if size <= MAX_PREDICTION_BYTES
-        ]
-        num_wrong = sum(sample["kind"] == "wrong" for sample in samples)
-        total = self._state.started.num_test_samples if self._state.started else 0
-        first = (
-            f"the first {len(every)} of {total:,} held-out samples"
-            if total > len(every)
-            else "held-out samples"
-        )
-        note = f"{len(every) - num_wrong} of {len(every)} right, {num_wrong} wrong: {first}"
+        shown = samples[: sum(size <= MAX_PREDICTION_BYTES for size in sizes)]
+        num_right = sum(sample["kind"] == "right" for sample in samples)
+        note = f"{num_right} of {len(every)} held-out samples right"
         if any(each.error is not None for each in every):
             note = f"{len(every)} held-out samples, the largest error first"
         if len(shown) < len(every):
@@ -354,10 +338,15 @@ class Report(Page):
             if spent.wall
         ]
         best = next((saved for saved in reversed(state.checkpoints) if saved.best), None)
-        kept = f"of epoch {finished.model_state_epoch}" if finished.model_state_epoch else ""
         checkpoints = [  # that still exist, the newest first
             *(
-                [row("Model state", finished.model_state_url, kept)]
+                [
+                    row(
+                        "Model state",
+                        finished.model_state_url,
+                        f"of epoch {finished.model_state_epoch}",
+                    )
+                ]
                 if finished.model_state_url
                 else []
             ),
@@ -366,15 +355,17 @@ class Report(Page):
                 for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
             ),
         ]
-        none = "no rank is slower than the others any more"
         stragglers = [
-            row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
+            row(
+                f"Step {found.step:,}",
+                "; ".join(map(str, found.stragglers))
+                or "no rank is slower than the others any more",
+            )
             for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
         ]
         size = f"{started.num_parameters:,} parameters" + (
             f"; {left_out} layers more" if left_out > 0 else ""
         )
-        written = f"{state.num_checkpoints:,} written, the newest and the best are kept"
         sections = [
             section(
                 "Outputs",
@@ -389,7 +380,12 @@ class Report(Page):
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
             section("Model", layers, size, has_long_values=True),
-            section("Checkpoints", checkpoints, written, has_long_values=True),
+            section(
+                "Checkpoints",
+                checkpoints,
+                f"{state.num_checkpoints:,} written, the newest and the best are kept",
+                has_long_values=True,
+            ),
         ]
         return [each for each in sections if each["rows"]]
 
@@ -420,32 +416,19 @@ def _sample(prediction: Prediction) -> dict[str, Any]:
 
 def _configuration(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     defaults = dataclasses.asdict(TrainingConfig())
-    rows = []
-    for name, value in config.items():
-        if isinstance(value, dict):  # the recipe's options
-            rows += [row(f"{name}.{option}", _plain(chosen)) for option, chosen in value.items()]
-            continue
-        changed = name in defaults and value != defaults[name]
-        rows.append(
-            row(
-                name,
-                _plain(value),
-                f"default {_plain(defaults[name])}" if changed else "",
-                marked=changed,
-            )
+    shown = dict(config)
+    options = shown.pop("recipe_options", {})
+    shown |= {f"recipe_options.{name}": value for name, value in options.items()}
+    changed = {name for name in shown if shown[name] != defaults.get(name, shown[name])}
+    return [
+        row(
+            name,
+            format_value(value),
+            f"default {format_value(defaults[name])}" if name in changed else "",
+            marked=name in changed,
         )
-    return rows
-
-
-def _plain(value: object) -> str:
-    """Format `value` as a user writes it in JSON or on the command line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _format_rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+        for name, value in shown.items()
+    ]
 
 
 def _shape(output_shape: list[int] | None) -> str:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.events import RunState, plain
-from flyte_ddp.observers.reports.drawing import format_figure
-from flyte_ddp.observers.reports.page import duration
+from flyte_ddp.observers.formats import duration, format_figure
 from flyte_ddp.storage import redact_values
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
