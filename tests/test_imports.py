@@ -68,8 +68,7 @@ HOMES = {
     "lightning": ("flyte_ddp.integrations.lightning",),
     "mlflow": ("flyte_ddp.observers.mlflow",),
     "accelerate": ("flyte_ddp.integrations.accelerate",),
-    # samples and prunes, and draws
-    "optuna": ("flyte_ddp.studies.search", "flyte_ddp.studies.plots"),
+    "optuna": ("flyte_ddp.studies.search",),
     "prometheus_client": ("flyte_ddp.observers.metrics",),
     "tokenizers": ("flyte_ddp.recipes.text.tokens",),
     "safetensors": ("flyte_ddp.storage.weights",),

@@ -1,53 +1,38 @@
 """Figures of a study.
 
 Of every study: the figure that its trials are compared by, such as the held-out loss, over epochs
-and by each hyperparameter, as Optuna draws them, in the look of all figures. The best trials have
-colors, the others are faint. Of a scaling study also: speed-up, efficiency, throughput, time to a
-target loss, communication.
+and by each hyperparameter. The best trials have colors, the others are faint. Of a scaling study
+also: speed-up, efficiency, throughput, time to a target loss, communication.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.observers.formats import format_count, format_figure, format_rounded, format_value
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
     PALETTE,
     Panel,
-    format_count,
-    format_figure,
-    format_tick,
     label_x,
     log_scale,
     plot,
     printable,
-    thin,
 )
 from flyte_ddp.studies.results import TrialRun, rank_of
 from flyte_ddp.studies.scaling import Study, by_world_size, estimate
-from flyte_ddp.studies.search import format_value, load_optuna
 
 if TYPE_CHECKING:
-    import optuna
     from matplotlib.axes import Axes
 
 MAX_LINES = 100  # of trials; more would become one grey area
 MAX_POINTS = 60  # of one line, because there are many lines
 MAX_CHOICE = 14  # characters of a value below an axis
-LOG_RATIO = 20.0  # of the largest to the smallest value, from which on an axis is logarithmic
-
-
-class _Choice(str):
-    """A value that is no number, as an axis shows it."""
-
-    __repr__ = str.__str__
 
 
 def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
@@ -62,131 +47,56 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     if not ranked:
         return "", "", []
     metric, best = ranked[0].metric, ranked[: len(PALETTE)]
-    study_of, colors = functools.cache(lambda: _study_of(ranked)), [*PALETTE, *[INK] * len(ranked)]
+    colors = [*PALETTE, *[INK] * len(ranked)][: len(ranked)]
+    figures = [run.kept.figures().values[metric] if run.kept else math.nan for run in ranked]
 
-    def draw_epochs(_: Axes) -> Any:
-        from optuna.visualization.matplotlib import plot_intermediate_values
+    def draw_epochs(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
 
-        axes: Any = plot_intermediate_values(study_of())
-        for index, line in enumerate(axes.lines):
-            is_best = index < len(best)
-            line.set(
-                color=colors[index],
-                linewidth=1.6 if is_best else 0.8,
-                markersize=4 if is_best else 2,
-            )
+        drawn: list[tuple[float, float]] = []
+        for index, run in enumerate(ranked):
+            points = [
+                (each.epoch, each.figures().values.get(metric, math.nan)) for each in run.epochs
+            ]
+            look: dict[str, Any] = {"linewidth": 0.8, "markersize": 2, "alpha": FAINT / 3}
+            if index < len(best):
+                look = {"linewidth": 1.6, "markersize": 4, "label": f"{run.trial.number}"}
             # the best on top
-            line.set(alpha=1 if is_best else FAINT / 3, zorder=2 + 1 / (1 + index))
-            line.set_label(f"{ranked[index].trial.number}" if is_best else "_")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        return _take(axes, "epoch", [value for line in axes.lines for value in line.get_ydata()])
+            look |= {"color": colors[index], "marker": "o", "zorder": 3 - index / len(ranked)}
+            drawn += plot(axes, points, MAX_POINTS, **look)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        label_x(axes, "epoch")
+        log_scale(axes, [value for _, value in drawn])
 
-    def draw_slice(name: str) -> Callable[[Axes], Any]:
-        def draw(_: Axes) -> Any:
-            from optuna.visualization.matplotlib import plot_slice
+    def draw_slice(axes: Axes, name: str, values: Sequence[Any]) -> None:
+        if all(type(value) in (int, float) for value in values):
+            log_scale(axes, values, axis="x")
+        else:
+            values = [printable(format_value(value))[:MAX_CHOICE] for value in values]
+        axes.scatter(values, figures, color=colors, alpha=0.8, zorder=2)
+        label_x(axes, name)
+        log_scale(axes, figures)
 
-            axes: Any = plot_slice(study_of(), [name])
-            axes.figure.axes[1].remove()  # the bar of the colors that we replace
-            numbers = axes.collections[0].get_array()
-            axes.collections[0].set(
-                array=None, color=[colors[int(number)] for number in numbers], alpha=0.8
-            )
-            if axes.get_xscale() == "log":
-                # its plain numbers
-                log_scale(axes, [run.trial.values[name] for run in ranked], LOG_RATIO, "x")
-            return _take(axes, name, [_figure(run) for run in ranked])
-
-        return draw
-
-    heading, ends = (
-        name_metric(metric),
-        [f"{run.trial} {format_figure(metric, _figure(run))}" for run in best],
-    )
-    over_epochs = Panel(
-        "metric-over-epochs", heading, f"{heading} over epochs: {', '.join(ends)}", draw_epochs
-    )
-    swept = [
-        name
-        for name in ranked[0].trial.values
-        if len({json.dumps(run.trial.values[name]) for run in ranked}) > 1
+    heading = name_metric(metric)
+    ends = [
+        f"{run.trial} {format_figure(metric, figure)}"
+        for run, figure in zip(best, figures, strict=False)
     ]
-    by_name = [
-        Panel(
-            f"metric-by-{index}",
-            f"By {name}",
-            f"{heading} by {name}: the best, {ends[0]}",
-            draw_slice(name),
-        )
-        for index, name in enumerate(swept)
-    ]
-    return (
-        heading,
-        f"colored: the best so far, {'; '.join(str(run.trial) for run in best)}",
-        [over_epochs, *by_name],
-    )
+    summary = f"{heading} over epochs: {', '.join(ends)}"
+    panels = [Panel("metric-over-epochs", heading, summary, draw_epochs)]
+    for index, name in enumerate(ranked[0].trial.values):
+        values = [run.trial.values[name] for run in ranked]
+        if any(value != values[0] for value in values):
+            draw = functools.partial(draw_slice, name=name, values=values)
+            by = f"By {name}"
+            panels.append(Panel(f"metric-by-{index}", by, f"{by}: the best, {ends[0]}", draw))
+    trials = "; ".join(str(run.trial) for run in best)
+    return heading, f"colored: the best so far, {trials}", panels
 
 
 def name_metric(metric: str) -> str:
     """Return the heading of a figure of the held-out data, such as "Test loss" and "Test mae"."""
     return f"Test {metric.removeprefix('test_').replace('_', ' ')}"
-
-
-def _figure(run: TrialRun) -> float:
-    return run.kept.figures().values[run.metric] if run.kept else math.nan
-
-
-def _study_of(runs: Sequence[TrialRun]) -> optuna.Study:
-    """Return the trials as Optuna's, in their order."""
-    import matplotlib
-
-    # which Optuna draws by; a window may be opened by the main thread alone
-    if "matplotlib.pyplot" not in sys.modules:
-        matplotlib.use("agg")
-    study: optuna.Study = load_optuna().create_study()
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-    from optuna.trial import create_trial
-
-    columns: dict[str, list[Any]] = {}
-    distributions: dict[str, BaseDistribution] = {}
-    for name in runs[0].trial.values:
-        columns[name] = [run.trial.values[name] for run in runs]
-        if all(type(value) in (int, float) for value in columns[name]):
-            low, high = min(columns[name]), max(columns[name])
-            distributions[name] = FloatDistribution(low, high, log=0 < LOG_RATIO * low <= high)
-        else:
-            columns[name] = [
-                _Choice(printable(format_value(value))[:MAX_CHOICE]) for value in columns[name]
-            ]
-            distributions[name] = CategoricalDistribution(sorted(set(columns[name])))
-    for index, run in enumerate(runs):
-        params = {name: column[index] for name, column in columns.items()}
-        points = [
-            (each.epoch, each.figures().values.get(run.metric, math.nan)) for each in run.epochs
-        ]
-        drawn: dict[Any, float] = dict(thin(points, MAX_POINTS))
-        study.add_trial(
-            create_trial(
-                value=_figure(run),
-                params=params,
-                distributions=distributions,
-                intermediate_values=drawn,
-            )
-        )
-    return study
-
-
-def _take(axes: Any, label: str, values: Sequence[float]) -> Any:
-    """Take a figure from pyplot, with a label for its x axis and the scale of the `values` on its y
-    axis.
-    """
-    from matplotlib import pyplot
-
-    pyplot.close(axes.figure)
-    axes.figure.set_layout_engine("constrained")
-    axes.set_ylabel("")
-    label_x(axes, label)
-    log_scale(axes, values)
-    return axes
 
 
 # --- Scaling
@@ -229,17 +139,18 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
             for (label, points), color in zip(
                 lines.items(), itertools.cycle(PALETTE), strict=False
             ):
-                plot(
-                    axes,
-                    [(size, y.mean) for size, y in points],
-                    color=color,
-                    marker="o",
-                    markersize=6,
-                    label=label,
-                )
-                for size, y in points:
-                    if y.half_width:
-                        axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
+                if points:
+                    axes.errorbar(
+                        [size for size, _ in points],
+                        [y.mean for _, y in points],
+                        # a single measurement has no bar
+                        [y.half_width or math.nan for _, y in points],
+                        color=color,
+                        marker="o",
+                        markersize=6,
+                        capsize=4,
+                        label=label,
+                    )
             plot(
                 axes,
                 sorted(ideals.items()),
@@ -255,7 +166,7 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
             # with two equal axes the ideal is a straight line, and small sizes stay visible
             if name == "speed_up":
                 axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter(format_tick)
+            axes.yaxis.set_major_formatter(format_rounded)
 
         points = ", ".join(
             f"{format_count(size, 'rank')} {y:,.4g}" for line in lines.values() for size, y in line

@@ -22,8 +22,9 @@ from flyte_ddp.events import (
     to_line,
 )
 from flyte_ddp.events import find_best as find_best_epoch
+from flyte_ddp.observers.formats import format_value
 from flyte_ddp.storage import Storage
-from flyte_ddp.studies.search import Trial, format_value
+from flyte_ddp.studies.search import Trial
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -186,16 +187,10 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
         ]
         rows += [{**known, **epoch} for epoch in epochs or [{}]]
     names = list(runs[0].trial.values)
-    columns = {
-        name: [row.get(name) for row in rows]
-        for name in ("model", "status", "epoch", *names, *numbers, "error")
-    }
+    table = pandas.DataFrame(rows, columns=["model", "status", "epoch", *names, *numbers, "error"])
     for name in names:
         # A column has one type. Mixed values, such as an option that is a number or a list, become
         # text.
-        if len({type(value) for value in columns[name]}) > 1 or isinstance(
-            columns[name][0], (list, dict)
-        ):
-            columns[name] = [format_value(value) for value in columns[name]]
-    table = pandas.DataFrame(columns)
+        if table[name].dtype == object:
+            table[name] = table[name].map(format_value)
     return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})

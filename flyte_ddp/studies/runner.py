@@ -140,8 +140,6 @@ class TrialRunner:
         self.stops: dict[int, StopRequest] = {}  # of running trials, by number
         self.failures: list[Exception] = []
         self.notifying = threading.Lock()
-        # a starting trial either sees the stop request or does not start
-        self.starting = threading.Lock()
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
         """Run `trials`, except those that are done according to `checkpoints`.
@@ -277,10 +275,10 @@ class TrialRunner:
                 logger.exception("an observer failed on an event of %s", run.trial)
 
     def _stop_all(self, reason: str) -> None:
-        with self.starting:
-            self.stop.set(reason)
-            for stop in self.stops.values():
-                stop.set(reason)
+        # A trial enters its own before it looks at this: it gets the reason, or does not start.
+        self.stop.set(reason)
+        for stop in list(self.stops.values()):
+            stop.set(reason)
 
     def _run_trial(self, run: TrialRun) -> None:
         """Run a trial and record how it ended.
@@ -293,23 +291,29 @@ class TrialRunner:
         """
         number = run.trial.number
         threading.current_thread().name = f"trial {number}"  # appears in log records
-        stop = StopRequest()
-        with self.starting:
-            if self.stop.is_set():
-                return
-            self.stops[number] = stop
+        stop = self.stops[number] = StopRequest()
+        if self.stop.is_set():
+            return
         try:
             self._enter(run)
-            self._train(run, stop)
-            run.status = FINISHED
-        except TrainingStopped:
+            try:
+                self._train(run, stop)
+            except TrainingStopped:
+                if run.status != STOPPED_EARLY:
+                    raise
+            run.store()
             if run.status != STOPPED_EARLY:
-                run.status = INTERRUPTED
+                run.status = FINISHED
+        except TrainingStopped:
+            run.status = INTERRUPTED
         except StorageUnavailable:  # all trials' store
             run.status = INTERRUPTED
             raise
         except Exception as error:  # any kind: it concerns this trial only
-            if self._is_loss_of_cluster(error):
+            if (
+                isinstance(error, (ClusterError, WorkersLost))
+                or call_scheduler(self.client, "identity") is None
+            ):
                 run.status = INTERRUPTED
                 raise ClusterError(f"the cluster was lost: {error}") from error
             run.status = FAILED
@@ -319,8 +323,7 @@ class TrialRunner:
                 self._stop_all(f"the study ended: {error}")  # before the next trial starts
                 raise
         finally:
-            with self.starting:
-                del self.stops[number]
+            del self.stops[number]
             self._tell(run)
             self.notify(run, None)
 
@@ -332,40 +335,19 @@ class TrialRunner:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
         program = recipe_program(self.recipe, run.trial.config, self.initial_state)
         prefix = "[node 0] " if cluster.num_nodes == 1 else ""
-        with closing(self._own_client()) as client:
-            try:
-                driver.run(
-                    Job(program, run.url, time.time(), run=self.run),
-                    DaskPlace(client, cluster, self.run_name, self.pool),
-                    lambda: self.data,
-                    [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
-                    relay=lambda line: self.relay(
-                        f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
-                    ),
-                    stop=stop,
-                )
-            except TrainingStopped:
-                if run.status == STOPPED_EARLY:
-                    run.store()
-                raise
-        run.store()
-
-    def _own_client(self) -> Client:
-        """Return a Dask client for one run: a client has only one handler per event topic."""
-        try:
-            return Client(
-                self.client.scheduler.address, security=self.client.security, set_as_default=False
+        # A client has only one handler per event topic, so each run has its own.
+        address, security = self.client.scheduler.address, self.client.security
+        with closing(Client(address, security=security, set_as_default=False)) as client:
+            driver.run(
+                Job(program, run.url, time.time(), run=self.run),
+                DaskPlace(client, cluster, self.run_name, self.pool),
+                lambda: self.data,
+                [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
+                relay=lambda line: self.relay(
+                    f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
+                ),
+                stop=stop,
             )
-        except (
-            OSError,
-            AttributeError,
-        ) as error:  # AttributeError: our own client has lost its scheduler
-            raise ClusterError(f"the Dask scheduler is gone: {error}") from error
-
-    def _is_loss_of_cluster(self, error: Exception) -> bool:
-        if isinstance(error, (ClusterError, WorkersLost)):
-            return True
-        return isinstance(error, GangLost) and call_scheduler(self.client, "identity") is None
 
 
 @dataclass

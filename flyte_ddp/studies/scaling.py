@@ -159,7 +159,8 @@ class Study:
             if started_of(each).world_size == first.world_size
         ]
         speed_up = samples_per_second / statistics.mean(baseline)
-        wait, overlap = _mean(last.rank_wait_seconds), _mean(last.rank_overlap_seconds)
+        wait = statistics.fmean(last.rank_wait_seconds or [0.0])
+        overlap = statistics.fmean(last.rank_overlap_seconds or [0.0])
         # DDP times few steps, which may be slower than the median's
         timed_seconds = max(step_seconds, wait + overlap)
         device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
@@ -213,7 +214,3 @@ def _epoch_seconds(run: TrialRun) -> float:
     against noise.
     """
     return statistics.median(epoch.seconds for epoch in run.epochs)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -24,6 +24,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, suggest
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.observers.formats import format_value
 from flyte_ddp.recipes import config_of
 
 if TYPE_CHECKING:
@@ -81,27 +82,24 @@ def build_trials(
         "a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", "optuna", extra="sweep"
     )
     names = list(dict.fromkeys(name for choice in choices for name in choice))
-    trials: list[Trial] = []
-    seen = set()
+    trials: dict[str, Trial] = {}  # by what a trial is
     for choice in choices:
         world_size = int(choice.get(WORLD_SIZE, 0))
         fields = {name: value for name, value in choice.items() if _is_field(name)}
         if BATCH_SIZE_PER_RANK in choice:
             fields["global_batch_size"] = choice[BATCH_SIZE_PER_RANK] * world_size
         config = config_of(recipe, _merge_overrides(base, fields))
+        # The config's own values: 64 and 64.0 are the same batch size.
+        overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
+        values = {
+            name: _read_value(config, name) if _is_field(name) else int(choice[name])
+            for name in names
+        }
         key = json.dumps([dataclasses.asdict(config), world_size], sort_keys=True)
-        if key not in seen:
-            seen.add(key)
-            # The config's own values: 64 and 64.0 are the same batch size.
-            overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
-            values = {
-                name: _read_value(config, name) if _is_field(name) else int(choice[name])
-                for name in names
-            }
-            trials.append(Trial(len(trials) + 1, values, overrides, config, world_size))
-    if len({trial.config.monitor for trial in trials}) > 1:
+        trials.setdefault(key, Trial(len(trials) + 1, values, overrides, config, world_size))
+    if len({trial.config.monitor for trial in trials.values()}) > 1:
         raise ConfigError("monitor: expected the same for all trials, because it compares them")
-    return trials
+    return list(trials.values())
 
 
 def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str, Any]]:
@@ -211,17 +209,6 @@ def expand_world_sizes(
         if values:
             grid[choice] = values
     return _combine(grid)
-
-
-def format_value(value: Any) -> str:
-    """Format `value` as a user would write it, short enough for a label."""
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else json.dumps(value)
-    )
 
 
 class Search:
