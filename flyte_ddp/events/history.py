@@ -64,15 +64,16 @@ def plain(value: Any) -> Any:
     The latter stand for bytes of file names that are no UTF-8. A field "url" keeps them, because
     the place is read.
     """
-    if isinstance(value, str):
-        return to_utf8(value)
-    if isinstance(value, Mapping):
-        return {
-            to_utf8(str(key)): each if str(key).endswith("url") else plain(each)
-            for key, each in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+    match value:
+        case str():
+            return to_utf8(value)
+        case Mapping():
+            return {
+                to_utf8(str(key)): each if str(key).endswith("url") else plain(each)
+                for key, each in value.items()
+            }
+        case list() | tuple():
+            return [plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -115,9 +116,7 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
 
 
 def read_history(path: str | Path) -> list[Event]:
-    """Return the events in a history file, as `parse_history`. Raises FileNotFoundError if there is
-    none.
-    """
+    """Return the events in a history file, as `parse_history`."""
     return parse_history(Path(path).read_bytes(), str(path))
 
 

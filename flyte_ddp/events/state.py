@@ -70,37 +70,40 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        if isinstance(event, kinds.AttemptStarted):
-            self.grace_seconds = event.grace_seconds
-        elif isinstance(event, kinds.CheckpointSaved):
-            self._copied_at[event.step] = event.at
-        elif isinstance(event, kinds.AttemptEnded):
-            if event.num_leaving:
-                self.num_announced_losses += 1
-                self.departure = event.reason
-            if self.stragglers and self.stragglers[-1].stragglers:
-                # compared anew
-                self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))
-        elif isinstance(event, kinds.RunStarted):
-            self.num_starts += 1
-            self.started, self.loaded = event, None
-        elif isinstance(event, kinds.CheckpointLoaded):
-            self.loaded = event
-            self.reports = [each for each in self.reports if each.step <= event.step]
-            self.epochs = list(event.epochs)
-        elif isinstance(event, kinds.Reported):
-            if self.keep_reports:
+        match event:
+            case kinds.AttemptStarted():
+                self.grace_seconds = event.grace_seconds
+            case kinds.CheckpointSaved():
+                self._copied_at[event.step] = event.at
+            case kinds.AttemptEnded():
+                if event.num_leaving:
+                    self.num_announced_losses += 1
+                    self.departure = event.reason
+                if self.stragglers and self.stragglers[-1].stragglers:
+                    # compared anew
+                    self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))
+            case kinds.RunStarted():
+                self.num_starts += 1
+                self.started, self.loaded = event, None
+            case kinds.CheckpointLoaded():
+                self.loaded = event
+                self.reports = [each for each in self.reports if each.step <= event.step]
+                self.epochs = list(event.epochs)
+            case kinds.Reported() if self.keep_reports:
                 self.reports.append(event)
-        elif isinstance(event, EpochFinished):
-            self._add_epoch(event)
-        elif isinstance(event, kinds.CheckpointWritten):
-            self._add_checkpoint(event)
-        elif isinstance(event, kinds.PredictionsMade):
-            self.predictions = event
-        elif isinstance(event, kinds.StragglersFound):
-            self.stragglers.append(event)
-        elif isinstance(event, kinds.RunFinished):
-            self.finished = event
+            case EpochFinished():
+                # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has
+                # brought already.
+                by_number = {epoch.epoch: epoch for epoch in self.epochs} | {event.epoch: event}
+                self.epochs = list(by_number.values())
+            case kinds.CheckpointWritten():
+                self._add_checkpoint(event)
+            case kinds.PredictionsMade():
+                self.predictions = event
+            case kinds.StragglersFound():
+                self.stragglers.append(event)
+            case kinds.RunFinished():
+                self.finished = event
 
     @property
     def monitor(self) -> Monitor:
@@ -115,9 +118,12 @@ class RunState(Listener):
     @property
     def last_step(self) -> int:
         """The last optimizer step that is known to be done."""
-        reports, epochs = self.reports[-1:], self.epochs[-1:]
         return max(
-            [self.resumed_step, *(each.step for each in reports), *(each.step for each in epochs)]
+            [
+                self.resumed_step,
+                *(each.step for each in self.reports[-1:]),
+                *(each.step for each in self.epochs[-1:]),
+            ]
         )
 
     @property
@@ -139,26 +145,11 @@ class RunState(Listener):
             return 0.0
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
 
-    def _add_epoch(self, event: EpochFinished) -> None:
-        # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has brought
-        # already.
-        known = [epoch.epoch for epoch in self.epochs]
-        if event.epoch in known:
-            self.epochs[known.index(event.epoch)] = event
-        else:
-            self.epochs.append(event)
-
     def _add_checkpoint(self, event: kinds.CheckpointWritten) -> None:
         self.num_checkpoints += 1
-        copied_at = self._copied_at.get(event.step, 0.0)
-        self.writing_seconds = event.at - copied_at if copied_at else 0.0
+        self.writing_seconds = event.at - self._copied_at.get(event.step, event.at)
         self._copied_at = {step: at for step, at in self._copied_at.items() if step > event.step}
         known = [*self.checkpoints, event]
-        newest = known[
-            -(self.started.config.get("checkpoints_to_keep", 1) if self.started else 1) :
-        ]
-        best = [checkpoint for checkpoint in known if checkpoint.best][-1:]
-        self.checkpoints = [
-            *(checkpoint for checkpoint in best if checkpoint not in newest),
-            *newest,
-        ]
+        num_kept = self.started.config.get("checkpoints_to_keep", 1) if self.started else 1
+        best = [each for each in known if each.best][-1:]
+        self.checkpoints = [each for each in known if each in best or each in known[-num_kept:]]

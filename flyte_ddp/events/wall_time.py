@@ -79,36 +79,37 @@ class WallTime:
         elapsed = max(0.0, event.at - self.last) if self.last else 0.0
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed
-        if isinstance(event, kinds.AttemptStarted):
-            self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
-            self.phase = self.pause
-        elif isinstance(event, kinds.AttemptEnded):
-            self.pause = "announced_losses" if event.num_leaving else "restarting"
-            self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
-            self.phase = self.pause
-            self.reached.append((event.step, dict(self.seconds)))
-        elif isinstance(event, kinds.Reported):
-            self.reached.append((event.step, dict(self.seconds)))
-        elif isinstance(event, kinds.RunStarted):
-            # else the program says what it resumes from
-            if not any(step for step, _ in self.saved):
-                self._start_training(0)
-            self.phase = "stepping"
-        elif isinstance(event, kinds.CheckpointLoaded):
-            self._move(elapsed, "stepping", self.pause)
-            self._start_training(event.step)
-        elif isinstance(event, kinds.EpochFinished):
-            self._move(event.evaluation_seconds, "stepping", "evaluating")
-        elif isinstance(event, kinds.CheckpointSaved):
-            self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
-            mark = event.step, dict(self.seconds)
-            if event.url or not any(step for step, _ in self.saved):
-                self.saved.append(mark)
-                self.reached = []
-            else:  # in memory there are too many to know each for the whole run
-                self.reached.append(mark)
-        elif isinstance(event, kinds.RunFinished):  # after the last uploads
-            self._move(elapsed, "stepping", "checkpoint_stalls")
+        match event:
+            case kinds.AttemptStarted():
+                self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
+                self.phase = self.pause
+            case kinds.AttemptEnded():
+                self.pause = "announced_losses" if event.num_leaving else "restarting"
+                self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
+                self.phase = self.pause
+                self.reached.append((event.step, dict(self.seconds)))
+            case kinds.Reported():
+                self.reached.append((event.step, dict(self.seconds)))
+            case kinds.RunStarted():
+                # else the program says what it resumes from
+                if not any(step for step, _ in self.saved):
+                    self._start_training(0)
+                self.phase = "stepping"
+            case kinds.CheckpointLoaded():
+                self._move(elapsed, "stepping", self.pause)
+                self._start_training(event.step)
+            case kinds.EpochFinished():
+                self._move(event.evaluation_seconds, "stepping", "evaluating")
+            case kinds.CheckpointSaved():
+                self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
+                mark = event.step, dict(self.seconds)
+                if event.url or not any(step for step, _ in self.saved):
+                    self.saved.append(mark)
+                    self.reached = []
+                else:  # in memory there are too many to know each for the whole run
+                    self.reached.append(mark)
+            case kinds.RunFinished():  # after the last uploads
+                self._move(elapsed, "stepping", "checkpoint_stalls")
 
     def spent(self, until: float) -> TimeSpent:
         """Return the account up to the last event, or `until` if it is later."""
