@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.errors import RankFailure
 from flyte_ddp.events import (
     CheckpointLoaded,
     CheckpointWritten,
@@ -43,6 +42,7 @@ def report_of(events: list[Event]) -> Report:
 
 
 def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
+    assert "Waiting for the ranks" in Report("train").render()
     report = report_of(restarted_run())
     for number in range(2 * MAX_LINES):
         report.add_line(f"<line {number}>")
@@ -57,20 +57,8 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
     assert f"&lt;line {MAX_LINES - 1}&gt;" not in shown
     assert "secret" not in shown
     assert "<td>1 <small>in this attempt" in shown
-
-
-def test_a_report_ends_finished_or_failed():
-    report = report_of([*restarted_run(), RunFinished(10, 1.0)])
-    report.outputs["outputs"] = "s3://bucket/outputs"
-    report.close(None)
+    report.handle(RunFinished(10, 1.0))
     assert report.status == "finished"
-    assert "s3://bucket/outputs" in report.render()
-
-    failed = report_of([STARTED])
-    failed.close(RankFailure("rank 1 failed: ValueError: no", 1, "exception", "ValueError: no"))
-    assert failed.status == "failed"
-    assert "rank 1 failed: ValueError: no" in failed.render()
-    assert "Waiting for the ranks" in Report("train").render()
 
 
 def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

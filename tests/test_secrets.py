@@ -195,8 +195,8 @@ def by_wandb(text, tmp_path):
     recorded = {}
     observer = Wandb("project", "run", str(tmp_path), config={"trial": text})
     config = SimpleNamespace(update=lambda values, **_: recorded.update(values))
-    observer._run = SimpleNamespace(config=config, summary={"graph_0": 1})
-    observer._configure(started(data=text, config={"recipe_options": {"url": text}}))
+    observer._run = SimpleNamespace(config=config, summary={})
+    observer._record(started(data=text, config={"recipe_options": {"url": text}}))
     return str(recorded)
 
 

@@ -152,14 +152,6 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     assert kept[table["data"][0][0]["path"]].startswith(b"\x89PNG")
 
     summary = summary_of(directory)
-    assert summary["graph_0"]["_type"] == "graph-file"
-    graph = json.loads((directory / "files" / summary["graph_0"]["path"]).read_text())
-    assert [
-        (node["name"], node["class_name"], node["num_parameters"]) for node in graph["nodes"]
-    ] == [
-        ("conv", "Conv2d", [520]),
-        ("fc", "Linear", [650]),
-    ]
     assert (summary["best_epoch"], summary["best_test_loss"]) == (3, 0.6667)
     (model,) = [
         artifact for artifact in records_of(directory, "artifact") if artifact.type == "model"
@@ -168,12 +160,6 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     assert model.name == "model-digits"
     assert Path(entry.local_path).read_bytes() == b"the weights"
     assert [end.exit_code for end in records_of(directory, "exit")] == [0]
-
-
-def test_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
-    listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    replay(listener, [started(), reported(1)], RuntimeError("rank 1 died"))
-    assert [end.exit_code for end in records_of(tmp_path, "exit")] == [1]
 
 
 def test_text_predictions_become_a_table(tmp_path: Path) -> None:
@@ -203,33 +189,6 @@ def test_a_recipes_own_figures_and_generated_text_are_logged_with_the_epoch(tmp_
     assert "epoch/sample" not in second
 
 
-def test_restarted_ranks_log_nothing_twice(tmp_path: Path) -> None:
-    listener = Wandb("project", "run-1", tmp_path, say=lambda line: None)
-    first = [started(), *epoch_of_events(1), reported(5), reported(6)]
-    again = [started(world_size=1), loaded(4)]
-    replay(listener, [*first, *again, *epoch_of_events(2)])
-    rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [row["epoch"] for row in rows if "epoch/accuracy" in row] == [1, 2]
-    assert config_of(tmp_path)["world_size"] == 1
-
-
-def test_a_resumed_offline_run_continues_with_or_without_the_earlier_files(tmp_path: Path) -> None:
-    def epochs(directory: Path) -> list[int]:
-        replay(
-            Wandb("project", "run-1", directory, say=lambda line: None),
-            [started(), loaded(4), *epoch_of_events(2)],
-        )
-        newest = max((directory / "wandb").glob("offline-run-*-run-1"))
-        assert [run.run_id for run in records_of(newest, "run")] == ["run-1"]
-        return [row["epoch"] for row in rows_of(newest) if "epoch/accuracy" in row]
-
-    earlier = tmp_path / "same" / "wandb" / "offline-run-20200101_000000-run-1"
-    earlier.mkdir(parents=True)
-    assert epochs(tmp_path / "same") == [2]
-    assert epochs(tmp_path / "another pod") == [1, 2]
-
-
 def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     lines: list[str] = []
@@ -238,22 +197,6 @@ def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     replay(listener, [*whole_run(), run_finished()])
     assert (listener.url, lines, list(tmp_path.iterdir())) == ("", [], [])
-
-
-def test_offline_mode_is_honoured_with_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    lines: list[str] = []
-    replay(
-        Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append),
-        [started(), reported(1)],
-    )
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        "W&B: WANDB_MODE is offline, so the run is recorded offline; to upload it: wandb sync /"
-    )
-    assert_nowhere(KEY, tmp_path)
 
 
 class WandbServer:
@@ -472,21 +415,6 @@ def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_
         "gradients/good"
     ]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
-
-
-def test_an_unusable_key_is_reported_without_showing_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    replay(
-        Wandb("project", "run-1", tmp_path, keys={"WANDB_API_KEY": "much-too-short"}),
-        [started(), reported(1)],
-    )
-    (record,) = [
-        record for record in caplog.records if record.name == "flyte_ddp.observers.recorder"
-    ]
-    assert record.levelname == "WARNING"
-    assert "AuthenticationError: API key must have 40+ characters" in record.getMessage()
-    assert "much-too-short" not in caplog.text
 
 
 def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(

@@ -8,7 +8,6 @@ from pathlib import Path
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
     CheckpointLoaded,
-    EpochFinished,
     Event,
     RunState,
     TimeSpent,
@@ -37,20 +36,18 @@ class HistoryFile:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = read_history(path) if path.exists() else []
-        self._epochs = {event.epoch for event in earlier if isinstance(event, EpochFinished)}
-        self._state = RunState.of(earlier, keep_reports=False)
+        self._state = RunState.of(read_history(path) if path.exists() else [], keep_reports=False)
         self._file = open(path, "ab")  # noqa: SIM115 - open for as long as the run
         self._file.truncate(len_of_whole_lines(path.read_bytes()))
 
     def handle(self, event: Event) -> None:
+        known = [epoch.epoch for epoch in self._state.epochs]
         self._state.handle(event)
-        if isinstance(event, NOT_IN_HISTORY):
-            return
-        self._write(event)
+        if not isinstance(event, NOT_IN_HISTORY):
+            self._write(event)
         if isinstance(event, CheckpointLoaded):
             for epoch in event.epochs:
-                if epoch.epoch not in self._epochs:
+                if epoch.epoch not in known:
                     self._write(epoch)
 
     def close(self, error: BaseException | None) -> None:
@@ -65,5 +62,3 @@ class HistoryFile:
     def _write(self, event: Event | TimeSpent) -> None:
         self._file.write(to_line(redact_values(event)).encode())
         self._file.flush()
-        if isinstance(event, EpochFinished):
-            self._epochs.add(event.epoch)

@@ -32,8 +32,6 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import (
     Event,
     Figures,
-    HistogramsTaken,
-    PredictionsMade,
     RunFinished,
     RunStarted,
     RunState,
@@ -41,15 +39,18 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
-from flyte_ddp.storage import fetch_file, read_file, redact_url, redact_values, write_file
+from flyte_ddp.observers.streams import print_line
+from flyte_ddp.storage import fetch_file, read_file, redact_url, write_file
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
 FILE_TIMEOUT = 60.0  # seconds, of a file to or from a store
 MAX_METRICS = 900  # that wait for a request; MLflow takes 1000 in one
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
+MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
 UPLOAD = "to upload the rest later"  # begins a command
 MODULE = "flyte_ddp.observers.mlflow"  # `__name__` of the command is another
+CHANGING = ("world_size", "num_nodes")
 KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
@@ -64,7 +65,6 @@ class Mlflow(Recorder):
 
     service, label = "MLflow", "MLflow run"
     close_timeout = 60.0
-    ignored = (HistogramsTaken, PredictionsMade)
 
     server: str  # its URL, such as http://mlflow.team:5000
     experiment: str  # created if missing
@@ -90,71 +90,57 @@ class Mlflow(Recorder):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # a line for each repeated request
         from mlflow import MlflowClient, environment_variables
+        from mlflow.exceptions import MlflowException
 
         for name in KEY_VARIABLES:
             if name in self.keys:  # not in the environment, which ranks inherit
                 getattr(environment_variables, name).get = functools.partial(self.keys.get, name)
         self._client = MlflowClient(self.server)
-        experiment = self._find_experiment()
-        found = self._client.search_runs(
-            [experiment], f"tags.`{RUN_TAG}` = '{self.run_id}'", max_results=1
-        )
-        if found:
-            self._run = found[0]
-            self._client.update_run(self._id, "RUNNING")
-            self._reached = {
-                axis: float(found[0].data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
-            }
-        else:
-            tags = {
-                "mlflow.note.content": self.notes,
-                "group": self.group,
-                "model": self.model_artifact,
-            }
-            tags = {RUN_TAG: self.run_id, **{name: tag for name, tag in tags.items() if tag}}
-            self._run = self._client.create_run(
-                experiment, _milliseconds(event), tags, self.name or self.run_id
-            )
-        self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._id}"
-        self.say(f"MLflow: {self.url}")
-
-    def _find_experiment(self) -> str:
-        from mlflow.exceptions import MlflowException
-
         with contextlib.suppress(MlflowException):  # as where another trial creates it meanwhile
             if self._client.get_experiment_by_name(self.experiment) is None:
                 self._client.create_experiment(self.experiment)
-        return str(self._client.get_experiment_by_name(self.experiment).experiment_id)
+        experiment = self._client.get_experiment_by_name(self.experiment).experiment_id
+        tags = {
+            RUN_TAG: self.run_id,
+            "mlflow.note.content": self.notes,
+            "group": self.group,
+            "model": self.model_artifact,
+        }
+        found = self._client.search_runs(
+            [experiment], f"tags.`{RUN_TAG}` = '{self.run_id}'", max_results=1
+        )
+        self._run = (
+            found[0]
+            if found
+            else self._client.create_run(
+                experiment,
+                _milliseconds(event),
+                {name: tag for name, tag in tags.items() if tag},
+                self.name or self.run_id,
+            )
+        )
+        self._client.update_run(self._id, "RUNNING")
+        self._reached = {
+            axis: float(self._run.data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
+        }
+        self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._id}"
+        self.say(f"MLflow: {self.url}")
 
     @property
     def _id(self) -> str:
         return str(self._run.info.run_id)
 
-    def _configure(self, event: RunStarted) -> None:
+    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param, RunTag
 
-        names = (
-            "data",
-            "device",
-            "backend",
-            "data_fingerprint",
-            "recipe_version",
-            "num_train_samples",
-        )
-        values = {
-            name: value
-            for name in (*names, "num_test_samples", "num_steps")
-            if (value := getattr(event, name))
-        }
-        flat = _flat(
-            redact_values({**self.config, **event.config, **values, "program": event.name})
-        )
-        known = self._client.get_run(self._id).data.params  # MLflow's never change
+        # MLflow's parameters never change, and a later attempt may have other numbers of these.
+        tags = [RunTag(name, str(getattr(event, name))) for name in CHANGING]
+        known = {*self._client.get_run(self._id).data.params, *CHANGING}
         parameters = [
-            Param(name, value) for name, value in flat.items() if value and name not in known
+            Param(name, value[:MAX_VALUE])
+            for name, value in _flat(config).items()
+            if value and name not in known
         ]
-        # No parameters: a later attempt may have others.
-        tags = [RunTag(name, str(getattr(event, name))) for name in ("world_size", "num_nodes")]
         for first in range(0, len(parameters) + 1, 100):
             self._client.log_batch(self._id, params=parameters[first : first + 100], tags=tags)
 
@@ -186,34 +172,29 @@ class Mlflow(Recorder):
         self._client.set_terminated(self._id, status)
         if (finished := self._state.finished) and finished.export_url:
             # last: a store that takes no files must not leave the run as running
-            self._upload_files(finished)
+            self._upload(finished)
 
-    def _upload_files(self, finished: RunFinished) -> None:
-        """Upload the run card, and the model if it is asked for."""
-        with tempfile.TemporaryDirectory() as directory:
-            for name, contents in card_files(run_card(self._state, **self.origin)).items():
-                Path(directory, name).write_bytes(contents)
-                self._upload(Path(directory, name), "card")
-            for name in finished.exported if self.model_artifact else ():
-                # Not in memory: weights may be larger than that of this process.
-                fetch_file(
-                    f"{finished.export_url}/{name}", Path(directory, name), timeout=FILE_TIMEOUT
-                )
-                self._upload(Path(directory, name), "model")
-
-    def _upload(self, file: Path, folder: str) -> None:
-        """Keep a file as an artifact of the run: through the server, or in the store that it
-        names.
+    def _upload(self, finished: RunFinished) -> None:
+        """Upload the run card, and the model if it is asked for: through the server, or to the
+        store that it names.
         """
         uri = self._run.info.artifact_uri
         scheme = urlsplit(uri).scheme
-        if scheme in ("mlflow-artifacts", "http", "https"):
-            self._client.log_artifact(self._id, str(file), folder)
-        elif scheme not in (
-            "",
-            "file",
-        ):  # the server's own disk, of which this process knows nothing
-            write_file(f"{uri}/{folder}/{file.name}", file, timeout=FILE_TIMEOUT)
+        with tempfile.TemporaryDirectory() as directory:
+            for name, contents in card_files(run_card(self._state, **self.origin)).items():
+                write_file(f"{directory}/card/{name}", contents)
+            for name in finished.exported if self.model_artifact else ():
+                # Not in memory: weights may be larger than that of this process.
+                file = Path(directory, "model", name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fetch_file(f"{finished.export_url}/{name}", file, timeout=FILE_TIMEOUT)
+            if scheme in ("mlflow-artifacts", "http", "https"):
+                self._client.log_artifacts(self._id, directory)
+            # else the server's own disk, of which this process knows nothing
+            elif scheme not in ("", "file"):
+                for file in filter(Path.is_file, Path(directory).rglob("*")):
+                    url = f"{uri}/{file.relative_to(directory).as_posix()}"
+                    write_file(url, file, timeout=FILE_TIMEOUT)
 
     def _hint(self) -> str:
         words = (
@@ -262,24 +243,19 @@ def _clean(name: str) -> str:
     return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"
 
 
-def main(arguments: list[str]) -> str:
-    """Upload a history, and return a line for people."""
+def main(arguments: list[str]) -> None:
+    """Upload a history, and print where its run is."""
     if len(arguments) not in (4, 5):
         raise SystemExit(f"usage: python -m {MODULE} HISTORY URL EXPERIMENT RUN [MODEL]")
     history, url, experiment, run_id, *model = arguments
-    lines: list[str] = []
     try:
-        events = parse_history(read_file(history, "history"), history)
-        observer = Mlflow(url, experiment, run_id, say=lines.append, model_artifact="".join(model))
-        for event in events:
+        observer = Mlflow(url, experiment, run_id, say=print_line, model_artifact="".join(model))
+        for event in parse_history(read_file(history, "history"), history):
             observer._record(event)
-        observer._finish(
-            "FINISHED" if any(isinstance(event, RunFinished) for event in events) else "FAILED"
-        )
+        observer._finish("FINISHED" if observer._state.finished else "FAILED")
     except Exception as error:
         raise SystemExit(f"error: {redact_url(str(error))}") from None
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(main(sys.argv[1:]) + "\n")
+    main(sys.argv[1:])

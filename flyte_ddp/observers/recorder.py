@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, RunStarted
-from flyte_ddp.storage import redact_url
+from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.events import CheckpointLoaded, Event, Figures, RunStarted, plain
+from flyte_ddp.storage import redact_url, redact_values
 
 MAX_EVENTS = 20_000  # that wait for the service
+# Fields of RunStarted that are not shown beside the configuration, or under another name.
+NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +30,12 @@ class Recorder:
 
     An error there is printed once and ends the recording. A run with the same `run_id` is
     continued: only what it does not have yet is logged. A service implements `_open`, `_configure`,
-    `_log` and `_finish`.
+    `_log`, `_finish` and `_hint`.
     """
 
     service: ClassVar[str]
     label: ClassVar[str]  # of a link to the run
     close_timeout: ClassVar[float]  # seconds until this process continues without the service
-    ignored: ClassVar[tuple[type[Event], ...]] = ()  # events that the service does not show
 
     _: KW_ONLY
     name: str | None = None  # of the run on the service's pages
@@ -45,8 +47,6 @@ class Recorder:
     config: Mapping[str, Any] = field(default_factory=dict)
     model_artifact: str = ""  # the name under which the model is uploaded at the end; "" for none
     say: Callable[[str], None] = logger.warning  # prints a line for people
-    # whether an error that ends the run is one of it
-    is_failure: Callable[[BaseException], bool] = lambda error: True
 
     def __post_init__(self) -> None:
         self.url = ""  # of the run's page, when the service has answered
@@ -60,29 +60,23 @@ class Recorder:
             target=self._work, name=f"{self.service} recorder", daemon=True
         )
 
-    def handle(self, event: Event) -> None:
-        if not isinstance(event, self.ignored):
-            self._put(event)
-
     def close(self, error: BaseException | None) -> None:
-        """Finish the service's run, as failed if there is a failure. Wait at most
-        `close_timeout`.
-        """
+        """Finish the service's run. Wait at most `close_timeout`."""
         if self._thread.is_alive():
-            self._put(
-                "FINISHED" if error is None else "FAILED" if self.is_failure(error) else "KILLED"
-            )
+            is_stopped = isinstance(error, TrainingStopped)
+            self.handle("FINISHED" if error is None else "KILLED" if is_stopped else "FAILED")
             self._thread.join(self.close_timeout)
             if self._thread.is_alive():
                 self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
 
-    def _put(self, item: Event | str) -> None:
+    def handle(self, event: Event | str) -> None:
+        """Put the event, or the status at the end, into the queue."""
         if self.is_off:
             return
         if self._thread.ident is None:
             self._thread.start()
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(event)
         except queue.Full:
             self._give_up(TimeoutError(f"it is {MAX_EVENTS} events behind"))
 
@@ -109,10 +103,9 @@ class Recorder:
         message = redact_url(" ".join(f"{type(error).__name__}: {error}".split()))
         for key in filter(None, self.keys.values()):
             message = message.replace(key, "***")
-        hint = self._hint()
         self.say(
             f"{self.service} failed and records no more of this run; the training continues: "
-            f"{message}{hint}"
+            f"{message}{self._hint()}"
         )
 
     def _record(self, event: Event) -> None:
@@ -120,30 +113,33 @@ class Recorder:
             if self._run is None:
                 self._open(event)
             self._known = dict(self._reached)
-            if self._run is not None:
-                self._configure(event)
-        if self._run is not None:
-            for each in [*(event.epochs if isinstance(event, CheckpointLoaded) else ()), event]:
-                self._record_figures(each)
+            known = {
+                name: value
+                for name, value in vars(event).items()
+                if value and name not in NOT_IN_CONFIG
+            }
+            config = {**self.config, **event.config, **known, "program": event.name}
+            self._configure(event, plain(redact_values(config)))
+        for each in [*(event.epochs if isinstance(event, CheckpointLoaded) else ()), event]:
+            figures = each.figures()
+            if self._is_new(figures):
+                self._log(each, figures)
 
-    def _record_figures(self, event: Event) -> None:
-        """Log the figures of the event if the service's run does not have them."""
-        figures = event.figures()
-        if axis := figures.axis:
-            place = figures.step if axis == "step" else figures.epoch
-            # A step may have several reports, of which none is new to ranks that started again.
-            if place is None or place <= (self._known if axis == "step" else self._reached)[axis]:
-                return
-            self._reached[axis] = max(self._reached[axis], place)
-        if axis or figures.values:
-            self._log(event, figures)
+    def _is_new(self, figures: Figures) -> bool:
+        """Return True if there are figures, and the service's run does not have them yet."""
+        if not (axis := figures.axis):
+            return bool(figures.values)
+        place = figures.step if axis == "step" else figures.epoch
+        # A step may have several reports, of which none is new to ranks that started again.
+        if place is None or place <= (self._known if axis == "step" else self._reached)[axis]:
+            return False
+        self._reached[axis] = max(self._reached[axis], place)
+        return True
 
     def _open(self, event: RunStarted) -> None:
-        """Open the service's run, or continue it, as `self._run`; it stays None if the service is
-        disabled.
-        """
+        """Open the service's run, or continue it, as `self._run`."""
 
-    def _configure(self, event: RunStarted) -> None:
+    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         """Log what the ranks have started with."""
 
     def _log(self, event: Event, figures: Figures) -> None:

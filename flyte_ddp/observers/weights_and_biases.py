@@ -11,7 +11,6 @@ existing one.
 
 from __future__ import annotations
 
-import contextlib
 import html
 import io
 import math
@@ -21,24 +20,21 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import (
-    CheckpointLoaded,
     Event,
     Figures,
     HistogramsTaken,
-    LayerDescribed,
     PredictionsMade,
     RunFinished,
     RunStarted,
-    plain,
 )
 from flyte_ddp.observers.recorder import Recorder
-from flyte_ddp.storage import fetch_file, redact_url, redact_values, write_file
+from flyte_ddp.storage import fetch_file, redact_url, write_file
 
 # Seconds for W&B, together less than the launcher waits for its listeners at the end.
 INIT_TIMEOUT = 30.0
@@ -52,9 +48,6 @@ OWN_DIRECTORIES = {
     "WANDB_CONFIG_DIR": "~/.config/wandb",
     "WANDB_DATA_DIR": "~/.local/share/wandb",
 }
-
-# Fields of RunStarted that are not shown beside the configuration, or under another name.
-NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
 
 @dataclass(eq=False)
@@ -84,14 +77,11 @@ class Wandb(Recorder):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.keys = {"WANDB_API_KEY": os.environ.get("WANDB_API_KEY", ""), **self.keys}
-        self._directory = Path(self.directory).absolute()
-        self._wandb: Any = None  # the module
-        self._is_offline = False
-        self._has_epochs = False  # the files of an earlier attempt have its epochs
+        self.is_off = os.environ.get("WANDB_MODE") == "disabled"  # saves the import, 1.5 s
 
     def _finish(self, status: str) -> None:
         self._run.finish(exit_code=int(status != "FINISHED"))
-        if self._is_offline and self.offline_url:
+        if self._run.offline and self.offline_url:
             time.sleep(WRITE_SECONDS)
             self._keep_offline_run()
 
@@ -104,10 +94,9 @@ class Wandb(Recorder):
             )
             url = f"{self.offline_url.rstrip('/')}/{files.name}.zip"
             write_file(url, Path(archive).read_bytes(), timeout=FINISH_TIMEOUT)
-        command = f"wandb sync {files.name}"
         self.say(
             f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, "
-            f"unzip, then: {command}"
+            f"unzip, then: wandb sync {files.name}"
         )
 
     def _hint(self) -> str:
@@ -115,29 +104,17 @@ class Wandb(Recorder):
         return "" if is_lost else f". What it recorded is in {self._run.settings.sync_dir}"
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, CheckpointLoaded) and self._has_epochs:
-            self._reached["epoch"], self._has_epochs = len(event.epochs), False
         super()._record(event)
-        if self._run is None:
-            return
-        if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
-            self._record_histograms(event)
-        elif isinstance(event, PredictionsMade):
-            self._record_predictions(event)
-        elif isinstance(event, RunFinished) and event.model_state_url:
-            self._record_model(event)
+        match event:
+            case HistogramsTaken() if event.step > self._known["step"]:
+                self._record_histograms(event)
+            case PredictionsMade():
+                self._record_predictions(event)
+            case RunFinished() if event.model_state_url:
+                self._record_model(event)
 
-    def _configure(self, event: RunStarted) -> None:
-        values = {
-            name: value
-            for name, value in vars(event).items()
-            if value and name not in NOT_IN_CONFIG
-        }
-        values = {"program": event.name, **values}
-        config = plain(redact_values({**self.config, **event.config, **values}))
+    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         self._run.config.update(config, allow_val_change=True)
-        if event.layers and "graph_0" not in self._run.summary.keys():  # noqa: SIM118 - no mapping, though it looks like one
-            self._run.summary["graph_0"] = self._graph(event.layers)
 
     def _log(self, event: Event, figures: Figures) -> None:
         if not figures.axis:
@@ -148,43 +125,37 @@ class Wandb(Recorder):
         if prefix == "train" and figures.epoch is not None:
             row["train/epoch"] = figures.epoch
         if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
-            row["epoch/sample"] = self._wandb.Html(
-                f"<pre>{html.escape(sample)}</pre>", inject=False
-            )
+            import wandb
+
+            row["epoch/sample"] = wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
         self._run.log({figures.axis: getattr(figures, figures.axis), **row})
 
     def _open(self, event: RunStarted) -> None:
-        if os.environ.get("WANDB_MODE") == "disabled":  # saves the import, 1.5 s
-            return
         # W&B reports its own failures to an outside service, and waits for it when the process
         # exits. It reads the variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        directory = Path(self.directory).absolute()
         # where HOME is read-only, W&B would record nothing
         for variable, place in OWN_DIRECTORIES.items():
-            with contextlib.suppress(OSError):
-                os.makedirs(os.path.expanduser(place), exist_ok=True)
             if not os.access(os.path.expanduser(place), os.W_OK):
-                os.environ.setdefault(variable, str(self._directory / variable.lower()))
+                os.environ.setdefault(variable, str(directory / variable.lower()))
         import wandb
 
-        self._wandb = wandb
         # its own output would damage the progress bar
         session = wandb.setup(wandb.Settings(silent=True))
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
-        if mode == "disabled":
-            return
         reason = f"WANDB_MODE is {mode}" if mode in ("offline", "dryrun") else ""
         api_key = self.keys["WANDB_API_KEY"] or None
         if not reason and not api_key and not wandb.login(prompt=False, verify=False):
             reason = "no API key was found"
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project,
             id=self.run_id,
             name=self.name,
             group=self.group,
             notes=self.notes,
-            dir=str(self._directory),
+            dir=str(directory),
             mode="offline" if reason else mode,
             resume="allow",
             # does not touch a run of the user's own, and allows several of ours
@@ -208,63 +179,49 @@ class Wandb(Recorder):
                 self._run.define_metric(f"{pattern}/*", step_metric=axis)
         # The summary of a continued run has the last value of each metric.
         self._reached = {axis: float(self._run.summary.get(axis) or 0) for axis in self._reached}
-        files = Path(self._run.settings.sync_dir)
-        self._has_epochs = (
-            bool(reason) and len(list(files.parent.glob(f"offline-run-*-{self._run.id}"))) > 1
-        )
         self.url = self._run.url or ""
-        self._is_offline = bool(reason)
-        upload = f"to upload it: wandb sync {shlex.quote(str(files))}"
+        upload = f"to upload it: wandb sync {shlex.quote(self._run.settings.sync_dir)}"
         how = "its files are kept when it ends" if self.offline_url else upload
         self.say(
             f"W&B: {reason}, so the run is recorded offline; {how}"
             if reason
-            else f"W&B: {self.url}"
+            else f"W&B: {self.url or mode}"
         )
 
     def _record_histograms(self, event: HistogramsTaken) -> None:
+        import wandb
+
         row: dict[str, Any] = {"step": event.step}
-        for kind, histograms in (("parameters", event.parameters), ("gradients", event.gradients)):
-            for name, histogram in histograms.items():
-                if not histogram.counts or not all(map(math.isfinite, histogram.edges)):
-                    continue  # NaN or infinite values have no histogram, and W&B would raise
-                row[f"{kind}/{name}"] = self._wandb.Histogram(
-                    np_histogram=(histogram.counts, histogram.edges)
-                )
+        for kind in ("parameters", "gradients"):
+            for name, histogram in getattr(event, kind).items():
+                # NaN or infinite values have no histogram, and W&B would raise
+                if histogram.counts and all(map(math.isfinite, histogram.edges)):
+                    bins = histogram.counts, histogram.edges
+                    row[f"{kind}/{name}"] = wandb.Histogram(np_histogram=bins)
         self._run.log(row)
 
     def _record_predictions(self, event: PredictionsMade) -> None:
         if int(self._run.summary.get("predictions/epoch") or 0) >= event.epoch:
             return
+        import wandb
         from PIL import Image
 
-        classes = list(
-            dict.fromkeys(name for prediction in event.predictions for name in prediction.scores)
-        )
-        has_images = any(prediction.image for prediction in event.predictions)
-        columns = [
-            "image" if has_images else "text",
-            "guess",
-            "truth",
-            *(f"score {name}" for name in classes),
-        ]
-        rows = []
-        for prediction in event.predictions:
-            sample: Any = prediction.text
-            if has_images:
-                sample = (
-                    self._wandb.Image(Image.open(io.BytesIO(prediction.image)))
-                    if prediction.image
-                    else None
-                )
-            scores = [prediction.scores.get(name) for name in classes]
-            rows.append([sample, prediction.guess, prediction.truth, *scores])
-        table = self._wandb.Table(columns=columns, data=rows)
+        classes = dict.fromkeys(name for each in event.predictions for name in each.scores)
+        has_images = any(each.image for each in event.predictions)
+        scores = [f"score {name}" for name in classes]
+        table = wandb.Table(["image" if has_images else "text", "guess", "truth", *scores])
+        for each in event.predictions:
+            sample: Any = None if has_images else each.text
+            if each.image:
+                sample = wandb.Image(Image.open(io.BytesIO(each.image)))
+            table.add_data(sample, each.guess, each.truth, *map(each.scores.get, classes))
         self._run.log(
             {"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table}
         )
 
     def _record_model(self, event: RunFinished) -> None:
+        import wandb
+
         self._run.summary["model_state_url"] = redact_url(event.model_state_url)
         if not self.model_artifact:
             return
@@ -273,21 +230,6 @@ class Wandb(Recorder):
         fetch_file(event.model_state_url, local, timeout=FINISH_TIMEOUT)
         metadata = {"step": event.step, "epoch": event.model_state_epoch, "best": event.best}
         name = re.sub(r"[^\w.-]", "-", self.model_artifact)
-        artifact = self._wandb.Artifact(name, type="model", metadata=metadata)
+        artifact = wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again
         self._run.log_artifact(artifact)
-
-    def _graph(self, layers: Sequence[LayerDescribed]) -> Any:
-        """Return the model's layers in the form that `wandb.watch(log_graph=True)` records: nodes
-        without edges.
-        """
-        graph = self._wandb.Graph("torch")
-        for index, layer in enumerate(layers):
-            graph.add_node(
-                id=index,
-                name=layer.name,
-                class_name=layer.kind,
-                output_shape=layer.output_shape,
-                num_parameters=[layer.num_parameters],
-            )
-        return graph
