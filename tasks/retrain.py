@@ -271,7 +271,7 @@ class _Report(Page):
     def __init__(
         self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution
     ) -> None:
-        super().__init__({"Execution": execution.url} if execution.url else None)
+        super().__init__(links={"Execution": execution.url} if execution.url else {})
         self.store = store
         self.recipe = recipe
         self.result = result
