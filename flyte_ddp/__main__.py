@@ -166,15 +166,15 @@ def _make_project(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from flyte_ddp.cluster.kubernetes.doctor import diagnose, lines
+    from flyte_ddp.cluster.kubernetes.doctor import diagnose
 
     config = cluster_config(read_object("--cluster", options.cluster))
     if options.namespace:
         pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
         config = dataclasses.replace(config, kubernetes=pods)
     tasks = read_object("--tasks", options.tasks)
-    findings, status = diagnose(config, options.service_account, tasks, options.pod_template)
-    sys.stdout.write("".join(lines(findings)))
+    lines, status = diagnose(config, options.service_account, tasks, options.pod_template)
+    sys.stdout.write("".join(lines))
     return status
 
 

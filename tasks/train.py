@@ -97,7 +97,7 @@ def pod_failure(pod: str) -> RankFailure | None:
         return None
     from flyte_ddp.cluster.kubernetes.api import pod_end
 
-    if pod_end(pod) != OUT_OF_MEMORY:
+    if not pod_end(ClusterConfig(kind="kubernetes"), pod).is_out_of_memory:
         return None
     return RankFailure(
         f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",

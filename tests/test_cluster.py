@@ -2,6 +2,7 @@
 tests/kubernetes.
 """
 
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -11,7 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dask
 import pytest
@@ -20,9 +23,19 @@ from distributed import LocalCluster, Security
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.cluster.kubernetes import lifecycle
 from flyte_ddp.cluster.kubernetes.manifest import CERTIFICATE_MOUNT, cluster_spec
 from flyte_ddp.errors import ClusterError, ConfigError
 from tests.support.dask_runs import eventually
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a Dask cluster of one worker."""
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        yield cluster.scheduler_address
 
 
 def double_in_a_child(number: int) -> int:
@@ -76,19 +89,30 @@ def test_a_local_worker_comes_back_however_long_it_takes() -> None:
 
 @pytest.mark.parametrize("through_environment", [False, True])
 def test_an_existing_cluster_is_used_and_left_running(
-    through_environment: bool, monkeypatch: pytest.MonkeyPatch
+    through_environment: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
-    ) as cluster:
-        if through_environment:
-            monkeypatch.setenv(ADDRESS_VARIABLE, cluster.scheduler_address)
-            config = ClusterConfig(num_nodes=1)
-        else:
-            config = ClusterConfig(num_nodes=1, scheduler_address=cluster.scheduler_address)
-        for _ in range(2):
-            with open_cluster(config, "run") as client:
-                assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+    config = ClusterConfig(num_nodes=1, scheduler_address="" if through_environment else address)
+    monkeypatch.setenv(ADDRESS_VARIABLE, address if through_environment else "")
+    for _ in range(2):
+        with open_cluster(config, "run") as client:
+            assert client.submit(sum, [1, 2]).result(timeout=30) == 3
+
+
+def test_a_driver_keeps_its_idle_cluster_from_the_operator(address: str) -> None:
+    """It asks the scheduler since when it is idle."""
+
+    def set_idle(dask_scheduler: Any) -> None:
+        dask_scheduler.idle_since = 1.0
+
+    config = ClusterConfig(num_nodes=1, scheduler_address=address)
+    with open_cluster(config, "run") as client:
+        client.run_on_scheduler(set_idle)
+        with lifecycle.keep_alive(client, 0.1):
+            assert eventually(
+                lambda: (
+                    client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.idle_since) != 1.0
+                )
+            )
 
 
 def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and_worker(
@@ -149,28 +173,17 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
             process.wait(timeout=30)
 
 
-def test_too_few_workers_end_the_start_at_its_deadline() -> None:
-    with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
-    ) as cluster:
-        config = ClusterConfig(
-            num_nodes=3, scheduler_address=cluster.scheduler_address, start_timeout=2
-        )
-        with (
-            pytest.raises(ClusterError, match="1 of 3 workers connected within 2 s"),
-            open_cluster(config, "run"),
-        ):
-            raise AssertionError("started")
-
-
-def test_min_nodes_lets_a_run_start_with_fewer() -> None:
-    with LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
-    ) as cluster:
-        address = cluster.scheduler_address
-        config = ClusterConfig(num_nodes=3, min_nodes=1, scheduler_address=address, start_timeout=2)
-        with open_cluster(config, "run") as client:
-            assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
+def test_too_few_workers_end_the_start_at_its_deadline_unless_min_nodes_allows_them(
+    address: str,
+) -> None:
+    config = ClusterConfig(num_nodes=3, scheduler_address=address, start_timeout=1)
+    with (
+        pytest.raises(ClusterError, match=r"1 of 3 workers connected \(start_timeout: 1 s\)"),
+        open_cluster(config, "run"),
+    ):
+        raise AssertionError("started")
+    with open_cluster(dataclasses.replace(config, min_nodes=1), "run") as client:
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 1
 
 
 def test_a_scheduler_that_does_not_answer_is_named() -> None:
@@ -192,7 +205,7 @@ def test_an_existing_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("environment", "address", "kind"),
+    ("environment", "given", "kind"),
     [
         ({}, "", "local"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "", "kubernetes"),
@@ -201,13 +214,13 @@ def test_an_existing_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_kind_auto_chooses_an_available_cluster(
-    environment: dict[str, str], address: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], given: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("KUBERNETES_SERVICE_HOST", ADDRESS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert ClusterConfig(scheduler_address=address).resolved_kind == kind
+    assert ClusterConfig(scheduler_address=given).resolved_kind == kind
 
 
 def test_a_second_cluster_in_the_same_process_finds_dasks_settings_intact() -> None:

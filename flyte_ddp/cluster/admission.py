@@ -116,26 +116,23 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
     # At the end, * is all below, with which each pattern is read.
     rules = [parts[:-1] if parts[-1] == "*" else parts for parts in map(_split_url, allowed.urls)]
     _refuse(
-        f"{name}: expected {_list(allowed.urls, 'allowed.urls')}, got {redact_url(url)!r}"
+        f"{name}: expected {_list(allowed, 'urls')}, got {redact_url(url)!r}"
         for name, url in urls.items()
         if url and (_is_ambiguous(url) or not any(_covers(rule, _split_url(url)) for rule in rules))
     )
 
 
-def list_places(options: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the URLs and absolute paths in `options`, at any depth, by their names for
-    `check_urls`.
+def list_places(options: Any, name: str) -> dict[str, str]:
+    """Return the URLs and absolute paths in `options`, a JSON value, at any depth, by their names
+    for `check_urls`.
     """
+    if isinstance(options, str):
+        return {name: options} if LOOKS_LIKE_PLACE.fullmatch(options) else {}
+    if isinstance(options, (list, tuple)):
+        options = dict(enumerate(options))
     found: dict[str, str] = {}
-    for key, value in options.items():
-        if isinstance(value, str) and LOOKS_LIKE_PLACE.fullmatch(value):
-            found[f"{name}.{key}"] = value
-        elif isinstance(value, (list, tuple)):
-            found |= list_places(
-                {str(index): each for index, each in enumerate(value)}, f"{name}.{key}"
-            )
-        elif isinstance(value, Mapping):
-            found |= list_places(value, f"{name}.{key}")
+    for key, value in options.items() if isinstance(options, Mapping) else ():
+        found |= list_places(value, f"{name}.{key}")
     return found
 
 
@@ -178,69 +175,49 @@ def _refuse(findings: Iterable[str]) -> None:
 def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
     kind, address = config.resolved_kind, config.resolved_address
     if not _matches(kind, allowed.kinds):
-        yield (
-            f"cluster.kind: expected {_list(allowed.kinds, 'allowed.kinds')} in a pod, got {kind!r}"
-        )
+        yield f"cluster.kind: expected {_list(allowed, 'kinds')} in a pod, got {kind!r}"
     elif kind == "existing" and not _matches(address, allowed.addresses):
         yield (
-            "cluster.scheduler_address: expected "
-            f"{_list(allowed.addresses, 'allowed.addresses')}, got {address!r}"
+            f"cluster.scheduler_address: expected {_list(allowed, 'addresses')}, got {address!r}"
         )
 
 
 def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
     pods = config.kubernetes
+    image = os.environ.get(IMAGE_VARIABLE, "")
+    # (field, value, list in `allowed`, what is allowed besides)
     named = [
-        (
-            "image",
-            pods.image,
-            allowed.images,
-            {"", os.environ.get(IMAGE_VARIABLE, "")},
-            "allowed.images",
-        ),
-        (
-            "namespace",
-            pods.namespace,
-            allowed.namespaces,
-            {"", own_namespace},
-            "allowed.namespaces",
-        ),
-        (
-            "service_account",
-            pods.service_account,
-            allowed.service_accounts,
-            {""},
-            "allowed.service_accounts",
-        ),
-        *(
-            ("env_from_secrets", name, allowed.secrets, set(), "allowed.secrets")
-            for name in pods.env_from_secrets
-        ),
-        *(("env", name, allowed.env, set(), "allowed.env") for name in pods.env),
-        *(("labels", name, allowed.labels, set(), "allowed.labels") for name in pods.labels),
-        *(
-            ("annotations", name, allowed.annotations, set(), "allowed.annotations")
-            for name in pods.annotations
-        ),
+        ("image", pods.image, "images", ("", image)),
+        ("namespace", pods.namespace, "namespaces", ("", own_namespace)),
+        ("service_account", pods.service_account, "service_accounts", ("",)),
+        *(("env_from_secrets", name, "secrets", ()) for name in pods.env_from_secrets),
+        *(("env", name, "env", ()) for name in pods.env),
+        *(("labels", name, "labels", ()) for name in pods.labels),
+        *(("annotations", name, "annotations", ()) for name in pods.annotations),
     ]
-    for name, value, patterns, defaults, table in named:
-        if value not in defaults and not _matches(value, patterns):
-            yield f"cluster.kubernetes.{name}: expected {_list(patterns, table)}, got {value!r}"
+    for name, value, table, defaults in named:
+        if value not in defaults and not _matches(value, getattr(allowed, table)):
+            yield f"cluster.kubernetes.{name}: expected {_list(allowed, table)}, got {value!r}"
     rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
     for name in ("pod_template", "scheduler_pod_template"):
         for path in _paths(getattr(pods, name)):
             if not any(_covers(rule, path) for rule in rules):
-                expected = _list(allowed.pod_template, "allowed.pod_template")
-                yield f"cluster.kubernetes.{name}: expected {expected}, got {'.'.join(path)}"
+                yield (
+                    f"cluster.kubernetes.{name}: expected {_list(allowed, 'pod_template')}, got "
+                    f"{'.'.join(path)}"
+                )
 
 
 def _matches(value: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns)
 
 
-def _list(patterns: tuple[str, ...], table: str) -> str:
+def _list(allowed: Allowed, table: str) -> str:
+    patterns = ", ".join(getattr(allowed, table))
     return (
-        f"one of {table} ({', '.join(patterns)})" if patterns else f"none, because {table} is empty"
+        f"one of allowed.{table} ({patterns})"
+        if patterns
+        else f"none, because allowed.{table} is empty"
     )
 
 
@@ -255,16 +232,10 @@ def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the path of every value that a pod template sets, with the names of named things in a
     list.
     """
-    if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            yield from _paths(each, (*path, key))
-    elif (
-        isinstance(value, list)
-        and value
-        and all(isinstance(each, Mapping) and "name" in each for each in value)
-    ):
-        for each in value:
-            rest = {key: inner for key, inner in each.items() if key != "name"}
-            yield from _paths(rest, (*path, str(each["name"])))
-    elif path:
+    items = list(value.items()) if isinstance(value, Mapping) else []
+    if isinstance(value, list) and all(isinstance(x, Mapping) and "name" in x for x in value):
+        items = [(str(x["name"]), {key: x[key] for key in x if key != "name"}) for x in value]
+    for key, each in items:
+        yield from _paths(each, (*path, key))
+    if path and not items:
         yield path

@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,7 +147,8 @@ class KubernetesConfig:
         # Flyte's console turns every number of a struct into a float, and no number in a pod's
         # specification is one.
         for name in ("pod_template", "scheduler_pod_template"):
-            object.__setattr__(self, name, _with_whole_numbers(getattr(self, name)))
+            text = json.dumps(getattr(self, name))
+            object.__setattr__(self, name, json.loads(text, parse_float=_parse_number))
 
 
 @dataclass(frozen=True)
@@ -280,10 +282,5 @@ def dask_config(config: ClusterConfig) -> dict[str, Any]:
     return {**DASK_CONFIG, "distributed.scheduler.worker-ttl": f"{config.node_timeout:g}s"}
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """Return a copy of a JSON value in which every float without a fraction is an integer."""
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _parse_number(text: str) -> float:
+    return int(float(text)) if float(text).is_integer() else float(text)

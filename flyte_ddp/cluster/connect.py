@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.cluster.kubernetes import api, lifecycle
-from flyte_ddp.cluster.kubernetes.api import WorkerEnd
 from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import ClusterError, ConfigError
@@ -78,29 +77,15 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         else:
             address = config.resolved_address
             if not address:
-                expected = f"an address such as tcp://10.0.0.7:8786, here or in {ADDRESS_VARIABLE}"
-                raise ConfigError(f"scheduler_address: expected {expected}, got ''")
+                raise ConfigError(
+                    "scheduler_address: expected an address such as tcp://10.0.0.7:8786, here or "
+                    f"in {ADDRESS_VARIABLE}, got ''"
+                )
         client = stack.enter_context(closing(_connect(address, deadline, security)))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
         _wait_for_workers(client, config, run_name, deadline)
         yield client
-
-
-def explain_missing_workers(config: ClusterConfig, run_name: str) -> str:
-    """Return why workers are not there, in sentences; "" where nothing is known beyond that."""
-    return api.explain(config, run_name) if config.resolved_kind == "kubernetes" else ""
-
-
-def worker_end(config: ClusterConfig, worker_name: str, num_lines: int = 20) -> WorkerEnd:
-    """Return how the container of a lost worker ended (`is_out_of_memory`, `reason`), and its last
-    lines (`log`).
-
-    Takes up to three seconds, for the kubelet reports a container's end later than Dask notices it.
-    """
-    if config.resolved_kind != "kubernetes":
-        return WorkerEnd(reason="", log="")
-    return api.worker_end(config, worker_name, num_lines)
 
 
 def _local_cluster(config: ClusterConfig) -> LocalCluster:
@@ -136,8 +121,8 @@ def _connect(address: str, deadline: float, security: Security | None) -> Client
     from distributed import Client, Security
 
     security = security or Security()
-    _wait_for_dask(address, deadline, security)
     try:
+        _wait_for_dask(address, deadline, security)
         timeout = max(1.0, deadline - time.monotonic())
         return Client(address, timeout=timeout, security=security, set_as_default=False)
     except OSError as error:  # Dask's TimeoutError is one as well
@@ -152,7 +137,8 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
     node knows that Service.
 
     Raises:
-        ClusterError: nothing answers until `deadline`, or what answers is not Dask.
+        ClusterError: what answers is not Dask.
+        OSError: nothing answers until `deadline`.
     """
     from distributed.comm import connect
     from distributed.comm.core import FatalCommClosedError
@@ -171,40 +157,29 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
             # Its first bytes, read as a length or a protocol's version, or no TLS of ours.
             except (MemoryError, ValueError, FatalCommClosedError) as error:
                 if time.monotonic() > foreign_until:
-                    raise ClusterError(
-                        f"the server at {address} is not a Dask scheduler: {error!r}"
-                    ) from error
-            except OSError as error:  # Dask's TimeoutError is one as well
-                raise ClusterError(
-                    f"the Dask scheduler at {address} cannot be reached: {error}"
-                ) from error
+                    message = f"the server at {address} is not a Dask scheduler: {error!r}"
+                    raise ClusterError(message) from error
             time.sleep(POLL_INTERVAL)
 
 
 def _wait_for_workers(
     client: Client, config: ClusterConfig, run_name: str, deadline: float
 ) -> None:
-    report_at = time.monotonic() + REPORT_INTERVAL
-    while (num_workers := len(client.scheduler_info(n_workers=-1)["workers"])) < config.num_nodes:
-        now = time.monotonic()
-        if now > deadline:
-            break
-        if now > report_at:
-            report_at = now + REPORT_INTERVAL
-            logger.info(
-                "%d of %d workers have connected. %s",
-                num_workers,
-                config.num_nodes,
-                explain_missing_workers(config, run_name),
-            )
-        time.sleep(POLL_INTERVAL)
-    if num_workers >= config.num_nodes:
-        return
-    reason = explain_missing_workers(config, run_name)
-    message = (
-        f"{num_workers} of {config.num_nodes} workers connected within {config.start_timeout:g} "
-        f"s. {reason}"
-    ).rstrip()
-    if num_workers < config.enough_nodes:
-        raise ClusterError(message)
-    logger.warning("%s The run starts with these, because min_nodes allows it.", message)
+    while True:
+        rest = deadline - time.monotonic()
+        timeout = max(POLL_INTERVAL, min(rest, REPORT_INTERVAL))
+        with contextlib.suppress(TimeoutError):
+            client.wait_for_workers(config.num_nodes, timeout=timeout)
+            return
+        num_workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        message = (
+            f"{num_workers} of {config.num_nodes} workers connected (start_timeout: "
+            f"{config.start_timeout:g} s). {api.explain(config, run_name)}"
+        ).rstrip()
+        if rest > REPORT_INTERVAL:
+            logger.info(message)
+        elif num_workers < config.enough_nodes:
+            raise ClusterError(message)
+        else:
+            logger.warning("%s The run starts with these, because min_nodes allows it.", message)
+            return

@@ -23,6 +23,7 @@ from typing import Any
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
+    CLUSTER,
     GROUP,
     KUEUE,
     PLURAL,
@@ -45,10 +46,6 @@ END_MAX_AGE = 120.0  # seconds; an older end belongs to an earlier failure
 logger = logging.getLogger(__name__)
 
 
-class ApiUnavailable(ClusterError):
-    """The API server does not answer, or is not ready to: another attempt may find it back."""
-
-
 class ApiRefused(ClusterError):
     """The API server refuses a request, or this process has no access to one. The text is the
     server's message.
@@ -67,10 +64,10 @@ class ApiRefused(ClusterError):
 
 
 @dataclass(frozen=True)
-class WorkerEnd:
+class PodEnd:
     # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
-    reason: str
-    log: str  # the last lines of it and of its successor; "" where there is no pod
+    reason: str = ""
+    log: str = ""  # the last lines of a worker and its successor; "" where there is no pod
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -78,12 +75,8 @@ class WorkerEnd:
         return self.reason == OUT_OF_MEMORY
 
     def __str__(self) -> str:
-        remedy = (
-            ": it exceeded its memory limit; raise kubernetes.worker_memory"
-            if self.is_out_of_memory
-            else ""
-        )
-        return f"its container ended ({self.reason}){remedy}"
+        remedy = ": it exceeded its memory limit; raise kubernetes.worker_memory"
+        return f"its container ended ({self.reason}){remedy if self.is_out_of_memory else ''}"
 
 
 def call(
@@ -101,7 +94,7 @@ def call(
         ignored: statuses of HTTP for which None is returned.
 
     Raises:
-        ApiUnavailable: no answer within that time.
+        ClusterError: no answer within that time.
         ApiRefused: the server refuses, or there is no access to one.
     """
     from kubernetes.client import ApiException
@@ -125,7 +118,7 @@ def call(
                 raise ApiRefused(_describe(error)) from error
             failure = error
         if time.monotonic() + delay > deadline:
-            raise ApiUnavailable(
+            raise ClusterError(
                 f"the Kubernetes API server does not answer: {_describe(failure)}"
             ) from failure
         if delay == 0.5:
@@ -145,64 +138,61 @@ def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> A
 
 def explain(config: ClusterConfig, run_name: str) -> str:
     """Return what the cluster's unready pods wait for, and which could not be created, in
-    sentences.
+    sentences; "" for other kinds of cluster.
     """
+    if config.resolved_kind != "kubernetes":
+        return ""
     name, namespace = cluster_name(run_name), target_namespace(config)
     try:
         pods = [pod for pod in pods_of(name, namespace) if not is_ready(pod)]
         events = call("CoreV1Api", "list_namespaced_event", namespace, patience=0).items
     except ClusterError as error:
         return f"The reason why its pods are not ready is unknown: {error}."
-    warnings: dict[str, str] = {}
-    for event in sorted(events, key=lambda event: event.metadata.resource_version.zfill(20)):
-        if event.involved_object.name.startswith(f"{name}-"):
-            warnings[event.involved_object.name] = event.message or event.reason
-            if event.reason == "FailedCreate" and event.involved_object.kind == "ReplicaSet":
-                warnings[""] = event.message
-    sentences: dict[str, list[str]] = {}
+    events = sorted(events, key=lambda event: event.metadata.resource_version.zfill(20))
+    warnings = {each.involved_object.name: each.message or each.reason for each in events}
+    waiting: dict[str, list[str]] = {}
     for pod in pods:
-        sentences.setdefault(_pending_reason(pod, warnings), []).append(pod.metadata.name)
-    parts = [f"{_summarize(names)}: {reason.rstrip('.')}." for reason, names in sentences.items()]
-    if "" in warnings:
-        parts.append(f"A pod could not be created: {warnings['']}.")
-    return " ".join(parts)
+        waiting.setdefault(_pending_reason(pod, warnings), []).append(pod.metadata.name)
+    parts = [
+        names[0]
+        + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        + f": {reason.rstrip('.')}."
+        for reason, names in waiting.items()
+    ]
+    refusals = [
+        f"A pod could not be created: {each.message}."
+        for each in events
+        if (each.reason, each.involved_object.kind) == ("FailedCreate", "ReplicaSet")
+        and each.involved_object.name.startswith(f"{name}-")
+    ]
+    return " ".join([*parts, *refusals[-1:]])
 
 
-def worker_end(config: ClusterConfig, worker_name: str, num_lines: int) -> WorkerEnd:
-    """Return how the container of a lost worker ended, and the last lines of its log. Its name is
-    its pod's.
+def pod_end(config: ClusterConfig, name: str, num_lines: int = 0) -> PodEnd:
+    """Return how the container of a lost worker, or of an earlier attempt, ended, and its last
+    lines.
+
+    Takes up to three seconds, for the kubelet reports a container's end later than Dask notices it.
+
+    Args:
+        config: of the cluster; for kinds other than kubernetes nothing is known.
+        name: of the pod. A worker's name is that of its pod.
+        num_lines: of a worker's log.
     """
-    namespace = target_namespace(config)
     deadline = time.monotonic() + END_TIMEOUT
     try:
-        while True:
-            pod = find("CoreV1Api", "read_namespaced_pod", worker_name, namespace, patience=0)
+        namespace = target_namespace(config) if config.resolved_kind == "kubernetes" else ""
+        while namespace:
+            pod = find("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
             reason = _end_reason(pod) if pod else ""
             # A deleted pod's container reports no end.
             is_deleted = not pod or pod.metadata.deletion_timestamp is not None
             if reason or is_deleted or time.monotonic() > deadline:
-                return WorkerEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
+                return PodEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
             time.sleep(0.25)
-    except (
-        Exception
-    ) as error:  # of any kind: a diagnosis must not hide the failure that it is about
-        logger.debug("how worker %s ended is unknown: %s", worker_name, error)
-    return WorkerEnd("", "")
-
-
-def pod_end(name: str) -> str:
-    """Return why a container of pod `name` in this pod's namespace failed, such as OOMKilled; "" if
-    unknown.
-    """
-    try:
-        pod = call(
-            "CoreV1Api", "read_namespaced_pod", name, target_namespace(ClusterConfig()), patience=0
-        )
-        ended = [status.state.terminated for status in pod.status.container_statuses or []]
-        return next((str(each.reason or "") for each in ended if each and each.exit_code), "")
-    except Exception as error:  # of any kind: a diagnosis must not end a run
+    except Exception as error:  # of any kind: a diagnosis must not hide what it is about
         logger.debug("how pod %s ended is unknown: %s", name, error)
-        return ""
+    return PodEnd()
 
 
 def is_in_pod() -> bool:
@@ -224,11 +214,9 @@ def context_namespace() -> str:
     """Return the namespace of the kubeconfig's context; "" where it names none."""
     from kubernetes.config import ConfigException, list_kube_config_contexts
 
-    try:
-        _, context = list_kube_config_contexts()
-    except ConfigException:
-        return ""  # preflight reports that there is no kubeconfig
-    return str(context["context"].get("namespace") or "")
+    with contextlib.suppress(ConfigException):  # preflight reports that there is no kubeconfig
+        return str(list_kube_config_contexts()[1]["context"].get("namespace") or "")
+    return ""
 
 
 def driver_pod() -> Driver | None:
@@ -244,22 +232,14 @@ def driver_pod() -> Driver | None:
         pod = call("CoreV1Api", "read_namespaced_pod", socket.gethostname(), namespace)
     except ApiRefused as error:
         logger.warning(
-            (
-                "this process's own pod cannot be read (%s): if it is killed, its Dask cluster "
-                "goes "
-                "by idle_timeout only"
-            ),
+            "this process's own pod cannot be read (%s): if it is killed, its Dask cluster goes by "
+            "idle_timeout only",
             error,
         )
         return None
-    requests = sum_requests(ApiClient().sanitize_for_serialization(pod.spec))
+    meta, spec = pod.metadata, ApiClient().sanitize_for_serialization(pod.spec)
     return Driver(
-        pod.metadata.name,
-        pod.metadata.uid,
-        namespace,
-        _own_image(pod),
-        pod.metadata.labels or {},
-        requests,
+        meta.name, meta.uid, namespace, _own_image(pod), meta.labels or {}, sum_requests(spec)
     )
 
 
@@ -269,13 +249,9 @@ def _own_image(pod: Any) -> str:
     That is the container with the task's registered image, or the one that Flyte marks or names
     after the pod.
     """
-    registered = os.environ.get(IMAGE_VARIABLE)
-    marked = (pod.metadata.annotations or {}).get("primary_container_name")
-    name = pod.metadata.name
-    own = max(
-        pod.spec.containers,
-        key=lambda each: (each.image == registered, each.name == marked, each.name == name),
-    )
+    image = os.environ.get(IMAGE_VARIABLE)
+    name = (pod.metadata.annotations or {}).get("primary_container_name", pod.metadata.name)
+    own = max(pod.spec.containers, key=lambda each: (each.image == image, each.name == name))
     return str(own.image)
 
 
@@ -287,38 +263,25 @@ def _describe(error: Exception) -> str:
         return str(json.loads(getattr(error, "body", ""))["message"])
     if status := getattr(error, "status", 0):
         return f"HTTP {status} {getattr(error, 'reason', '')}"
-    if isinstance(cause := getattr(error, "reason", None), Exception):  # urllib3's MaxRetryError
-        error = cause
-    return f"{type(error).__name__}: {error}"
+    cause = getattr(error, "reason", None)  # of urllib3's MaxRetryError
+    return repr(cause if isinstance(cause, Exception) else error)
 
 
 def pods_of(name: str, namespace: str) -> list[Any]:
-    selector = f"dask.org/cluster-name={name}"
-    return list(
-        call(
-            "CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector, patience=0
-        ).items
-    )
+    request = ("CoreV1Api", "list_namespaced_pod", namespace)
+    return list(call(*request, label_selector=f"{CLUSTER}={name}", patience=0).items)
 
 
 def is_ready(pod: Any) -> bool:
     """Return whether the pod serves, and is not being deleted."""
-    conditions = pod.status.conditions or []
     return pod.metadata.deletion_timestamp is None and any(
-        condition.type == "Ready" and condition.status == "True" for condition in conditions
+        each.type == "Ready" and each.status == "True" for each in pod.status.conditions or []
     )
 
 
-def is_scheduler(pod: Any) -> bool:
-    return (pod.metadata.labels or {}).get("dask.org/component") == "scheduler"
-
-
-def read_cluster(
-    name: str, namespace: str, patience: float = API_PATIENCE
-) -> dict[str, Any] | None:
+def read_cluster(name: str, namespace: str, patience: float = API_PATIENCE) -> Any:
     request = ("get_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
-    cluster: dict[str, Any] | None = find("CustomObjectsApi", *request, patience=patience)
-    return cluster
+    return find("CustomObjectsApi", *request, patience=patience)
 
 
 def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
@@ -328,63 +291,39 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
     ]:
         waiting, ended = status.state.waiting, status.last_state.terminated
         if ended is not None and not status.ready:
-            reason = f"its container ended with code {ended.exit_code} ({ended.reason})"
-            return (
-                f"{reason} and is started again"
-                if waiting is None
-                else f"{reason}: {waiting.message}"
-            )
+            then = " and is started again" if waiting is None else f": {waiting.message}"
+            return f"its container ended with code {ended.exit_code} ({ended.reason}){then}"
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"
     queue = (pod.metadata.labels or {}).get(f"{KUEUE}/queue-name")
     for condition in pod.status.conditions or []:
         if condition.reason == "SchedulingGated" and queue:
             group = pod.metadata.labels.get(f"{KUEUE}/pod-group-name", "")
-            where = (
-                f"kubectl --namespace {pod.metadata.namespace} describe workload {group}"
-            ).rstrip()
+            where = f"kubectl --namespace {pod.metadata.namespace} describe workload {group}"
             return f"waits in Kueue's queue {queue} ({where})"
         if condition.type == "PodScheduled" and condition.status != "True":
             return f"cannot be placed on a node: {condition.message}"
-    last_event = events.get(pod.metadata.name)
-    return f"{pod.status.phase}, last event: {last_event}" if last_event else f"{pod.status.phase}"
+    return f"{pod.status.phase}, last event: {events.get(pod.metadata.name, 'none')}"
 
 
 def _end_reason(pod: Any) -> str:
-    """Return why the pod's worker container ended, where it did lately; "" where it did not."""
+    """Return why a container of the pod failed, where it did lately; "" where it did not."""
     oldest = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=END_MAX_AGE)
-    for status in pod.status.container_statuses or []:
-        for ended in (status.state.terminated, status.last_state.terminated):
-            if (
-                status.name == "worker"
-                and ended is not None
-                and ended.finished_at
-                and ended.finished_at > oldest
-            ):
-                return str(ended.reason or f"exit code {ended.exit_code}")
+    statuses = pod.status.container_statuses or []
+    for status in sorted(statuses, key=lambda each: each.name != "worker"):  # a sidecar's last
+        ended, previous = status.state.terminated, status.last_state.terminated
+        ended = ended or (previous if previous and previous.finished_at > oldest else None)
+        if ended and ended.exit_code:
+            return str(ended.reason or f"exit code {ended.exit_code}")
     return ""
 
 
 def _last_lines(pod: Any, namespace: str, num_lines: int) -> str:
-    logs = []
-    for previous in (True, False):
-        options: dict[str, Any] = {
-            "container": "worker",
-            "previous": previous,
-            "tail_lines": num_lines,
-            "patience": 0,
-        }
-        # there is no previous container, or none has started yet
-        with contextlib.suppress(ApiRefused):
-            log = call(
-                "CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace, **options
-            )
-            logs.append(log or "")  # the client makes None of an empty one
-    return "".join(logs)
-
-
-def _summarize(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    request = ("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace)
+    options: dict[str, Any] = {"container": "worker", "tail_lines": num_lines, "patience": 0}
+    options["ignored"] = (400, 403, 404)  # there is no such container yet, or no more
+    logs = [call(*request, previous=each, **options) for each in (True, False)]
+    return "".join(filter(None, logs))  # the client makes None of an empty one
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from decimal import Decimal
 
 from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.cluster.config import ClusterConfig
@@ -35,7 +36,7 @@ def diagnose(
     service_account: str,
     tasks: Mapping[str, Mapping[str, str]],
     pod_template: str,
-) -> tuple[list[Finding], int]:
+) -> tuple[list[str], int]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have
     `service_account`.
 
@@ -45,52 +46,13 @@ def diagnose(
             it.
 
     Returns:
-        The findings, and an exit status: 0 if a run could start, 1 if not, 2 where this user may
-            not see enough.
+        A line for each finding, and an exit status: 0 if a run could start, 1 if not, 2 where this
+            user may not see enough.
 
     Raises:
         ClusterError: the API server does not answer.
     """
-    namespace, origin = config.kubernetes.namespace, "which is named"
-    if not namespace:
-        namespace = context_namespace() or "default"
-        origin = "that of the kubeconfig's context, as kubectl has it; name another by --namespace"
-    findings, unseen = _check(config, service_account, tasks, pod_template, namespace)
-    findings.insert(0, Finding(f"namespace {namespace} is checked, {origin}", GOOD))
-    if not tasks:
-        text = (
-            "the tasks' own pods were not checked; pass --tasks \"$(python -m tasks requests "
-            '--json)"'
-        )
-        findings.append(Finding(text, UNKNOWN))
-    if unseen:
-        findings.append(
-            Finding(
-                f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether "
-                "a run could start; "
-                "ask with an administrator's kubeconfig",
-                UNKNOWN,
-            )
-        )
-    if any(each.level == BAD for each in findings):
-        return findings, 1
-    if unseen:
-        return findings, 2
-    text = (
-        f"a run of {config.num_nodes} nodes could start in namespace {namespace} if its image "
-        "can be pulled"
-    )
-    findings.append(Finding(text, GOOD))
-    return findings, 0
-
-
-def _check(
-    config: ClusterConfig,
-    account: str,
-    tasks: Mapping[str, Mapping[str, str]],
-    pod_template: str,
-    namespace: str,
-) -> tuple[list[Finding], list[str]]:
+    namespace = config.kubernetes.namespace or context_namespace() or "default"
     # As the tasks' own settings have it; an image that is given at the registration is not known
     # here.
     image = os.environ.get("IMAGE") or read_settings().get("image", "")
@@ -104,14 +66,27 @@ def _check(
     )
     config = dataclasses.replace(config, kind="kubernetes", kubernetes=pods)
     spec = cluster_spec(config, "ddp-doctor-00000000")["spec"]
-    driver = quantities(tasks.get(DRIVER, {}))  # without its requests it is one pod more, at least
-    return run_checks(Setup(config, spec, namespace, account, driver, tasks, allowed, pod_template))
-
-
-def lines(findings: list[Finding]) -> Iterator[str]:
-    """Yield a line for each finding: the first, which says what was checked, then the obstacles,
-    then the rest.
-    """
+    driver = {"pods": Decimal(1), **quantities(tasks.get(DRIVER, {}))}
+    findings, unseen = run_checks(
+        Setup(config, spec, namespace, service_account, driver, tasks, allowed, pod_template)
+    )
+    checked = Finding(f"namespace {namespace} is checked (--namespace)", GOOD)
+    if not tasks:
+        text = (
+            "the tasks' own pods were not checked; pass --tasks \"$(python -m tasks requests "
+            '--json)"'
+        )
+        findings.append(Finding(text, UNKNOWN))
+    if unseen:
+        text = (
+            f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether a run "
+            "could start; ask with an administrator's kubeconfig"
+        )
+        findings.append(Finding(text, UNKNOWN))
+    is_bad = any(each.level == BAD for each in findings)
+    if not is_bad and not unseen:
+        text = f"a run of {config.num_nodes} nodes could start in namespace {namespace}"
+        findings.append(Finding(f"{text} if its image is admitted and can be pulled", GOOD))
     order = (BAD, WARNING, UNKNOWN, GOOD)
-    ordered = sorted(findings[1:], key=lambda each: order.index(each.level))
-    return (f"{finding}\n" for finding in [*findings[:1], *ordered])
+    findings.sort(key=lambda each: order.index(each.level))
+    return [f"{each}\n" for each in (checked, *findings)], 1 if is_bad else 2 if unseen else 0

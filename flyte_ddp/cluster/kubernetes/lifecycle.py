@@ -13,9 +13,9 @@ import dataclasses
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
-import types
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,12 @@ from flyte_ddp.cluster.kubernetes.api import (
     explain,
     is_in_pod,
     is_ready,
-    is_scheduler,
     pods_of,
     read_cluster,
     target_namespace,
 )
 from flyte_ddp.cluster.kubernetes.manifest import (
+    COMPONENT,
     GROUP,
     PLURAL,
     SCHEDULER_PORT,
@@ -106,13 +106,15 @@ def kube_cluster(
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
             scheduler = _wait_for_scheduler(config, name, namespace, deadline)
             if is_in_pod():
-                warn_if_unenforced(scheduler.status.pod_ip)
+                # a start must not wait for it
+                probe = threading.Thread(
+                    target=warn_if_unenforced, args=(scheduler.status.pod_ip,), daemon=True
+                )
+                probe.start()
             with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
                 logger.info(
-                    (
-                        "dashboard: http://localhost:8787/status after kubectl --namespace %s "
-                        "port-forward service/%s 8787"
-                    ),
+                    "dashboard: http://localhost:8787/status after kubectl --namespace %s "
+                    "port-forward service/%s 8787",
                     namespace,
                     scheduler_name(name),
                 )
@@ -132,22 +134,17 @@ def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
 
     def beat() -> None:
         while not done.wait(idle_timeout / 4):
-            try:
+            # of any kind, while the scheduler is away; the next call may find it back
+            with contextlib.suppress(Exception):
                 client.run_on_scheduler(
                     lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None)
                 )
-            except (
-                Exception
-            ) as error:  # of any kind, while the scheduler is away; the next call may find it back
-                logger.debug("the scheduler could not be kept from counting as idle: %s", error)
 
-    thread = threading.Thread(target=beat, name="keep-alive", daemon=True)
-    thread.start()
+    threading.Thread(target=beat, name="keep-alive", daemon=True).start()
     try:
         yield
     finally:
         done.set()
-        thread.join(timeout=1.0)
 
 
 @contextlib.contextmanager
@@ -161,35 +158,11 @@ def terminate_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    def terminate(number: int, frame: types.FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def delete_cluster(name: str, namespace: str, uid: str) -> None:
-    """Ask for the deletion of the cluster of this name, if it still has this uid.
-
-    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for
-    the operator's finalizer, and so for an operator that is away, or busy with a check that takes a
-    minute.
-    """
-    request = (
-        "CustomObjectsApi",
-        "delete_namespaced_custom_object",
-        GROUP,
-        VERSION,
-        namespace,
-        PLURAL,
-        name,
-    )
-    options = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
-    # gone, or another's by now
-    call(*request, body=options, patience=DELETE_PATIENCE, ignored=(404, 409))
 
 
 def _create(
@@ -248,46 +221,35 @@ def _read_token(cluster: Mapping[str, Any]) -> str:
 def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> Any:
     """Return the scheduler's pod when it is ready."""
     started = time.monotonic()
-    report_at = started + REPORT_INTERVAL
-    expect_pods_at = min(started + OPERATOR_TIMEOUT, deadline)
-    is_known_to_operator = has_pods = False
+    report_at = min(started + REPORT_INTERVAL, deadline)
     while True:
-        now = time.monotonic()
+        pods = []
         try:
-            cluster = (
-                {} if is_known_to_operator else read_cluster(name, namespace, patience=0) or {}
-            )
-            is_known_to_operator = is_known_to_operator or "phase" in cluster.get("status", {})
-            pods = pods_of(name, namespace) if is_known_to_operator else []
-            has_pods = has_pods or bool(pods)
-            ready = [pod for pod in pods if is_scheduler(pod) and is_ready(pod)]
-            if ready:
-                return ready[0]
+            pods = pods_of(name, namespace)
         except ClusterError as error:  # the API server may restart meanwhile
             logger.debug("the state of Dask cluster %s is not known at the moment: %s", name, error)
-        # An operator that ends after its first look at the cluster makes no pods, and nothing says
-        # why.
-        if not has_pods and now > expect_pods_at:
-            expect_pods_at = now + REPORT_INTERVAL
-            if not explain(config, name):
+        schedulers = [pod for pod in pods if pod.metadata.labels.get(COMPONENT) == "scheduler"]
+        if schedulers and is_ready(schedulers[0]):
+            return schedulers[0]
+        now = time.monotonic()
+        if now > report_at:
+            report_at = min(now + REPORT_INTERVAL, deadline)
+            why = explain(config, name)
+            # An operator that ends after its first look at the cluster makes no pods, and nothing
+            # says why.
+            if not pods and not why and now > min(started + OPERATOR_TIMEOUT, deadline):
                 raise ClusterError(
                     f"the Dask operator did not react to cluster {name} within "
-                    f"{now - started:.0f} s: it is not "
-                    f"running, or does not watch namespace {namespace}; see: python -m flyte_ddp "
-                    "doctor --namespace "
-                    f"{namespace}"
+                    f"{now - started:.0f} s: it is not running, or does not watch namespace "
+                    f"{namespace}; see: python -m flyte_ddp doctor --namespace {namespace}"
                 )
-        if now > deadline:
-            raise ClusterError(
-                (
-                    f"Dask cluster {name} did not start within {config.start_timeout:g} s. "
-                    f"{explain(config, name)}"
-                ).rstrip()
+            if now > deadline:
+                raise ClusterError(
+                    f"Dask cluster {name} did not start within {config.start_timeout:g} s. {why}"
+                )
+            logger.info(
+                "Dask cluster %s: waiting for its scheduler. %s", name, why or "It has no pod yet."
             )
-        if now > report_at:
-            report_at = now + REPORT_INTERVAL
-            why = explain(config, name) or "It has no pod yet."
-            logger.info("Dask cluster %s: waiting for its scheduler. %s", name, why)
         time.sleep(POLL_INTERVAL)
 
 
@@ -319,18 +281,28 @@ def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str
 def _delete_own(name: str, namespace: str, token: str) -> None:
     """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a
     refusal.
+
+    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for
+    the operator's finalizer, and so for an operator that is away, or busy with a check that takes a
+    minute.
     """
     try:
         cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
         if cluster is not None and _read_token(cluster) == token:
-            delete_cluster(name, namespace, cluster["metadata"]["uid"])
+            uid = cluster["metadata"]["uid"]
+            request = ("delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
+            call(
+                "CustomObjectsApi",
+                *request,
+                body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}},
+                patience=DELETE_PATIENCE,
+                ignored=(404, 409),  # gone, or another's by now
+            )
             logger.info("Dask cluster %s is being deleted", name)
     except ClusterError as error:
         logger.error(
-            (
-                "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s "
-                "delete daskcluster %s"
-            ),
+            "Dask cluster %s may still be there (%s); remove it with: kubectl --namespace %s "
+            "delete daskcluster %s",
             name,
             error,
             namespace,

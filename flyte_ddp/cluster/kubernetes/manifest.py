@@ -24,6 +24,7 @@ KEEP_IN_PLACE = {
     "karpenter.sh/do-not-disrupt": "true",
 }
 KUEUE = "kueue.x-k8s.io"
+CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels, by the operator
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
@@ -39,10 +40,6 @@ SCHEDULER_ROUTES = [
     "distributed.http.proxy",
     "distributed.http.statics",
 ]
-# The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
-TEMPORARY_MOUNT: dict[str, Any] = {"name": "temporary", "mountPath": "/tmp"}
-TEMPORARY_VOLUME: dict[str, Any] = {"name": "temporary", "emptyDir": {}}
-WRITABLE_HOME = {"HOME": "/tmp"}  # for the caches of libraries
 # The keys by which lists in a pod's specification are merged; all others are merged by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
 
@@ -141,19 +138,12 @@ def network_policy(
             driver. None is a driver outside Kubernetes, which connects through a port that the API
             server forwards.
     """
-    own = {"dask.org/cluster-name": name}
+    own = {CLUSTER: name}
     ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
     callers: list[dict[str, Any]] = [_namespace_selector(operator_namespace)]
     if driver is not None:
-        caller: dict[str, Any] = {
-            "podSelector": {"matchLabels": dict(driver.labels)} if driver.labels else {}
-        }
-        callers.append(
-            {
-                **caller,
-                **({} if driver.namespace == namespace else _namespace_selector(driver.namespace)),
-            }
-        )
+        selector = {"matchLabels": dict(driver.labels)} if driver.labels else {}
+        callers.append({"podSelector": selector, **_namespace_selector(driver.namespace)})
     return {
         "apiVersion": f"{POLICY_GROUP}/v1",
         "kind": "NetworkPolicy",
@@ -240,76 +230,57 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     if config.gpus_per_node:
         resources[pods.gpu_resource] = str(config.gpus_per_node)
     # The operator would set the scheduler's address to a tcp:// one.
-    address = (
-        {"DASK_SCHEDULER_ADDRESS": f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"}
-        if pods.tls
-        else {}
-    )
+    address = f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"
+    variables = {**({"DASK_SCHEDULER_ADDRESS": address} if pods.tls else {}), **pods.env}
     # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
-    arguments = [
-        "dask",
-        "worker",
-        "--name",
-        "$(DASK_WORKER_NAME)",
-        "--nthreads",
-        "1",
-        "--memory-limit",
-        "0",
-    ]
-    # The worker has to know how long it has for a last checkpoint.
-    grace = round(pods.worker_grace)
-    variables = {**address, GRACE_VARIABLE: str(grace), **pods.env}
-    pod = _pod(config, name, "worker", arguments, {}, variables, resources)
-    pod["terminationGracePeriodSeconds"] = grace
-    (container,) = pod["containers"]
-    # The operator's is the Deployment's, which Dask gives no second pod until the one that it
-    # replaces has left.
-    container["env"].append(
-        {"name": "DASK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-    )
-    if pods.env_from_secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets]
-    container["volumeMounts"].insert(0, {"name": "shared-memory", "mountPath": "/dev/shm"})
-    pod["volumes"].insert(
-        0,
-        {
-            "name": "shared-memory",
-            "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory},
-        },
-    )
-    # The loss of a node should cost one worker only. Where nodes are few, workers may share one.
-    pod["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {
-                "matchLabels": {"dask.org/cluster-name": name, "dask.org/component": "worker"}
-            },
-        }
-    ]
-    return pod
+    arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1"]
+    pod = _pod(config, name, "worker", [*arguments, "--memory-limit", "0"], variables, resources)
+    own = {
+        "containers": [
+            {
+                "name": "worker",
+                # The operator's is the Deployment's, which Dask gives no second pod until the one
+                # that it replaces has left.
+                "env": [
+                    {
+                        "name": "DASK_WORKER_NAME",
+                        "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+                    }
+                ],
+                "envFrom": [{"secretRef": {"name": name}} for name in pods.env_from_secrets],
+                "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+            }
+        ],
+        "volumes": [
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory},
+            }
+        ],
+        # The loss of a node should cost one worker only. Where nodes are few, workers may share
+        # one.
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {CLUSTER: name, COMPONENT: "worker"}},
+            }
+        ],
+    }
+    return merge_pod(pod, own)
 
 
 def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     """Return the scheduler's pod: small and without a GPU."""
     pods = config.kubernetes
-    arguments = [
-        "dask",
-        "scheduler",
-        "--host",
-        "0.0.0.0",
-        *(["--protocol", "tls"] if pods.tls else []),
-    ]
-    routes = {"distributed.scheduler.http.routes": SCHEDULER_ROUTES}
+    arguments = ["dask", "scheduler", "--host", "0.0.0.0"]
+    protocol = ["--protocol", "tls"] if pods.tls else []
+    routes = _variables({"distributed.scheduler.http.routes": SCHEDULER_ROUTES})
     resources = _resources(pods.scheduler_cpus, pods.scheduler_memory)
-    grace = round(pods.worker_grace)  # it closes after the ranks' last checkpoint
-    pod = _pod(
-        config, name, "scheduler", arguments, routes, {GRACE_VARIABLE: str(grace)}, resources
-    )
-    pod["terminationGracePeriodSeconds"] = grace
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
-    pod["containers"][0] |= {
+    container = {
+        "name": "scheduler",
         "ports": [
             {"name": "tcp-comm", "containerPort": SCHEDULER_PORT, "protocol": "TCP"},
             {"name": "http-dashboard", "containerPort": DASHBOARD_PORT, "protocol": "TCP"},
@@ -322,7 +293,8 @@ def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
             "timeoutSeconds": 10,
         },
     }
-    return pod
+    pod = _pod(config, name, "scheduler", [*arguments, *protocol], routes, resources)
+    return merge_pod(pod, {"containers": [container]})
 
 
 def _pod(
@@ -330,7 +302,6 @@ def _pod(
     name: str,
     role: str,
     arguments: list[str],
-    settings: Mapping[str, Any],
     variables: Mapping[str, str],
     resources: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -340,12 +311,13 @@ def _pod(
     has its key belongs to the run.
 
     Args:
-        settings: of Dask, besides those of every gang.
-        variables: of the container, which win over the settings.
+        variables: of the container, which win over the settings of every gang.
     """
     pods = config.kubernetes
-    mounts, volumes = [dict(TEMPORARY_MOUNT)], [dict(TEMPORARY_VOLUME)]
-    settings = {**dask_config(config), **settings}
+    settings = dask_config(config)
+    # The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
+    mounts: list[dict[str, Any]] = [{"name": "temporary", "mountPath": "/tmp"}]
+    volumes: list[dict[str, Any]] = [{"name": "temporary", "emptyDir": {}}]
     if pods.tls:
         certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
         settings |= {
@@ -359,15 +331,15 @@ def _pod(
             }
         mounts.append({"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True})
         volumes.append({"name": "certificate", "secret": {"secretName": name}})
+    # The worker has to know how long it has for a last checkpoint, after which the scheduler ends.
+    grace = round(pods.worker_grace)
+    given = {"HOME": "/tmp", **_variables(settings), GRACE_VARIABLE: str(grace), **variables}
     container = {
         "name": role,
         "image": pods.image,
         "imagePullPolicy": pods.image_pull_policy,
         "args": arguments,
-        "env": [
-            {"name": key, "value": value}
-            for key, value in {**WRITABLE_HOME, **_variables(settings), **variables}.items()
-        ],
+        "env": [{"name": key, "value": value} for key, value in given.items()],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -380,6 +352,7 @@ def _pod(
         "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         **({"serviceAccountName": pods.service_account} if pods.service_account else {}),
+        "terminationGracePeriodSeconds": grace,
         "containers": [container],
         "volumes": volumes,
     }
@@ -388,7 +361,7 @@ def _pod(
 def _scheduler_service(name: str) -> dict[str, Any]:
     return {
         "type": "ClusterIP",
-        "selector": {"dask.org/cluster-name": name, "dask.org/component": "scheduler"},
+        "selector": {CLUSTER: name, COMPONENT: "scheduler"},
         "ports": [
             {"name": port_name, "protocol": "TCP", "port": port, "targetPort": port_name}
             for port_name, port in (
@@ -400,11 +373,7 @@ def _scheduler_service(name: str) -> dict[str, Any]:
 
 
 def _resources(cpus: float, memory: str) -> dict[str, str]:
-    millicores = round(cpus * 1000)
-    return {
-        "cpu": f"{millicores}m" if millicores % 1000 else str(millicores // 1000),
-        "memory": memory,
-    }
+    return {"cpu": f"{round(cpus * 1000)}m", "memory": memory}
 
 
 def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:

@@ -4,10 +4,10 @@ its scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,10 +38,8 @@ def preflight(
         ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in
             which it cannot start. Another attempt ran on them, so they may be mended.
     """
-    requests = driver.requests if driver is not None and driver.namespace == namespace else None
-    findings, unseen = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
-    if unseen:
-        logger.debug("preflight: no permission to see %s", ", ".join(unseen))
+    requests = driver.requests if driver is not None and driver.namespace == namespace else {}
+    findings, _ = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
     # An operator that restarts has a minute to react to the new cluster.
     obstacles = [each for each in findings if each.level == BAD and each.passes != STARTING]
     is_retry = os.environ.get(ATTEMPT_VARIABLE, "0") not in ("", "0")
@@ -51,32 +49,22 @@ def preflight(
         raise PreflightError([each.text for each in obstacles])
 
 
-def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> threading.Thread:
+def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> None:
     """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not
     block the probe.
 
     A pod that is reached refuses the connection at once; a policy drops it without an answer.
-    Returns the thread that does so, because a start must not wait for it.
 
     Args:
         address: the scheduler pod's IP address. The policy has been there for some seconds.
     """
-    thread = threading.Thread(target=_probe, args=(address, port), name="policy-probe", daemon=True)
-    thread.start()
-    return thread
-
-
-def _probe(address: str, port: int) -> None:
     try:
-        with socket.create_connection((address, port), timeout=PROBE_TIMEOUT):
-            pass
-    except (ConnectionRefusedError, ConnectionResetError):
-        pass
-    except OSError as error:  # a timeout, or a network that says so
-        logger.debug("the run's NetworkPolicy is enforced: %s", error)
+        with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
+            socket.create_connection((address, port), timeout=PROBE_TIMEOUT).close()
+    except OSError:  # a timeout, or a network that says so: the policy is enforced
         return
     logger.warning(
         "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other "
-        "pods away from "
-        "its ranks and dashboard. Use a network plugin that does, such as Calico or Cilium"
+        "pods away from its ranks and dashboard. Use a network plugin that does, such as Calico or "
+        "Cilium"
     )

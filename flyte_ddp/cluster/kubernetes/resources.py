@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -10,18 +11,16 @@ from flyte_ddp.errors import PreflightError
 
 
 def sum_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return the sum of the containers' requests, by resource; a limit without a request counts as
+    """Return the pod's requests, by resource, with 1 of `pods`; a limit without a request counts as
     one.
     """
-    total: dict[str, Decimal] = {}
-    for container in pod["containers"]:
-        resources = container.get("resources", {})
-        for resource, amount in {
-            **resources.get("limits", {}),
-            **resources.get("requests", {}),
-        }.items():
-            total[resource] = total.get(resource, Decimal(0)) + quantity(amount)
-    return total
+    given = [each.get("resources", {}) for each in pod["containers"]]
+    return add(
+        [
+            {"pods": Decimal(1)},
+            *(quantities({**each.get("limits", {}), **each.get("requests", {})}) for each in given),
+        ]
+    )
 
 
 def quantity(amount: object) -> Decimal:
@@ -39,33 +38,24 @@ def quantity(amount: object) -> Decimal:
         raise PreflightError([f"{error}; correct the resources in `pod_template`"]) from error
 
 
-def sum_needs(pods: Iterable[tuple[int, Mapping[str, Decimal]]]) -> dict[str, Decimal]:
-    """Return the resources of all pods, given as (count, requests), by the names that quotas
-    use.
-    """
-    needs: dict[str, Decimal] = {"pods": Decimal(0)}
-    for count, requests in pods:
-        needs["pods"] += count
-        for resource, amount in requests.items():
-            names = [f"requests.{resource}", f"limits.{resource}"]
-            if resource in ("cpu", "memory"):
-                names.append(resource)
-            for name in names:
-                needs[name] = needs.get(name, Decimal(0)) + count * amount
-    return needs
-
-
-def short(amount: Decimal) -> str:
-    """Format a number for people: bytes in Gi, everything else as it is."""
-    if amount >= 1 << 20:
-        return f"{float(amount / (1 << 30)):.4g}Gi"
-    return f"{float(amount):g}"
-
-
 def quantities(requests: Mapping[str, str]) -> dict[str, Decimal]:
     """Return requests, such as of a pod's container, as numbers."""
     return {resource: quantity(amount) for resource, amount in requests.items()}
 
 
+def add(amounts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
+    """Return the sums by resource."""
+    total: dict[str, Decimal] = defaultdict(Decimal)
+    for each in amounts:
+        for resource, amount in each.items():
+            total[resource] += amount
+    return dict(total)
+
+
+def short(amount: Decimal) -> str:
+    """Format a number for people: bytes in Gi, everything else as it is."""
+    return f"{float(amount / (1 << 30)):.4g}Gi" if amount >= 1 << 20 else f"{float(amount):g}"
+
+
 def describe(requests: Mapping[str, Decimal]) -> str:
-    return ", ".join(f"{short(amount)} {resource}" for resource, amount in requests.items())
+    return ", ".join(f"{short(requests[each])} {each}" for each in requests if each != "pods")

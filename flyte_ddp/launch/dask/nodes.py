@@ -23,7 +23,7 @@ from distributed.client import ClosedClientError
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import worker_end
+from flyte_ddp.cluster.kubernetes.api import pod_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.attempt import Node
 from flyte_ddp.launch.dask import worker
@@ -173,7 +173,7 @@ class DaskNodes:
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if not failure.worker or "\n" in str(failure):
             return failure
-        end = worker_end(self.config, failure.worker, WORKER_LOG_LINES)
+        end = pod_end(self.config, failure.worker, WORKER_LOG_LINES)
         text = f"{failure}; {end}" if end.reason else str(failure)
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"

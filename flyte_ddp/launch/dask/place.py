@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from distributed import Client
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
-from flyte_ddp.cluster.connect import explain_missing_workers
+from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers, scheduler_id
@@ -186,7 +186,7 @@ class DaskPlace:
         )
         if is_gone := self.client.status == "closed":
             message = "the Dask scheduler is gone"
-        if reason := explain_missing_workers(self.config, self.run_name):
+        if reason := explain(self.config, self.run_name):
             message += f". {reason.rstrip('.')}"
         if previous is None:
             raise ClusterError(message)
