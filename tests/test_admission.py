@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.admission import check_urls as check_urls_with
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.kubernetes.manifest import PLURAL, cluster_spec
+from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.flytekit_plugin.failures import UserError
@@ -57,6 +58,13 @@ def kubernetes(**fields):
             ),
         ),
         ({"pod_template": {"imagePullSecrets": [{"name": "other"}]}}, "got imagePullSecrets"),
+        ({"env": {"LD_PRELOAD": "x"}}, r"env: expected one of allowed.env .*, got 'LD_PRELOAD'"),
+        ({"labels": {"inject-flyte-secrets": "true"}}, r"labels: expected one of .*, got 'inject"),
+        ({"annotations": {"flyte.secrets/s0": "m4"}}, r"annotations: expected one of .*'flyte.sec"),
+        (
+            {"pod_template": {"containers": [{"name": "w", "image": "evil:1"}, {"name": "w"}]}},
+            "got containers.w.image",
+        ),
         ({"env_from_secrets": ["other"]}, "env_from_secrets: expected none, .* got 'other'"),
         ({"pod_template": HOST}, "pod_template: expected one of .* got volumes.host.hostPath.path"),
         ({"pod_template": {"hostNetwork": True}}, "got hostNetwork"),
@@ -101,6 +109,8 @@ def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch)
         "image": "registry.example.com/flyte-ddp:7",
         "namespace": "team",
         "service_account": "flyte-ddp",
+        "env": {"NCCL_DEBUG": "INFO"},
+        "labels": {"team": "vision"},
     }
     for fields in ({}, same, {"pod_template": template}):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
@@ -126,12 +136,6 @@ def test_a_pattern_allows_what_it_matches_and_no_more():
     ):
         with pytest.raises(ConfigError):
             check_allowed(kubernetes(**{**fields, **wrong}), allowed)
-
-
-def test_a_task_refuses_it_before_it_reads_any_data():
-    cluster = ClusterInput(kind="kubernetes", kubernetes={"image": "evil:1"})
-    with pytest.raises(Exception, match=r"cluster\.kubernetes\.image: expected none"):
-        prepare(recipe="digits", cluster=cluster)
 
 
 @pytest.fixture
@@ -183,8 +187,6 @@ def train(file: FlyteFile | None = None) -> None:
 
 def test_the_address_that_a_launch_puts_into_the_environment_is_compared_too(pod, monkeypatch):
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://elsewhere:8786")
-    with pytest.raises(ConfigError, match="got 'existing'"):
-        check_cluster(ClusterInput())
     allowed = Allowed(kinds=("existing",), addresses=("tcp://dask.team:*",))
     with pytest.raises(
         ConfigError,
@@ -226,61 +228,19 @@ def test_a_task_of_a_users_own_allows_what_it_names_and_what_settings_toml_does(
 
     call()
     call(allowed={"kinds": ["existing"], "addresses": ["tcp://elsewhere:*"]}, **EXISTING)
-    for field, value, allowed in (
-        ("env", {"LD_PRELOAD": "x"}, {"env": ["LD_PRELOAD"]}),
-        ("labels", {"inject-flyte-secrets": "true"}, {"labels": ["inject-*"]}),
-        ("annotations", {"flyte.secrets/s0": "m4zg5"}, {"annotations": ["*"]}),
-        ("image", "evil:1", {"images": ["evil:*"]}),
-    ):
-        with pytest.raises(
-            ConfigError,
-            match=(
-                rf"^cluster\.kubernetes\.{field}: expected "
-                r".*allowed"
-            ),
-        ):
-            call(kubernetes={field: value})
-        call(kubernetes={field: value}, allowed=allowed)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^file: expected one of allowed\.urls .*, got "
-            r"'/etc/passwd'"
-        ),
-    ):
-        call(file="/etc/passwd")
+    with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.env: expected .*allowed"):
+        call(kubernetes={"env": {"LD_PRELOAD": "x"}})
+    call(kubernetes={"env": {"LD_PRELOAD": "x"}}, allowed={"env": ["LD_PRELOAD"]})
     # in a project of one's own
     monkeypatch.setattr("flyte_ddp.cluster.admission.read_settings", dict)
     call(
         kubernetes={"env": {"NCCL_DEBUG": "INFO"}, "env_from_secrets": ["store"]},
         file="https://example.com/file",
     )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^cluster\.kind: expected one of allowed\.kinds "
-            r"\(kubernetes\) in a pod"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"^cluster\.kind: expected one of allowed\.kinds"):
         call(**EXISTING)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^file: expected one of allowed\.urls .*, got "
-            r"'/etc/passwd'"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"^file: expected one of allowed\.urls .*'/etc/passwd'"):
         call(file="/etc/passwd")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^allowed: expected one of the fields images, .*, got "
-            r"'image'"
-        ),
-    ):
-        Distributed(allowed={"image": ["*"]})
-    with pytest.raises(ConfigError, match=r"^allowed.kinds: expected a list, got 'local'"):
-        Distributed(allowed={"kinds": "local"})
 
 
 def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
@@ -301,16 +261,6 @@ def test_a_script_on_the_command_line_in_a_pod_obeys_the_same_table(
     cluster = '{"kind": "kubernetes", "kubernetes": {"image": "own:1"}}'
     assert main(["run", "--nnodes", "2", "--cluster", cluster, str(script)]) == 0
     assert (tmp_path / "ran").exists()
-
-
-def test_a_distributed_task_in_a_pod_starts_no_rank_of_a_kind_that_is_not_allowed(pod, tmp_path):
-    @task(task_config=Distributed(nnodes=2, cluster={"kind": "local"}))
-    def train() -> None:
-        (tmp_path / "ran").touch()
-
-    with pytest.raises(UserError, match=r"cluster\.kind: .*got 'local'"):
-        train.execute()
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -374,7 +324,7 @@ TEAM = Allowed(
     ],
 )
 def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
-    check_urls_of(TEAM, url)
+    check_urls_with({"url": url}, TEAM)
 
 
 @pytest.mark.parametrize(
@@ -451,11 +401,7 @@ def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
 )
 def test_a_url_outside_of_what_is_allowed_is_refused_in_any_spelling(url):
     with pytest.raises(ConfigError, match=r"^url: expected one of allowed\.urls .*, got "):
-        check_urls_of(TEAM, url)
-
-
-def check_urls_of(allowed, url):
-    check_urls_with({"url": url}, allowed)
+        check_urls_with({"url": url}, TEAM)
 
 
 def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
@@ -495,165 +441,11 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
         prepare.task_function(recipe="text", config=config)
 
 
-def test_names_of_variables_labels_and_annotations_are_compared():
-    for fields in (
-        {"env": {"DASK_DISTRIBUTED__WORKER__PRELOAD": "http://elsewhere/x.py"}},
-        {"labels": {"inject-flyte-secrets": "true"}},
-        {"annotations": {"flyte.secrets/s0": "m4zg5"}},
-    ):
-        (name,) = fields
-        with pytest.raises(
-            ConfigError,
-            match=(
-                rf"kubernetes\.{name}: expected one of "
-                rf"allowed\.{name} .*, got"
-            ),
-        ):
-            check_allowed(kubernetes(**fields), DEFAULTS)
-    check_allowed(kubernetes(env={"NCCL_DEBUG": "INFO"}, labels={"team": "vision"}), DEFAULTS)
-
-
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
-    text = (ROOT / "settings.toml").read_text()
-    for old, new, expected in (
-        (
-            "images = []",
-            "image = []",
-            "settings.toml: allowed: expected one of the fields images, .* got 'image'",
-        ),
-        (
-            "images = []",
-            'images = "*"',
-            (
-                r"settings.toml: allowed.images: expected a list, got "
-                r"'\*'"
-            ),
-        ),
-    ):
-        file.write_text(text.replace(old, new))
-        with pytest.raises(SettingsError, match=expected):
-            load_settings(file, {})
-
-
-DOCUMENTS = list(yaml.safe_load_all((ROOT / "deploy" / "admission-policy.yaml").read_text()))
-POLICIES = [each for each in DOCUMENTS if each["kind"] == "ValidatingAdmissionPolicy"]
-BINDINGS = [each for each in DOCUMENTS if each["kind"] == "ValidatingAdmissionPolicyBinding"]
-
-
-def test_the_admission_policies_of_deploy_use_the_lists_that_they_declare_and_are_bound():
-    for policy in POLICIES:
-        rules = [*policy["spec"]["validations"], *policy["spec"].get("variables", [])]
-        used = set(re.findall(r"variables\.(\w+)", " ".join(rule["expression"] for rule in rules)))
-        assert used == {variable["name"] for variable in policy["spec"].get("variables", [])}
-    assert PLURAL in POLICIES[0]["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
-    assert [each["spec"]["policyName"] for each in BINDINGS] == [
-        each["metadata"]["name"] for each in POLICIES
-    ]
-    assert all(each["spec"]["validationActions"] == ["Deny"] for each in BINDINGS)
-
-
-def refusals(manifest, resource=PLURAL, user="system:serviceaccount:team:flyte-ddp", old=None):
-    """Return the messages of the rules that refuse `manifest`, evaluated as the API server
-    would.
-    """
-    cel = pytest.importorskip("cel")  # for Python 3.11 and newer
-    operation = "CREATE" if old is None else "UPDATE"
-    request = {"operation": operation, "userInfo": {"username": user}}
-    (spec,) = (
-        each["spec"]
-        for each in POLICIES
-        if resource in each["spec"]["matchConstraints"]["resourceRules"][0]["resources"]
-    )
-    if operation not in spec["matchConstraints"]["resourceRules"][0]["operations"]:
-        return []
-    given = {"object": manifest, "oldObject": old, "request": request, "variables": {}}
-    if not all(cel.evaluate(each["expression"], given) for each in spec.get("matchConditions", [])):
-        return []
-    for variable in spec.get("variables", []):
-        given["variables"][variable["name"]] = cel.evaluate(variable["expression"], given)
-    return [
-        each["message"]
-        for each in spec["validations"]
-        if not cel.evaluate(each["expression"], given)
-    ]
-
-
-def run(name="ddp-x-00000000", **fields):
-    """The DaskCluster of a run with what the policy's lists allow, and `fields`."""
-    allowed = {
-        "image": "registry.example.com/flyte-ddp:7",
-        "service_account": "flyte-ddp",
-        "env_from_secrets": ["storage"],
-        "pod_template": {"imagePullSecrets": [{"name": "registry"}]},
-    }
-    return cluster_spec(ClusterConfig(kind="kubernetes", kubernetes={**allowed, **fields}), name)
-
-
-def with_pod(**fields):
-    """A run whose workers' pod specification was changed by hand."""
-    manifest = run()
-    manifest["spec"]["worker"]["spec"].update(fields)
-    return manifest
-
-
-INIT = {"name": "i", "image": "registry.example.com/flyte-ddp:7"}
-TOKEN = {"name": "e", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api_key"}}}
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"tls": False}, {"image": "registry.example.com/flyte-ddp@sha256:0"}]
-)
-def test_the_admission_policy_admits_the_runs_of_this_package(fields):
-    assert refusals(run(**fields)) == []
-
-
-REFUSED = [
-    (run(image="evil:1"), "an image"),
-    (run(image="registry.example.com/flyte-ddp-evil:1"), "an image"),
-    (with_pod(initContainers=[{**INIT, "image": "evil"}]), "an image"),
-    (run(service_account="admin"), "a service account"),
-    # the deprecated name of the same field
-    (with_pod(serviceAccount="admin"), "a service account"),
-    (with_pod(automountServiceAccountToken=True), "automountServiceAccountToken"),
-    (run(env_from_secrets=["wandb"]), "a secret in the environment"),
-    (with_pod(initContainers=[{**INIT, "env": [TOKEN]}]), "a secret in the environment"),
-    (with_pod(imagePullSecrets=[{"name": "other"}]), "a secret in a volume"),
-    (with_pod(volumes=[{"name": "v", "secret": {"secretName": "wandb"}}]), "a secret in a volume"),
-    (run("wandb"), "a secret in a volume"),  # a cluster named after the secret that it mounts
-    (with_pod(**HOST), "a volume"),
-    (with_pod(volumes=[{"name": "v", "projected": {"sources": []}}]), "a volume"),
-    (with_pod(hostNetwork=True), "a pod with the node's"),
-    (with_pod(initContainers=[{**INIT, **PRIVILEGED}]), "a pod with the node's"),
-]
-
-
-@pytest.mark.parametrize(("manifest", "message"), REFUSED)
-def test_the_admission_policy_refuses_what_is_in_no_list(manifest, message):
-    (refusal,) = refusals(manifest)
-    assert refusal.startswith(message)
-
-
-def test_the_admission_policy_leaves_what_else_makes_pods_to_the_operator():
-    group = {"metadata": {"name": "x"}, "spec": {"worker": {"spec": {"hostPID": True}}}}
-    operator = "system:serviceaccount:dask-operator:dask-operator"
-    assert refusals(group, "daskworkergroups") == [
-        "only the operator creates DaskWorkerGroups and DaskJobs"
-    ]
-    assert refusals(group, "daskworkergroups", operator) == []
-    assert refusals({"type": "kubernetes.io/tls"}, "secrets") == refusals({}, "secrets") == []
-    assert refusals({"type": "kubernetes.io/service-account-token"}, "secrets") == [
-        "a secret with a service account's token"
-    ]
-
-
-@pytest.mark.parametrize("resource", [PLURAL, "daskworkergroups", "daskjobs"])
-def test_the_admission_policy_lets_the_garbage_collector_take_off_finalizers(resource):
-    old = {**run(image="evil:1"), "metadata": {"name": "x", "finalizers": ["foregroundDeletion"]}}
-    collector = "system:serviceaccount:kube-system:generic-garbage-collector"
-    assert refusals({**old, "metadata": {"name": "x"}}, resource, collector, old) == []
-    changed = {**old, "spec": with_pod(hostNetwork=True)["spec"]}
-    assert refusals(changed, resource, collector, old) != []
+    file.write_text((ROOT / "settings.toml").read_text().replace("images = []", "image = []"))
+    with pytest.raises(SettingsError, match=r"settings.toml: allowed: expected one .* got 'image'"):
+        load_settings(file, {})
 
 
 PODS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
@@ -672,15 +464,16 @@ def test_every_example_about_pods_is_allowed_by_exactly_its_named_paths(example)
     found = re.findall(r"^# allowed\.(\w+): (.*)$", example, re.MULTILINE)
     needed = [(field, name) for field, names in found for name in names.split(", ")]
 
-    def with_allowed(entries):
+    for left_out in [None, *needed]:
         more = {
-            field: tuple(name for each, name in entries if each == field) for field, _ in needed
+            field: (
+                *getattr(DEFAULTS, field),
+                *(n for f, n in needed if f == field and (f, n) != left_out),
+            )
+            for field, _ in needed
         }
-        return dataclasses.replace(
-            DEFAULTS, **{name: getattr(DEFAULTS, name) + more[name] for name in more}
+        refused = (
+            pytest.raises(ConfigError, match=re.escape(left_out[1])) if left_out else nullcontext()
         )
-
-    for left_out in needed:
-        with pytest.raises(ConfigError, match=re.escape(left_out[1])):
-            check_allowed(config, with_allowed([each for each in needed if each != left_out]))
-    check_allowed(config, with_allowed(needed))
+        with refused:
+            check_allowed(config, dataclasses.replace(DEFAULTS, **more))

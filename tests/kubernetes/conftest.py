@@ -44,6 +44,12 @@ _TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["tem
 POD_SECURITY = {"securityContext": _TEMPLATE["securityContext"]}
 CONTAINER_SECURITY = {"securityContext": _TEMPLATE["containers"][0]["securityContext"]}
 
+# Code for pods that the image does not have: this checkout's, and the tests' own.
+CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
+CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
+SCRIPT = 'python -W ignore -c "$0"'  # a command of a driver's pod
+# which leaves a container without a word
+KILL_UNANNOUNCED = "kill -KILL $(cat /proc/1/task/1/children)"
 CLUSTER_KINDS = ("daskclusters", "daskworkergroups")
 
 
@@ -105,61 +111,49 @@ class Namespace:
         metadata = [item["metadata"] for item in self.items("daskclusters")]
         return [each["name"] for each in metadata if "deletionTimestamp" not in each]
 
-    def policy(self, cluster: str) -> dict[str, Any]:
-        """Return the network policy of a cluster, which is created just after it."""
-        command = ("get", "networkpolicy", cluster, "--ignore-not-found", "--output", "json")
-        policy: dict[str, Any] = json.loads(
-            eventually(lambda: self.kubectl(*command), 60, f"the policy of {cluster}")
-        )
-        return policy
-
     def pods(self, cluster: str, component: str) -> list[dict[str, Any]]:
         """Return a cluster's pods of one component. Those of a test before may still be ending."""
         return self.items("pods", f"dask.org/cluster-name={cluster},dask.org/component={component}")
 
     def left_of_clusters(self) -> list[str]:
         """Return everything that Dask clusters have made, or are, as kind/name, deleted or not."""
-        own = [
-            f"{kind}/{each['metadata']['name']}"
-            for kind in CLUSTER_KINDS
-            for each in self.items(kind)
-        ]
-        made = ("pods", "dask.org/cluster-name"), ("deployments,services", "dask.org/cluster-name")
-        made += (("secrets,networkpolicies", "app.kubernetes.io/managed-by=flyte-ddp"),)
-        return own + [
+        kinds = {
+            ",".join(CLUSTER_KINDS): "",
+            "pods,deployments,services": "dask.org/cluster-name",
+            "secrets,networkpolicies": "app.kubernetes.io/managed-by=flyte-ddp",
+        }
+        return [
             f"{each['kind'].lower()}/{each['metadata']['name']}"
-            for kinds in made
-            for each in self.items(*kinds)
+            for kind, selector in kinds.items()
+            for each in self.items(kind, selector)
         ]
 
-    def start_driver(self, name: str, script: str, service_account: str = "flyte-ddp") -> None:
-        """Run `script` in a pod as a Flyte task would run, on the code as it is here, whatever the
-        image holds.
+    def start_driver(
+        self, name: str, command: str, argument: str, service_account: str = "flyte-ddp"
+    ) -> None:
+        """Run `command`, in which "$0" is `argument`, in a pod as a Flyte task would run, on the
+        code as it is here, whatever the image holds.
         """
-        start = 'tar xzf /code/code.tar.gz -C /root && exec python -W ignore -c "$0"'
-        apply(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": name, "namespace": self.name},
-                "spec": {
-                    **POD_SECURITY,
-                    "restartPolicy": "Never",
-                    "serviceAccountName": service_account,
-                    "containers": [
-                        {
-                            **CONTAINER_SECURITY,
-                            "name": name,
-                            "image": IMAGE,
-                            "imagePullPolicy": "IfNotPresent",
-                            "args": ["bash", "-c", start, textwrap.dedent(script)],
-                            "volumeMounts": [{"name": "code", "mountPath": "/code"}],
-                        }
-                    ],
-                    "volumes": [{"name": "code", "configMap": {"name": "code"}}],
-                },
-            }
-        )
+        # The working directory comes before all else on Python's path.
+        unpack = "mkdir /tmp/code && cd /tmp/code && tar xzf /code/code.tar.gz"
+        container = {
+            **CONTAINER_SECURITY,
+            "name": name,
+            "image": IMAGE,
+            "imagePullPolicy": "IfNotPresent",
+            "args": ["bash", "-c", f"{unpack} && exec {command}", textwrap.dedent(argument)],
+            "envFrom": [{"secretRef": {"name": "storage", "optional": True}}],
+            "volumeMounts": [{"name": "code", "mountPath": "/code"}],
+        }
+        spec = {
+            **POD_SECURITY,
+            "restartPolicy": "Never",
+            "serviceAccountName": service_account,
+            "containers": [container],
+            "volumes": [{"name": "code", "configMap": {"name": "code"}}],
+        }
+        metadata = {"name": name, "namespace": self.name}
+        apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
     def log(self, pod: str) -> str:
         return self.kubectl("logs", pod, check=False)
@@ -169,15 +163,8 @@ class Namespace:
 
     def wait_for_line(self, pod: str, line: str, timeout: float = 400) -> str:
         """The pod's log, once it has `line`."""
-
-        def logged() -> str:
-            log = self.log(pod)
-            assert line in log or self.phase(pod) not in ("Failed", "Succeeded"), (
-                f"{pod} ended:\n{log}"
-            )
-            return log if line in log else ""
-
-        return str(eventually(logged, timeout, f"{line!r} in the log of {pod}"))
+        eventually(lambda: line in self.log(pod), timeout, f"{line!r} in the log of {pod}")
+        return self.log(pod)
 
     def wait_for_end(self, pod: str, timeout: float = 300) -> int:
         """The exit status of the pod's container."""
@@ -190,16 +177,10 @@ class Namespace:
 def operator() -> None:
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG names no cluster")
-    available = (
-        "get",
-        "deployment",
-        "dask-operator",
-        "--output",
-        "jsonpath={.status.availableReplicas}",
-    )
-    if kubectl("--namespace", "dask-operator", *available, check=False):
-        return  # the cluster has one, which others may use at this moment
-    install_operator(IMAGE)
+    found = ("get", "deployment", "dask-operator", "--output=jsonpath={.status.availableReplicas}")
+    # the cluster may have one, which others may use at this moment
+    if not kubectl("--namespace", "dask-operator", *found, check=False):
+        install_operator(IMAGE)
 
 
 def install_operator(image: str) -> None:
@@ -251,10 +232,10 @@ def namespace(operator: None) -> Iterator[Namespace]:
     kubectl("--namespace", name, "apply", "-f", "-", stdin=json.dumps(DEFAULT_REQUESTS))
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for package in ("flyte_ddp", "tasks", "workflows"):
+        for path in CODE:
             tar.add(
-                ROOT / package,
-                package,
+                ROOT / path,
+                path,
                 filter=lambda member: None if "__pycache__" in member.name else member,
             )
     code = kubectl(
@@ -345,5 +326,5 @@ def nothing_left(namespace: Namespace) -> Iterator[None]:
     once, at the end.
     """
     yield
-    for kind in CLUSTER_KINDS:
-        eventually(lambda kind=kind: not namespace.items(kind), 300, f"an end to all {kind}")
+    kinds = ",".join(CLUSTER_KINDS)
+    eventually(lambda: not namespace.items(kinds), 300, f"an end to all {kinds}")

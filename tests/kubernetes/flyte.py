@@ -202,6 +202,13 @@ class Flyte:
         raw = self.read(node, attempt, "error.pb")
         return None if raw is None else ErrorDocument.FromString(raw).error
 
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint of node `NESTED`."""
+        self.store.files.invalidate_cache()
+        run = f"{PROJECT}/{DOMAIN}/{self.execution}/n2-0-n2-n1-0-n0"
+        found = self.store.files.glob(f"flyte/data/checkpoints/{run}/step-*.json")
+        return max((int(re.findall(r"step-(\d+)", path)[0]) for path in found), default=0)
+
     def state(self, outputs: LiteralMap, directory: Path) -> RunState:
         """Return the state of the run, from the history that a training task returned."""
         file = directory / "history.jsonl"

@@ -18,8 +18,6 @@ from moto.server import ThreadedMotoServer
 if TYPE_CHECKING:
     import torch
 
-FORBIDDEN = "forbidden"  # a bucket that nobody may use
-
 
 class Store:
     """moto's server, whose objects outlive its outages."""
@@ -52,8 +50,6 @@ class Store:
         code = ""
         if f"Credential={self.keys['AWS_ACCESS_KEY_ID']}/" not in authorization:
             code = "InvalidAccessKeyId" if authorization else "AccessDenied"
-        elif environ["PATH_INFO"].split("/")[1] == FORBIDDEN:
-            code = "AccessDenied"
         if not code:
             return self._app(environ, start_response)
         body = f"<Error><Code>{code}</Code><Message>Refused.</Message></Error>".encode()
