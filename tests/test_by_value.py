@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -100,6 +101,19 @@ def test_a_version_counts_code_and_values_and_nothing_else(change, is_equal, tmp
         ).stdout
 
     assert (version("1", {}) == version("2", change)) == is_equal
+
+
+def test_a_dataclass_and_its_instance_have_versions_by_their_fields():
+    def make(default):
+        @dataclasses.dataclass
+        class Options:
+            number: int = default
+            names: list[str] = dataclasses.field(default_factory=list, metadata={"help": "text"})
+
+        return Options
+
+    assert Checksum(()).of(make(1)) == Checksum(()).of(make(1)) != Checksum(()).of(make(2))
+    assert Checksum(()).of(make(1)(3)) != Checksum(()).of(make(1)(4))
 
 
 def test_a_class_that_refers_to_itself_has_a_version():

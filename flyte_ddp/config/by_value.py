@@ -27,6 +27,8 @@ from flyte_ddp.errors import ConfigError
 # attributes of a class that are not its source, or say where that is
 NOT_SOURCE = ("__dict__", "__doc__", "__module__", "__weakref__", "_abc_impl")
 
+HEAP_TYPE = 1 << 9  # the flag of a class that is no part of Python's own code
+
 
 def pickle(value: object, of: Any, field: str) -> bytes:
     """Return `value`, which carries the class or function `of`, in a form that cloudpickle loads.
@@ -68,6 +70,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def is_by_value(value: Any) -> bool:
     """Return whether no module has the class or function `value` under its name."""
+    if isinstance(value, type) and not value.__flags__ & HEAP_TYPE:
+        return False
     if value.__module__ in (None, *NAMES) or "<" in value.__qualname__:
         return True
     module = sys.modules.get(value.__module__)  # None after an edit
