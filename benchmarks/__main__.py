@@ -67,10 +67,6 @@ def rows(data: Path) -> dict[str, list[Row]]:
         )
         return ours, theirs
 
-    def checkpoints(name: str) -> Variant:
-        command = (sys.executable, "-m", "benchmarks.checkpoints", name)
-        return Variant(f"checkpoints {name}", command, num_threads(1))
-
     ours, ours_bf16, ours_twice = (
         variant("ours"),
         variant("ours", precision="bf16"),
@@ -159,22 +155,6 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 variant("dask", 2),
                 torchrun,
                 "<= 1",
-            ),
-        ],
-        "checkpoints": [
-            Row(
-                "stall of a checkpoint, 1.2 GB / a plain copy of the bytes",
-                "stall_seconds",
-                checkpoints("stall"),
-                checkpoints("copy"),
-                "<= 1.3",
-            ),
-            Row(
-                "throughput with a checkpoint of 1.2 GB every 50 steps / without",
-                speed,
-                *(2 * [checkpoints("training")]),
-                ">= 0.98",
-                "samples_per_second_without",
             ),
         ],
     }

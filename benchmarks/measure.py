@@ -31,15 +31,11 @@ Outcome = Mapping[str, Any]
 UNITS: dict[str, Callable[[float], str]] = {
     # over all ranks, in the last epoch
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",
-    # in the same run, without what is measured
-    "samples_per_second_without": lambda value: f"{value:,.0f} samples/s",
     "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
     # sum of the processes' peaks
     "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",
     # from the command's start to the first optimizer step's end
     "first_step_seconds": lambda value: f"{value:.1f} s",
-    # for which a checkpoint keeps the training
-    "stall_seconds": lambda value: f"{1000 * value:.0f} ms",
 }
 """Every quantity that can be measured, with its format."""
 
@@ -59,16 +55,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the ratio of `ours` to `theirs` in one quantity. One variant can be
-    both sides.
-    """
+    """One line of the table: the ratio of `ours` to `theirs` in one quantity."""
 
     title: str
-    quantity: str  # a key of `UNITS` and of the outcome of `ours`
+    quantity: str  # a key of `UNITS` and of both outcomes
     ours: Variant
     theirs: Variant
     goal: str
-    their_quantity: str = ""  # likewise, of `theirs`; "" for the same
 
 
 @dataclass
@@ -92,7 +85,7 @@ def compare(
         note, num_failed = "", 0
         for number in range(rounds):
             try:
-                by_variant = {side: run(side, environment) for side in dict.fromkeys(pair)}
+                outcome = run(pair[0], environment), run(pair[1], environment)
             except MeasurementError as error:
                 log(str(error))
                 num_failed += 1
@@ -100,7 +93,7 @@ def compare(
                     note = "failed: " + str(error).splitlines()[0]
                     break  # a failure in the first round will most likely repeat
                 continue
-            outcomes.append((by_variant[pair[0]], by_variant[pair[1]]))
+            outcomes.append(outcome)
             log(f"{pair[0].name} / {pair[1].name}, round {number + 1} of {rounds}: {outcomes[-1]}")
         measured[pair] = outcomes, note, num_failed
     return [Result(row, *measured[row.ours, row.theirs]) for row in rows]
@@ -167,13 +160,8 @@ def outcome_of(output: str, started: float) -> Outcome:
 
 def ratios(result: Result) -> list[float]:
     """Return ours divided by theirs, per round."""
-    ours, theirs = _quantities(result.row)
-    return [sides[0][ours] / sides[1][theirs] for sides in result.outcomes]
-
-
-def _quantities(row: Row) -> tuple[str, str]:
-    """Return the names of what is measured on both sides."""
-    return row.quantity, row.their_quantity or row.quantity
+    quantity = result.row.quantity
+    return [ours[quantity] / theirs[quantity] for ours, theirs in result.outcomes]
 
 
 def table(results: Sequence[Result]) -> str:
@@ -193,12 +181,10 @@ def table(results: Sequence[Result]) -> str:
             cells.append(
                 f"**{statistics.median(found):.2f}** ({min(found):.2f} to {max(found):.2f}{failed})"
             )
-            for side, quantity in enumerate(_quantities(row)):
-                cells.append(
-                    UNITS[quantity](
-                        statistics.median(outcomes[side][quantity] for outcomes in result.outcomes)
-                    )
-                )
+            cells += [
+                UNITS[row.quantity](statistics.median(side[row.quantity] for side in sides))
+                for sides in zip(*result.outcomes, strict=True)
+            ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
