@@ -17,15 +17,15 @@ for name in DRY_RUN ACTIVATE; do
 done
 flags=()
 [[ $DRY_RUN == 0 ]] || flags=(--dry-run)
-image=$(python -m tasks image)
-version=${VERSION:-$(python -m tasks version)}                  # cannot be changed once registered: it counts code and settings
+image=$(python -m flyte_ddp.flyte image)
+version=${VERSION:-$(python -m flyte_ddp.flyte version)}                  # cannot be changed once registered: it counts code and settings
 PROJECT=${PROJECT:-flytesnacks}
 DOMAIN=${DOMAIN:-development}
 SERVICE_ACCOUNT=${SERVICE_ACCOUNT:-flyte-ddp}                   # of deploy/rbac.yaml; what launch plans run as
 
-python -m tasks requests
+python -m flyte_ddp.flyte requests
 if [[ $DRY_RUN == 0 ]]; then
-  python -m tasks limits "$PROJECT" "$DOMAIN" "$version"        # before the registration, which else ends halfway
+  python -m flyte_ddp.flyte limits "$PROJECT" "$DOMAIN" "$version"        # before the registration, which else ends halfway
 fi
 pyflyte register --project "$PROJECT" --domain "$DOMAIN" --version "$version" --image "$image" \
   --service-account "$SERVICE_ACCOUNT" --copy none ${flags[@]+"${flags[@]}"} workflows

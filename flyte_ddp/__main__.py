@@ -118,7 +118,7 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--tasks",
         default="{}",
-        help="what the tasks' pods request: python -m tasks requests --json",
+        help="what the tasks' pods request: python -m flyte_ddp.flyte requests --json",
     )
     text = (
         "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "

@@ -1,15 +1,6 @@
-"""The Flyte side: tasks, and what only they need."""
+"""The tasks: declarations, whose functions are those of `flyte_ddp.flyte`."""
 
-import os
-import sys
-from pathlib import Path
-
-# `pyflyte run` has the project's directory on sys.path only while it loads the workflow, and takes
-# that entry off again. Recipes are imported by name when the task runs, and the ranks get the path
-# as it is then. So it is added once more, and the working directory for recipes of the user's own.
-sys.path += [str(Path(__file__).parent.parent), os.getcwd()]
-
-from tasks.shipping import check_code, prepare_registration
+from flyte_ddp.flyte.shipping import check_code, prepare_registration
 
 check_code()
 prepare_registration()

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from flytekit import task
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
-from tasks.prepare import PreparedData
-from tasks.resources import SMALL_TASK
+from flyte_ddp import flyte
 
 
 # One task and not a map task: a thousand names take a second, and a pod takes ten seconds to start.
-@task(**SMALL_TASK, retries=2)
+@task(**flyte.pod(flyte.SETTINGS.small), retries=2)
 def generate(
     model_state: PythonPickledFile,
-    data: PreparedData,
+    data: flyte.PreparedData,
     count: int,
     temperature: float,
     seed: int,
     prefix: str,
     max_length: int,
 ) -> list[str]:
-    """Generate `count` names that are not in `data`, with the model in `model_state` that a
-    pet-name recipe trained.
-    """
-    from flyte_ddp.recipes.pet_names.generate import generate_names, load_model
-
-    known = (
-        Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
+    """Generate `count` names that are not in `data`."""
+    return flyte.generate_names(
+        model_state=model_state,
+        data=data,
+        count=count,
+        temperature=temperature,
+        seed=seed,
+        prefix=prefix,
+        max_length=max_length,
     )
-    with flyte_errors():
-        model = load_model(_read_state(model_state, "pet_names or pet_name_windows"))
-        return generate_names(model, count, temperature, seed, prefix, known, max_length)
 
 
-@task(**SMALL_TASK, retries=2)
+@task(**flyte.pod(flyte.SETTINGS.small), retries=2)
 def generate_text(
     model_state: PythonPickledFile,
     prompt: str,
@@ -48,24 +40,12 @@ def generate_text(
     top_p: float,
     seed: int,
 ) -> str:
-    """Continue `prompt` with the model in `model_state` that recipe text trained."""
-    from flyte_ddp.recipes.text import model as generator
-
-    with flyte_errors():
-        model = generator.load_model(_read_state(model_state, "text"))
-        return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
-
-
-def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
-    """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
-    from flyte_ddp.storage.weights import from_bytes  # imports torch
-
-    file = Path(model_state.download() or model_state.path)
-    try:
-        return from_bytes(file.read_bytes())
-    except Exception as error:  # of any kind: the bytes of another file may look like anything
-        raise ConfigError(
-            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, "
-            "which cannot be read: "
-            f"{type(error).__name__}"
-        ) from error
+    """Continue `prompt` with the model in `model_state`."""
+    return flyte.generate_text(
+        model_state=model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )

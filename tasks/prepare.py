@@ -2,85 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from flytekit import task
 
-import flytekit
-from flytekit import HashMethod, task
-from flytekit.types.directory import FlyteDirectory
-
-from flyte_ddp.config import TrainingConfig
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
-from flyte_ddp.launch.process.programs import slow_imports
-from flyte_ddp.launch.rank_start import start_server
-from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
-from flyte_ddp.recipes.prepare import describe_data, prepare_data
-from flyte_ddp.storage.weights import split_pin
-from tasks.frame import check_cluster, check_initial_state, check_options, check_urls
-from tasks.inputs import (
-    ClusterInput,
-    OptionalCluster,
-    OptionalOverrides,
-    OptionalSource,
-    given,
-    location,
-)
-from tasks.resources import SMALL_TASK
-
-
-def _contents_hash(directory: FlyteDirectory) -> str:
-    """Return what the cache of a training task compares: the data and the recipe's code, not where
-    the data lie.
-    """
-    note = describe_data(directory.path)
-    return f"{note['fingerprint']}-{note['recipe_version']}"
-
-
-PreparedData = Annotated[FlyteDirectory, HashMethod(_contents_hash)]
-
-
-class Prepared(NamedTuple):
-    """The inputs of the tasks that follow, resolved and checked."""
-
-    data: PreparedData
-    config: TrainingConfig
-    cluster: ClusterInput
-    # with the checksum of its contents, which the cache of a training compares too
-    initial_model_state: str
+from flyte_ddp import flyte
 
 
 # Not cached: the contents of a URL may have changed. The training task is cached, by the contents
 # of this one's output.
-@task(**SMALL_TASK, retries=2)
+@task(**flyte.pod(flyte.SETTINGS.small), retries=2)
 def prepare(
     recipe: str,
-    config: OptionalOverrides = None,
-    source: OptionalSource = None,
-    cluster: OptionalCluster = None,
+    config: flyte.OptionalOverrides = None,
+    source: flyte.OptionalSource = None,
+    cluster: flyte.OptionalCluster = None,
     initial_model_state: str = "",
     trains_here: bool = False,
-) -> Prepared:
-    """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's
-    own.
-
-    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its
-    model. In a local run `trains_here` says that the ranks are processes of this machine: what they
-    import is imported meanwhile.
-    """
-    with flyte_errors():
-        if trains_here and not is_flyte_task():
-            # to import another may take as long
-            built_in = get_recipe(recipe) if recipe in BUILTIN else None
-            start_server(slow_imports(given(config), built_in))
-        resolved = config_of(recipe, given(config))
-        check_cluster(cluster)
-        check_urls(data=location(source))
-        check_options(resolved.recipe_options)
-        directory = Path(flytekit.current_context().working_directory, "data")
-        directory.mkdir(parents=True)
-        prepared = get_recipe(recipe, resolved.recipe_options)
-        if state := check_initial_state(initial_model_state):
-            prepared = prepared.adapt_to(split_pin(state)[0])
-        prepare_data(prepared, location(source), directory)
-    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput(), state)
+) -> flyte.Prepared:
+    """Check and resolve the inputs, and prepare the data of `recipe`."""
+    return flyte.prepare(
+        recipe=recipe,
+        config=config,
+        source=source,
+        cluster=cluster,
+        initial_model_state=initial_model_state,
+        trains_here=trains_here,
+    )

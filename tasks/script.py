@@ -1,168 +1,32 @@
-"""The task that runs a script of the user's own, and the script as a Flyte input.
-
-What the user types is a script, or a directory with one. The directory travels: pyflyte packs it
-into one archive when it converts the input, so a local run and a remote one ship the same files.
-"""
+"""The task that runs a script of the user's own."""
 
 from __future__ import annotations
 
-import os
-import typing
-import zipfile
-from pathlib import Path
-from typing import Any, NamedTuple
+from flytekit import task
 
-from flytekit import FlyteContextManager, task
-from flytekit.core.type_engine import TypeEngine
-from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
-
-from flyte_ddp.config.source_code import MAX_SIZE, files_below
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import InputError
-from flyte_ddp.flytekit_plugin.frame import HISTORY
-from flyte_ddp.launch.run import Gang, script_program
-from flyte_ddp.observers.reports.run import Report
-from tasks.frame import FRAMED, check_cluster, check_urls, open_task_frame, wandb_link
-from tasks.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location
-from tasks.resources import DRIVER_TASK
-
-ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script, or a directory or archive with one
+from flyte_ddp import flyte
 
 
-class ScriptOutputs(NamedTuple):
-    outputs: FlyteDirectory  # what rank 0's node has written to {outputs}
-    log: FlyteFile  # every line that the ranks printed
-    history: FlyteFile  # every event of the run, as JSON lines
-    report: FlyteFile  # the HTML page that the Deck shows too
-
-
-@task(**DRIVER_TASK, **FRAMED)
-@wandb_link
+@task(
+    **flyte.pod(flyte.SETTINGS.driver, trains=True),  # the GPUs are the cluster's
+    retries=3,
+    interruptible=False,  # its loss ends the whole gang
+)
+@flyte.wandb_link
 def run_script(
-    script: ScriptSource,
+    script: flyte.ScriptSource,
     entry_point: str = "",
     arguments: list[str] = [],  # noqa: B006 - Flyte's form of a default
-    cluster: OptionalCluster = None,
+    cluster: flyte.OptionalCluster = None,
     checkpoints: str = "",
     output: str = "",
-) -> ScriptOutputs:
-    """Run a script in every rank of a Dask cluster that is started for it and taken down
-    afterwards.
-
-    This task is the driver: it requests no GPU, and the ranks run in the cluster's worker pods.
-    `output` is the directory in which a local run leaves its outputs; by default a temporary one.
-    """
-    name = Path(entry_point or location(script)).stem
-    report = Report(name)
-    with open_task_frame(report, name, checkpoints, output) as frame:
-        config = cluster or ClusterInput()
-        check_urls(script=location(script))
-        file = unpack_script(script, entry_point, frame.directory / "script")
-        directory = (frame.output_directory or frame.directory) / "outputs"
-        directory.mkdir(exist_ok=True)
-        outputs = frame.output_url("outputs") or str(directory)
-        program = script_program(str(file), arguments, outputs=outputs)
-        check_cluster(config)
-        gang = Gang(config.num_nodes, cluster=config)
-        with open(frame.directory / "log.txt", "w", encoding="utf-8") as log:
-
-            def relay(line: str) -> None:
-                log.write(f"{line}\n")
-                frame.say(line)
-                report.add_line(line)
-
-            with gang.open_place(program, frame.name) as place:
-                frame.run(report, program, place, labels={"script": name}, relay=relay)
-        report.outputs["outputs"] = outputs
-        files = {name: frame.output(name) for name in ("log.txt", HISTORY)}
-        frame.say_outputs(log=files["log.txt"], history=files[HISTORY])
-        frame.say(f"{'outputs':<20}{outputs}")
-        return ScriptOutputs(
-            outputs=FlyteDirectory(outputs, remote_directory=False),
-            log=files["log.txt"],
-            history=files[HISTORY],
-            report=frame.saved_report(),
-        )
-
-
-def pack_script(path: Path) -> str:
-    """Return a zip of a directory, or of a script's with its name as comment. Raises InputError if
-    it is too large.
-    """
-    directory = path if path.is_dir() else path.parent
-    files, size = files_below(directory), 0
-    for file in files.values():
-        size += file.stat().st_size
-        if size > MAX_SIZE:
-            raise InputError(
-                "script: expected a directory of code without data, because every node gets it, "
-                "got more than "
-                f"{MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the script's "
-                "arguments, and write "
-                "results to {outputs}"
-            )
-    scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
-    archive = os.path.join(scratch, f"{path.stem}.zip")
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
-        for name, file in files.items():
-            packed.write(file, name)
-        packed.comment = b"" if path.is_dir() else path.name.encode()
-    return archive
-
-
-def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
-    """Return the script among its files in `directory`, which is made. Raises ConfigError if there
-    is none.
-    """
-    source = Path(str(script.download()))
-    directory.mkdir(parents=True)
-    entry = entry_point
-    if source.is_dir():
-        directory = source
-    elif zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as packed:
-            packed.extractall(directory)
-            entry = entry or packed.comment.decode()
-    else:
-        entry = entry or source.name
-        (directory / source.name).write_bytes(source.read_bytes())
-    if not entry:
-        raise ConfigError(
-            "entry_point: expected the name of a script in the directory that script names, got ''"
-        )
-    file = directory / entry
-    if not file.is_file() or not file.resolve().is_relative_to(directory.resolve()):
-        found = ", ".join(sorted(files_below(directory))[:10])
-        raise ConfigError(
-            f"entry_point: expected a file of script's directory ({found}), got {entry!r}"
-        )
-    return file
-
-
-def _refuse(path: str) -> None:
-    raise InputError(
-        f"script: expected a script or a directory with one, got {path!r}, which does not exist"
+) -> flyte.ScriptOutputs:
+    """Run a script in every rank of a Dask cluster that is started for it."""
+    return flyte.run_script(
+        script=script,
+        entry_point=entry_point,
+        arguments=arguments,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
     )
-
-
-class _ScriptTransformer(OptionalTransformer):
-    """Packs a script of this machine before flytekit uploads it."""
-
-    async def async_to_literal(
-        self, ctx: Any, python_val: Any, python_type: Any, expected: Any
-    ) -> Any:
-        path = str(getattr(python_val, "path", ""))
-        is_ours = "://" not in path and getattr(python_val, "remote_source", None) is None
-        if is_ours and not path.endswith(".zip") and os.path.exists(path):
-            # Of a local run, where nothing is uploaded, the archive stays where it is.
-            keeps_path = False in (
-                getattr(python_val, name, None) for name in ("remote_path", "remote_directory")
-            )
-            python_val = FlyteFile(
-                pack_script(Path(path).resolve()), remote_path=False if keeps_path else None
-            )
-        return await super().async_to_literal(ctx, python_val, python_type, expected)
-
-
-TypeEngine.register(_ScriptTransformer(ScriptSource, _refuse))

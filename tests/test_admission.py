@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,17 +23,19 @@ from flyte_ddp.cluster.admission import Allowed, check_allowed
 from flyte_ddp.cluster.admission import check_urls as check_urls_with
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.failures import UserError
+from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
+from flyte_ddp.flyte.settings import SettingsError, load_settings
+from flyte_ddp.flyte.task import check_cluster, check_options, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
-from flyte_ddp.flytekit_plugin.failures import UserError
-from flyte_ddp.observers.reports.run import Report
-from tasks.frame import check_cluster, check_options, check_urls, open_task_cluster, open_task_frame
-from tasks.inputs import ClusterInput, TrainingOverrides
 from tasks.prepare import prepare
 from tasks.retrain import keep_champion
 from tasks.script import run_script
-from tasks.settings import ROOT, SettingsError, load_settings
+from tasks.train import train_on_one_node
 
+ROOT = Path(__file__).parents[1]
 DEFAULTS = load_settings(environment={}).allowed
 PRIVILEGED = {"securityContext": {"privileged": True}}
 HOST = {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]}
@@ -174,8 +177,6 @@ def test_in_a_pod_no_launch_has_its_ranks_in_the_drivers_pod_or_at_an_address_of
     given = ClusterInput(**cluster)
     with pytest.raises(ConfigError, match=f"^{expected} .*settings.toml"):
         check_cluster(given)
-    with pytest.raises(ConfigError, match=f"^{expected}"):
-        open_task_cluster(given, "run")
     own = task(task_config=Distributed(nnodes=2, cluster=cluster))(train)
     with pytest.raises(UserError, match=expected):
         own.execute()
@@ -208,7 +209,7 @@ def test_on_a_laptop_every_kind_of_cluster_is_allowed(monkeypatch):
 
 def test_a_script_of_the_launchers_runs_in_no_drivers_pod(pod, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr("tasks.script.check_urls", lambda **urls: None)
+    monkeypatch.setattr("flyte_ddp.flyte.scripts.check_urls", lambda **urls: None)
     script = tmp_path / "train.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(UserError, match=r"cluster\.kind: .*got 'local'"):
@@ -278,7 +279,9 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
     source = FlyteDirectory(url)
     calls = {
         "data": lambda: prepare.task_function(recipe="text", source=source),
-        "checkpoints": lambda: open_task_frame(Report(), "digits", url).__enter__(),
+        "checkpoints": lambda: train_on_one_node.task_function(
+            "digits", TrainingConfig(), source, checkpoints=url
+        ),
         "script": lambda: run_script.task_function(source),
         "champion": lambda: keep_champion.task_function(url, "digits", "not_better", ""),
     }

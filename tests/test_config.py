@@ -19,10 +19,10 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.fields import LIMITS, describe_fields, read_object, suggest
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import InputError
+from flyte_ddp.flyte.failures import InputError
+from flyte_ddp.flyte.inputs import TrainingOverrides, _refuse_text, given
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.text.recipe import Text
-from tasks.inputs import TrainingOverrides, _refuse_text, given
 
 OUT_OF_RANGE = [
     *(

@@ -30,6 +30,7 @@ from flyte_ddp.errors import (
     GangLost,
     StorageUnavailable,
 )
+from flyte_ddp.flyte.scripts import pack_script
 from flyte_ddp.launch.dask import roll_call, worker
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.data import packed_code, packed_directory
@@ -40,7 +41,6 @@ from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.storage import Storage
-from tasks.script import pack_script
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
+from flyte_ddp.flyte.failures import InputError, flyte_errors
 from flyte_ddp.rank.data import (
     LoadedSamples,
     TensorSamples,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import os
 import re
@@ -174,6 +175,18 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
+def test_the_task_of_ones_own_trains(tmp_path, monkeypatch):
+    from flyte_ddp.flyte.inputs import TrainingOverrides
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (block,) = [block for block in BLOCKS if block.file == "workflows/own_task.py"]
+    (tmp_path / "own_task.py").write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_task")
+    assert 0 < own.own_wf(config=TrainingOverrides(epochs=1)) <= 1
+    assert own.best_accuracy.resources.requests.gpu == "1"
+
+
 def test_every_language_of_a_block_is_known_and_every_need_is_one_of_a_few():
     for block in [block for page in [*PAGES, *GUIDES] for block in blocks_of(page)]:
         assert block.language in (
@@ -246,7 +259,7 @@ def test_the_readme_is_short():
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig
-    from tasks.settings import load_settings
+    from flyte_ddp.flyte.settings import load_settings
 
     settings = load_settings(environment={})
     assert (settings.profile, settings.training.timeout_hours) == (

@@ -29,9 +29,9 @@ from kubernetes.client import V1Container, V1PodSpec, V1VolumeMount
 from moto.server import ThreadedMotoServer
 
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.distributed import DistributedTask, _check_places
+from flyte_ddp.flyte.failures import TaskFailed
 from flyte_ddp.flytekit_plugin import Distributed
-from flyte_ddp.flytekit_plugin.distributed import DistributedTask, _check_places
-from flyte_ddp.flytekit_plugin.failures import TaskFailed
 from tests.support import distributed_tasks as tasks
 from tests.support import kubernetes_task
 from tests.support.runs import fork_functions

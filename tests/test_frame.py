@@ -19,18 +19,18 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flytekit.types.directory import FlyteDirectory
 from torch._utils import ExceptionWrapper
 
-from flyte_ddp import errors
+from flyte_ddp import errors, flyte
 from flyte_ddp.cluster import connect
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
-from flyte_ddp.flytekit_plugin.failures import TaskFailed, UserError, flyte_errors
-from flyte_ddp.flytekit_plugin.frame import open_frame
+from flyte_ddp.flyte.deck import DeckPublisher
+from flyte_ddp.flyte.failures import TaskFailed, UserError, flyte_errors
+from flyte_ddp.flyte.frame import open_frame
+from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
 from flyte_ddp.launch.failures import MAX_LINES, shorten_traceback
 from flyte_ddp.launch.process import entry
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.rank.data import SeededDataset
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster, train_on_one_node
 from tests.support import mistakes
@@ -185,6 +185,20 @@ def test_an_unexpected_error_keeps_its_own_traceback():
     assert "test_frame.py" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"data": None, "precision": "bf16"}, "got an unexpected keyword argument 'precision'"),
+        ({}, "missing a required argument: 'data'"),
+    ],
+)
+def test_a_task_that_another_version_declared_is_refused_with_its_argument(arguments, expected):
+    with pytest.raises(UserError) as caught:
+        flyte.train_on_one_node(recipe=TINY, config=config_of(TINY, {}), **arguments)
+    end = "the task that calls it was declared for another version of flyte_ddp"
+    assert str(caught.value) == f"train_on_one_node: {expected}; {end}"
+
+
 def test_ctrl_c_stays_ctrl_c():
     with pytest.raises(KeyboardInterrupt), flyte_errors():
         raise errors.TrainingStopped("SIGINT: the run was stopped at step 3", "SIGINT")
@@ -257,7 +271,7 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
             super().__init__(report)
             self._publish = lambda: shown.append(report.render())
 
-    monkeypatch.setattr("flyte_ddp.flytekit_plugin.frame.DeckPublisher", Publisher)
+    monkeypatch.setattr("flyte_ddp.flyte.frame.DeckPublisher", Publisher)
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     def fail(*arguments):

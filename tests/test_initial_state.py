@@ -18,6 +18,7 @@ from flytekit.core.workflow import WorkflowBase
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.task import check_initial_state
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
@@ -29,7 +30,6 @@ from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin
 from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials
-from tasks.frame import check_initial_state
 from tasks.prepare import prepare
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run

@@ -34,10 +34,10 @@ from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
+from flyte_ddp.flyte.training import pod_failure
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
-from tasks.train import pod_failure
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -472,7 +472,7 @@ def from_console(values: dict[str, Any]) -> ClusterConfig:
     from google.protobuf.json_format import ParseDict
     from google.protobuf.struct_pb2 import Struct
 
-    from tasks.inputs import ClusterInput
+    from flyte_ddp.flyte.inputs import ClusterInput
 
     literal = Literal(scalar=Scalar(generic=ParseDict(values, Struct())))
     config = TypeEngine.to_python_value(

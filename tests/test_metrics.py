@@ -25,6 +25,7 @@ from flyte_ddp.events import (
     Straggler,
     StragglersFound,
 )
+from flyte_ddp.flyte import resources
 from flyte_ddp.observers.metrics import (
     METRICS,
     PORT_VARIABLE,
@@ -188,22 +189,23 @@ def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
 
 
 def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
-    from tasks.resources import DRIVER_TASK, TRAINING_TASK, training_pod
-
     monkeypatch.delenv(PORT_VARIABLE, raising=False)
     assert requested_port() == 0
-    for each in (DRIVER_TASK, TRAINING_TASK):
-        assert PORT_VARIABLE not in each["environment"]
-        assert each["pod_template"].pod_spec.containers[0].ports is None
-    for name, value in training_pod(60, 9464)["environment"].items():
+    options = resources.pod(resources.SETTINGS.driver, trains=True)
+    assert PORT_VARIABLE not in options["environment"]
+    assert options["pod_template"].pod_spec.containers[0].ports is None
+    asked = dataclasses.replace(resources.SETTINGS, metrics_port=9464)
+    monkeypatch.setattr(resources, "SETTINGS", asked)
+    for name, value in resources.pod(asked.driver, trains=True)["environment"].items():
         monkeypatch.setenv(name, value)
     assert requested_port() == 9464
 
 
-def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names():
-    from tasks.resources import TRAINING_TASK, training_pod
+def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names(monkeypatch):
+    asked = dataclasses.replace(resources.SETTINGS, metrics_port=9500)
+    monkeypatch.setattr(resources, "SETTINGS", asked)
 
-    @task(**{**TRAINING_TASK, **training_pod(60, 9500)})
+    @task(**resources.pod(asked.training, trains=True))
     def train() -> None: ...
 
     image = Image("default", "registry.example.com/flyte-ddp", "1")
@@ -218,7 +220,7 @@ def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names
     assert container["name"] == train.get_config(None)["primary_container_name"]
     assert container["image"] == "registry.example.com/flyte-ddp:1"
     assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert train.shared_memory == TRAINING_TASK["shared_memory"]
+    assert train.shared_memory == f"{asked.training.shared_memory_gib}Gi"
 
 
 def documents(name):

@@ -27,14 +27,14 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
-from flyte_ddp.flytekit_plugin import Distributed, distributed
-from flyte_ddp.flytekit_plugin.failures import UserError
+from flyte_ddp.flyte import Distributed, distributed
+from flyte_ddp.flyte.failures import UserError
+from flyte_ddp.flyte.settings import SettingsError, load_settings
+from flyte_ddp.flyte.study import _Observer
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file, write_file
-from tasks.settings import SettingsError, load_settings
-from tasks.study import _Observer
-from tasks.study_report import StudyReport
+from flyte_ddp.studies.report import StudyReport
 from tests.support.runs import fork_functions
 from tests.support.short_run import (
     epoch_finished,
@@ -299,8 +299,8 @@ def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path)
         Path("settings.toml").read_text().replace('tracking = "wandb"', 'tracking = "mlflow"')
     )
     command = (
-        "import json; from tasks.resources import *\n"
-        "tasks = (SMALL_TASK, EVALUATION_TASK, TRAINING_TASK, DRIVER_TASK)\n"
+        "import json; from flyte_ddp.flyte.resources import *\n"
+        "tasks = (pod(SETTINGS.small), pod(SETTINGS.training, trains=True))\n"
         "print(json.dumps([task['environment'] for task in tasks]))"
     )
     given = {**os.environ, "TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://mlflow.team:5000"}

@@ -14,8 +14,8 @@ from flytekit.core.context_manager import FlyteContextManager
 from flyte_ddp import events, session
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flytekit_plugin import Distributed
-from flyte_ddp.flytekit_plugin.failures import UserError
 from flyte_ddp.observers.metrics import PORT_VARIABLE
 from tests.support.ports import free_port
 from tests.support.runs import fork_functions

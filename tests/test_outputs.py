@@ -17,7 +17,7 @@ from safetensors import safe_open
 import flyte_ddp
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunState
-from flyte_ddp.flytekit_plugin.frame import open_frame
+from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.rank import main as rank_main

@@ -11,10 +11,10 @@ import pytest
 import torch
 from flytekit.types.file import FlyteFile
 
+from flyte_ddp.flyte.inputs import InputError
 from flyte_ddp.recipes.pet_names import END
 from flyte_ddp.recipes.pet_names.generate import CHUNK
 from flyte_ddp.recipes.pet_names.model import NameModel
-from tasks.inputs import InputError
 from tests.support.commands import run_command
 from workflows.pet_names import generate_names_wf
 

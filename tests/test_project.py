@@ -157,7 +157,7 @@ for act in (
         act()
     except ValueError as error:
         print(error)
-print(*Report().draw(lambda: [Panel("a", "b", "c", None)]))
+print(*Report().draw([Panel("a", "b", "c", None)]))
 """  # noqa: E501
     status, output = run([core], "-S", "-c", program, cwd=tmp_path)
     assert status == 0, output
@@ -329,6 +329,33 @@ def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_
     assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
 
 
+@pytest.mark.long
+def test_a_project_trains_from_anywhere_and_bad_settings_fail_the_run_alone(
+    project, installed, tmp_path
+):
+    copy = tmp_path / "project"
+    shutil.copytree(project, copy)
+    command = ("-m", "flytekit.clis.sdk_in_container.pyflyte", "run")
+    command += (str(copy / "workflows/single_node.py"), "single_node_training_wf")
+    command += ("--recipe", "recipes.wine.Wine", "--config", '{"epochs": 1}')
+    status, output = run([installed], *command, cwd=tmp_path)
+    assert status == 0, output
+    assert "model state" in output
+    settings = copy / "settings.toml"
+    for text, expected in (
+        ("gpu = 1\n" + settings.read_text(), "small, allowed, termination_grace"),
+        ("recipes = [", "settings.toml: expected TOML, got "),
+        ("", "settings.toml: expected one with `recipes` in the project's directory"),
+    ):
+        settings.write_text(text)
+        status, output = run([installed], *command, cwd=tmp_path)
+        assert status == 2, output
+        assert expected in " ".join(re.sub(r"[│╭╰─╮╯]", " ", output).split())
+        assert "Traceback" not in output
+        imported = run([installed, copy], "-c", "import workflows.single_node", cwd=tmp_path)
+        assert imported == (0, "")
+
+
 def test_every_link_in_a_project_has_a_target(project):
     pages = [page for page in project.rglob("*.md") if ".venv" not in page.parts]
     assert {"README.md", "RUNBOOK.md", "clusters.md"} <= {page.name for page in pages}
@@ -357,14 +384,19 @@ print(find_project(), recipe_packages(), load_allowed().images)
 
 def test_a_project_registers_with_its_settings_and_all_of_its_files(project, installed):
     status, output = run(
-        [installed], "-m", "tasks", "version", cwd=project, IMAGE="registry.example.com/mine:7"
+        [installed],
+        "-m",
+        "flyte_ddp.flyte",
+        "version",
+        cwd=project,
+        IMAGE="registry.example.com/mine:7",
     )
     assert status == 0, output
     assert output.startswith("7-")
     program = """
-from tasks import shipping
+from flyte_ddp.flyte import shipping
 shipping._check_that_all_is_shipped()
-from flyte_ddp.flytekit_plugin.shipping import IS_INSTALLED, ROOT
+from flyte_ddp.flyte.shipping import IS_INSTALLED, ROOT
 print(ROOT, IS_INSTALLED)
 """
     # The library lies below the project, in its own environment, as `make setup` has it.

@@ -13,9 +13,9 @@ import pytest
 from flyteidl.admin import execution_pb2, task_pb2
 from flyteidl.service import admin_pb2_grpc
 
-from tasks.__main__ import main as tasks_command
-from tasks.limits import CLASSES
-from tasks.settings import SettingsError
+from flyte_ddp.flyte.__main__ import main as tasks_command
+from flyte_ddp.flyte.limits import CLASSES
+from flyte_ddp.flyte.settings import SettingsError
 from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, clean_environment, resources
 
 
@@ -159,7 +159,7 @@ def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
         VERSION="7",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h, retries 3\n" in done.stdout
+    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h\n" in done.stdout
     for name in (*(f"Task: {name}" for name in KNOWN), "Launch Plan: retrain"):
         assert f"{name} (Dry run Mode)" in done.stdout
     assert done.stdout.endswith(

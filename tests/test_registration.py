@@ -232,7 +232,7 @@ def test_the_key_of_wandb_goes_to_tasks_that_use_it_and_nowhere_when_offline(pac
 
 def test_retries_preemption_caches_and_decks_fit_each_task(package):
     from flyte_ddp.config.source_code import recipe_packages
-    from tasks.resources import code_version
+    from flyte_ddp.flyte.resources import code_version
 
     for name, task in package.tasks.items():
         metadata = task.metadata
@@ -341,7 +341,7 @@ def test_the_one_schedule_is_that_of_the_settings(package):
 
 
 def test_a_launch_plan_without_a_schedule_starts_by_hand_alone(monkeypatch):
-    from tasks import registration
+    from flyte_ddp.flyte import registration
     from workflows.retrain import retrain_wf
 
     monkeypatch.setattr(
@@ -498,8 +498,8 @@ def test_launch_plans_run_as_the_service_account_of_their_registration():
     ],
 )
 def test_bad_settings_are_refused_at_registration(name, value, expected, monkeypatch):
-    from tasks import registration
-    from tasks.settings import load_settings
+    from flyte_ddp.flyte import registration
+    from flyte_ddp.flyte.settings import load_settings
     from workflows.retrain import retrain_wf
 
     with pytest.raises(ValueError, match=r"(?s).*") as caught:

@@ -33,7 +33,7 @@ from flyte_ddp.events import (
     Straggler,
     StragglersFound,
 )
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.formats import duration
 from flyte_ddp.observers.reports import run as report
 from flyte_ddp.observers.reports.run import Report

@@ -15,6 +15,7 @@ import torch
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.flyte.task import open_task_frame
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
@@ -22,7 +23,6 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes, pin_state
-from tasks.frame import open_task_frame
 from tasks.retrain import plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.recipes import Tiny
@@ -601,7 +601,7 @@ def retrain(tmp_path_factory):
         from workflows.retrain import RETRAIN
 
         def run(champion=place, config=(), **inputs):
-            from tasks.inputs import TrainingOverrides
+            from flyte_ddp.flyte.inputs import TrainingOverrides
 
             return RETRAIN(
                 kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
@@ -711,7 +711,7 @@ def test_a_training_whose_loss_becomes_nan_fails_and_leaves_the_champion(
 
 
 def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
-    from flyte_ddp.flytekit_plugin.failures import RecoverableError
+    from flyte_ddp.flyte.failures import RecoverableError
     from tasks.retrain import keep_champion
 
     def is_away(store):
@@ -748,23 +748,20 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
 
 
 def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
-    monkeypatch.setattr("tasks.frame.is_flyte_task", lambda: True)
+    monkeypatch.setattr("flyte_ddp.flyte.task.is_flyte_task", lambda: True)
     with pytest.raises(
         Exception, match="output: expected none in a run on Flyte, .* got 'runs/first'"
     ):
         plan_challenge(store, make(), output="runs/first")
-    with (
-        pytest.raises(
-            Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"
-        ),
-        open_task_frame(None, "digits", "", "runs/second"),
+    with pytest.raises(
+        Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"
     ):
-        pass
+        open_task_frame(None, "digits", "", "runs/second")
 
 
 def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket):
-    from flyte_ddp.flytekit_plugin.flyte_context import Execution
-    from tasks.retrain import _default_champion
+    from flyte_ddp.flyte.flyte_context import Execution
+    from flyte_ddp.flyte.retraining import _default_champion
 
     checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"
     execution = Execution(checkpoints, "f1-n2-n0-n0", "f1-n2-n0-n0-0", "")
@@ -773,7 +770,7 @@ def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket
 
 @pytest.mark.slow
 def test_a_challenger_is_trained_on_a_cluster_from_the_champions_weights(retrain, tmp_path):
-    from tasks.inputs import ClusterInput
+    from flyte_ddp.flyte.inputs import ClusterInput
 
     place = str(tmp_path / "champion")
     cluster = {

@@ -19,12 +19,14 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, GangLost
 from flyte_ddp.events import EpochFinished, RunStarted, RunState
 from flyte_ddp.events.history import read_history
+from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
 from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels, scaling_panels
+from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import FINISHED, RUNNING, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
 from flyte_ddp.studies.scaling import (
@@ -35,8 +37,6 @@ from flyte_ddp.studies.scaling import (
     student_quantile,
 )
 from flyte_ddp.studies.search import Trial, build_trials, expand_world_sizes
-from tasks.inputs import ClusterInput, InputError, TrainingOverrides
-from tasks.study_report import StudyReport
 from tests.support import sample_run
 from tests.support.prometheus import record_figures
 

@@ -15,11 +15,11 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Reported, RunStarted, read_history
+from flyte_ddp.flyte import scripts
+from flyte_ddp.flyte.inputs import ClusterInput, InputError
+from flyte_ddp.flyte.scripts import ScriptSource, pack_script, unpack_script
 from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE
 from flyte_ddp.launch.run import outputs_directory
-from tasks import script as scripts
-from tasks.inputs import ClusterInput, InputError
-from tasks.script import ScriptSource, pack_script, unpack_script
 from tests.support.prometheus import record_figures
 from workflows.script import script_wf
 

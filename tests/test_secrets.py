@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.launch.driver import Dispatcher
 from flyte_ddp.launch.process.entry import _describe
 from flyte_ddp.observers.history import HistoryFile

@@ -17,7 +17,7 @@ import torch
 
 from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.distributed import Distributed
+from flyte_ddp.flyte.distributed import Distributed
 from flyte_ddp.launch import run as launch_run
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.process.session import Session

@@ -316,7 +316,11 @@ def test_code_that_would_not_be_shipped_is_named(checkout, tmp_path):
 def test_a_process_with_other_code_than_registered_fails(checkout):
     def start(digest):
         return subprocess.run(
-            [sys.executable, "-c", "import tasks.settings; print(tasks.settings.shipped_code())"],
+            [
+                sys.executable,
+                "-c",
+                "import tasks; from flyte_ddp.flyte.settings import *; print(shipped_code())",
+            ],
             cwd=checkout,
             env={
                 **os.environ,

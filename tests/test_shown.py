@@ -30,9 +30,9 @@ from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing, run
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import card_files, run_card
+from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import FINISHED, TrialRun
 from flyte_ddp.studies.search import Trial
-from tasks.study_report import StudyReport
 from tasks.train import train_on_one_node
 from tests.support.short_run import epoch_finished, loaded, run_finished, started, whole_run
 
@@ -185,8 +185,8 @@ FAULTS = {
     "a table cannot be made": (Report, "content"),
     "figures cannot be formatted": (run, "duration"),
     "the disk is full": (Path, "write_text"),
-    "the card cannot be made": ("flyte_ddp.flytekit_plugin.frame", "card_files"),
-    "the export is gone": ("flyte_ddp.flytekit_plugin.frame", "fetch_file"),
+    "the card cannot be made": ("flyte_ddp.flyte.frame", "card_files"),
+    "the export is gone": ("flyte_ddp.flyte.frame", "fetch_file"),
     "nothing can be copied": ("shutil", "copy"),
 }
 

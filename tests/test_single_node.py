@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.flytekit_plugin.frame import Frame
+from flyte_ddp.flyte.frame import Frame
 from tests.support.commands import run_command
 
 REPOSITORY = Path(__file__).parents[1]
@@ -215,8 +215,8 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     from flytekit.models.literals import Literal, Scalar, Union
     from google.protobuf import json_format, struct_pb2
 
+    from flyte_ddp.flyte.inputs import OptionalOverrides, TrainingOverrides, given
     from flyte_ddp.recipes import config_of
-    from tasks.inputs import OptionalOverrides, TrainingOverrides, given
 
     context = FlyteContextManager.current_context()
     kind = TypeEngine.to_literal_type(OptionalOverrides)

@@ -18,11 +18,13 @@ from matplotlib.figure import Figure
 from flyte_ddp import events
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.flyte.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports.drawing import INK, PALETTE
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels
+from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import (
     FAILED,
     FINISHED,
@@ -34,9 +36,7 @@ from flyte_ddp.studies.results import (
     find_best,
 )
 from flyte_ddp.studies.search import NUM_RANDOM, Search, Trial, build_trials, expand_grid
-from tasks.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from tasks.study import check_sweep
-from tasks.study_report import StudyReport
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}

@@ -19,7 +19,8 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
+from flyte_ddp.flyte.failures import flyte_errors
+from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides, given
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.recipes import get_recipe
@@ -35,7 +36,6 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import Search, build_trials, expand_grid
-from tasks.inputs import ClusterInput, TrainingOverrides, given
 from tests.support.dask_runs import start_scheduler
 from tests.support.prometheus import record_figures
 from tests.support.wandb_log import records_of

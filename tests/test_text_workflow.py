@@ -11,8 +11,8 @@ import torch
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.events import EpochFinished, RunState, read_history
+from flyte_ddp.flyte.inputs import InputError
 from flyte_ddp.recipes.text.model import generate_text, load_model
-from tasks.inputs import InputError
 from tests.support.commands import run_command
 from tests.support.text_recipe import prepared
 from workflows.text import generate_text_wf

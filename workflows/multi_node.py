@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
-from tasks.outputs import TrainingOutputs
+from flyte_ddp import flyte
 from tasks.prepare import prepare
 from tasks.train import train_on_cluster
 
@@ -16,14 +15,14 @@ from tasks.train import train_on_cluster
 @workflow
 def multi_node_training_wf(
     recipe: str = "pet_names",
-    config: OptionalOverrides = None,
-    cluster: OptionalCluster = None,
-    data: OptionalSource = None,
+    config: flyte.OptionalOverrides = None,
+    cluster: flyte.OptionalCluster = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     model_artifact: str = "",
     initial_model_state: str = "",
     output: str = "",
-) -> TrainingOutputs:
+) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on
     it, take it down.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from flytekit import workflow
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp import flyte
 from tasks.generate import generate
-from tasks.inputs import OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
 from tasks.train import train_on_one_node
 
@@ -23,7 +23,7 @@ def generate_names_wf(
     seed: int = 0,
     prefix: str = "",
     max_length: int = 30,
-    data: OptionalSource = None,
+    data: flyte.OptionalSource = None,
 ) -> list[str]:
     """Generate different names with a trained model, none of them from the training list.
 
@@ -55,9 +55,9 @@ def generate_names_wf(
 @workflow
 def train_and_generate_names_wf(
     recipe: str = "pet_names",
-    config: OptionalOverrides = None,
+    config: flyte.OptionalOverrides = None,
     num_processes: int = 0,
-    data: OptionalSource = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     initial_model_state: str = "",
     output: str = "",

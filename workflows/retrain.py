@@ -11,33 +11,24 @@ from datetime import datetime
 
 from flytekit import conditional, workflow
 
+from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.promotion.policy import PromotionCriteria
-from tasks.inputs import ClusterInput, OptionalCluster, OptionalOverrides, OptionalSource
-from tasks.outputs import RetrainingOutputs
-from tasks.prepare import PreparedData, prepare
-from tasks.registration import launch_plan
-from tasks.retrain import (
-    BY_HAND,
-    CLUSTER,
-    ONE_NODE,
-    judge_challenger,
-    keep_champion,
-    plan_retraining,
-)
+from tasks.prepare import prepare
+from tasks.retrain import judge_challenger, keep_champion, plan_retraining
 from tasks.train import train_on_cluster, train_on_one_node
 
 
 @workflow
 def retrain_wf(
-    kickoff_time: datetime = BY_HAND,
+    kickoff_time: datetime = flyte.BY_HAND,
     champion: str = "",
     recipe: str = "digits",
-    config: OptionalOverrides = None,
-    data: OptionalSource = None,
-    train_on: str = ONE_NODE,
+    config: flyte.OptionalOverrides = None,
+    data: flyte.OptionalSource = None,
+    train_on: str = flyte.ONE_NODE,
     num_processes: int = 0,
-    cluster: OptionalCluster = None,
+    cluster: flyte.OptionalCluster = None,
     start_from: str = "champion",
     margin: float = 0.01,
     min_samples: int = 1,
@@ -46,7 +37,7 @@ def retrain_wf(
     model_artifact: str = "",
     initial_model_state: str = "",
     output: str = "",
-) -> RetrainingOutputs:
+) -> flyte.RetrainingOutputs:
     """Train a challenger on the newest data, and make it the champion if it is better on held-out
     data.
 
@@ -106,7 +97,7 @@ def retrain_wf(
     # (flyteorg/flyte#3512). This condition is an output of the last node, so all of them are there.
     return (
         conditional("what_to_train_on")
-        .if_(planned.train_on == ONE_NODE)
+        .if_(planned.train_on == flyte.ONE_NODE)
         .then(
             challenge_on_one_node(
                 kickoff_time=kickoff_time,
@@ -123,7 +114,7 @@ def retrain_wf(
                 output=output,
             )
         )
-        .elif_(planned.train_on == CLUSTER)
+        .elif_(planned.train_on == flyte.CLUSTER)
         .then(
             challenge_on_cluster(
                 kickoff_time=kickoff_time,
@@ -162,7 +153,7 @@ def challenge_on_one_node(
     champion: str,
     recipe: str,
     config: TrainingConfig,
-    data: PreparedData,
+    data: flyte.PreparedData,
     num_processes: int,
     initial_model_state: str,
     parent: str,
@@ -170,7 +161,7 @@ def challenge_on_one_node(
     checkpoints: str,
     model_artifact: str,
     output: str,
-) -> RetrainingOutputs:
+) -> flyte.RetrainingOutputs:
     """The branch of `retrain_wf` that trains on one node."""
     trained = train_on_one_node(
         recipe=recipe,
@@ -203,15 +194,15 @@ def challenge_on_cluster(
     champion: str,
     recipe: str,
     config: TrainingConfig,
-    data: PreparedData,
-    cluster: ClusterInput,
+    data: flyte.PreparedData,
+    cluster: flyte.ClusterInput,
     initial_model_state: str,
     parent: str,
     criteria: PromotionCriteria,
     checkpoints: str,
     model_artifact: str,
     output: str,
-) -> RetrainingOutputs:
+) -> flyte.RetrainingOutputs:
     """The branch of `retrain_wf` that trains across the nodes of a Dask cluster."""
     trained = train_on_cluster(
         recipe=recipe,
@@ -240,4 +231,4 @@ def challenge_on_cluster(
 
 # Inactive until `make register ACTIVATE=1`, and never running twice at once. settings.toml has the
 # schedule, inputs and recipients of failures.
-RETRAIN = launch_plan("retrain", retrain_wf)
+RETRAIN = flyte.launch_plan("retrain", retrain_wf)

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import OptionalCluster, OptionalOverrides, OptionalSource
+from flyte_ddp import flyte
 from tasks.prepare import prepare
-from tasks.study import ScalingOutputs, check_scaling, train_at_world_sizes
+from tasks.study import check_scaling, train_at_world_sizes
 
 
 @workflow
 def scaling_wf(
     recipe: str = "digits",
-    config: OptionalOverrides = None,
+    config: flyte.OptionalOverrides = None,
     world_sizes: list[int] = [1, 2],  # noqa: B006 - Flyte's form of a default
     learning_rates: list[float] = [],  # noqa: B006
     batch_sizes_per_rank: list[int] = [],  # noqa: B006
     sample_sizes: list[int] = [],  # noqa: B006
     target_loss: float = 0.0,
     repeats: int = 1,
-    cluster: OptionalCluster = None,
-    data: OptionalSource = None,
+    cluster: flyte.OptionalCluster = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     initial_model_state: str = "",
     output: str = "",
-) -> ScalingOutputs:
+) -> flyte.ScalingOutputs:
     """Measure how a training scales: train at several world sizes, one after the other on one
     cluster.
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import OptionalCluster
-from tasks.script import ScriptOutputs, ScriptSource, run_script
+from flyte_ddp import flyte
+from tasks.script import run_script
 
 
 @workflow
 def script_wf(
-    script: ScriptSource,
+    script: flyte.ScriptSource,
     entry_point: str = "",
     arguments: list[str] = [],  # noqa: B006 - Flyte's form of a default
-    cluster: OptionalCluster = None,
+    cluster: flyte.OptionalCluster = None,
     checkpoints: str = "",
     output: str = "",
-) -> ScriptOutputs:
+) -> flyte.ScriptOutputs:
     """Run a script in every rank, in torchrun's environment: start a Dask cluster, run it there,
     take it down.
 

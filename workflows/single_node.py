@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import OptionalOverrides, OptionalSource
-from tasks.outputs import TrainingOutputs
+from flyte_ddp import flyte
 from tasks.prepare import prepare
 from tasks.train import train_on_one_node
 
@@ -16,14 +15,14 @@ from tasks.train import train_on_one_node
 @workflow
 def single_node_training_wf(
     recipe: str = "digits",
-    config: OptionalOverrides = None,
+    config: flyte.OptionalOverrides = None,
     num_processes: int = 0,
-    data: OptionalSource = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     model_artifact: str = "",
     initial_model_state: str = "",
     output: str = "",
-) -> TrainingOutputs:
+) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel on one node: prepare its data, train, report.
 
     Returns the accuracy after each epoch, the model state, an HTML report and the history of

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from flytekit import workflow
 
-from tasks.inputs import Grid, OptionalCluster, OptionalOverrides, OptionalSource
+from flyte_ddp import flyte
 from tasks.prepare import prepare
-from tasks.study import SweepOutputs, check_sweep, train_sweep
+from tasks.study import check_sweep, train_sweep
 
 
 @workflow
 def sweep_wf(
-    grid: Grid,
+    grid: flyte.Grid,
     recipe: str = "digits",
-    config: OptionalOverrides = None,
+    config: flyte.OptionalOverrides = None,
     num_models: int = 0,
     seed: int = 0,
     sampler: str = "random",
     stop_early: str = "none",
-    cluster: OptionalCluster = None,
-    data: OptionalSource = None,
+    cluster: flyte.OptionalCluster = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     initial_model_state: str = "",
     output: str = "",
-) -> SweepOutputs:
+) -> flyte.SweepOutputs:
     """Train a model for every combination in a grid, or for random ones, side by side on a Dask
     cluster, and compare.
 

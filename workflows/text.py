@@ -10,8 +10,8 @@ from __future__ import annotations
 from flytekit import workflow
 from flytekit.types.file import PythonPickledFile
 
+from flyte_ddp import flyte
 from tasks.generate import generate_text
-from tasks.inputs import OptionalOverrides, OptionalSource
 from tasks.prepare import prepare
 from tasks.train import train_on_one_node
 
@@ -50,9 +50,9 @@ def generate_text_wf(
 @workflow
 def train_and_generate_text_wf(
     recipe: str = "text",
-    config: OptionalOverrides = None,
+    config: flyte.OptionalOverrides = None,
     num_processes: int = 0,
-    data: OptionalSource = None,
+    data: flyte.OptionalSource = None,
     checkpoints: str = "",
     initial_model_state: str = "",
     output: str = "",

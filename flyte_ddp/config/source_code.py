@@ -31,6 +31,7 @@ from flyte_ddp.errors import ConfigError
 SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 STARTED = time.time()  # about when this process did
+_project: Path | None = None  # as `find_project` has found it
 _imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
 _importing = threading.RLock()
 # Python counts the depth of its parsers' recursion in one variable for all threads
@@ -38,28 +39,48 @@ _parsing = threading.Lock()
 
 
 def find_project() -> Path | None:
-    """Return the directory with the tasks and settings.toml; None where this is a library in a
-    project of another kind.
+    """Return the first directory on sys.path with a settings.toml of this package's; None without.
 
-    It is a checkout of this package, the code of an image, or, where this package is installed, on
-    the path.
+    It is remembered, because pyflyte has it on the path only while it imports a workflow.
     """
-    for entry in (Path(__file__).parents[2], *map(Path, sys.path)):
-        if (entry / SETTINGS_FILE).is_file() and (entry / "tasks/settings.py").is_file():
-            return entry.resolve()
-    return None
+    global _project
+    if _project is None:
+        _project = next((each for each in map(Path, sys.path) if _is_project(each)), None)
+        _project = _project and _project.resolve()
+    return _project
+
+
+def _is_project(directory: Path) -> bool:
+    """Tell a settings.toml of ours, which names recipes, from that of another program."""
+    try:
+        return "recipes" in read_settings(directory / SETTINGS_FILE)
+    except ConfigError:
+        return True  # whose it is shows when somebody reads it
+
+
+def extend_path() -> None:
+    """Put the project's directory and the working directory at the end of sys.path, for recipes.
+
+    The ranks get this process's path.
+    """
+    for directory in (find_project(), os.getcwd()):
+        if directory and str(directory) not in sys.path:
+            sys.path.append(str(directory))
 
 
 def read_settings(file: Path | None = None) -> dict[str, Any]:
     """Return the tables of a TOML file, by default the project's; none where there is no such file.
 
     Raises:
-        ValueError: it is not TOML.
+        ConfigError: it is not TOML.
     """
     if file is None:
         project = find_project()
         return read_settings(project / SETTINGS_FILE) if project else {}
-    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file.name}: expected TOML, got {error}") from error
 
 
 def recipe_packages() -> list[str]:

@@ -31,6 +31,7 @@ from flyte_ddp.config.by_value import is_by_value, pickle
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.config.source_code import (
+    extend_path,
     find_packages,
     importing_edits,
     list_packages,
@@ -255,6 +256,7 @@ def _find(name: str) -> Recipe | type[Recipe]:
     )
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         raise ConfigError(f"recipe: {expected}, got {name!r}{suggest(name, BUILTIN)}")
+    extend_path()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

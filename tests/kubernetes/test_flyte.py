@@ -19,6 +19,7 @@ from flyteidl.core.errors_pb2 import ContainerError
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
+from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.recipes import config_of
 from tests.kubernetes.conftest import KILL_UNANNOUNCED, ROOT, Namespace, eventually, small_cluster
 from tests.kubernetes.flyte import NESTED, Flyte, Package, listed, literals
@@ -80,12 +81,12 @@ def digits(start_flyte: Callable[[str], Flyte], package: Package, tasks: Any) ->
 
 def cluster_input(tasks: Any, **fields: Any) -> Any:
     """A cluster of two small nodes, of the image that the task's own pod has."""
-    return tasks.inputs.ClusterInput.from_json(json.dumps(small_cluster(**{"image": "", **fields})))
+    return ClusterInput.from_json(json.dumps(small_cluster(**{"image": "", **fields})))
 
 
 def prepared(flyte: Flyte, package: Package, tasks: Any, recipe: str) -> Any:
     """The literal of the recipe's prepared data, from a pod of the task that prepares it."""
-    inputs = literals(tasks.prepare.prepare, recipe=recipe, config=tasks.inputs.TrainingOverrides())
+    inputs = literals(tasks.prepare.prepare, recipe=recipe, config=TrainingOverrides())
     return flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
 
 

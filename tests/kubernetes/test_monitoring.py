@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from flyte_ddp.flyte.inputs import TrainingOverrides
 from flyte_ddp.recipes import config_of
 from tests.kubernetes.conftest import ROOT, Namespace, eventually
 from tests.kubernetes.flyte import NESTED, Flyte, Package, literals
@@ -78,7 +79,9 @@ def test_prometheus_finds_a_training_pod_and_alerts_fire_for_its_faults_and_stop
         "checkpoint_interval": 200,
     }
     inputs = literals(
-        tasks.prepare.prepare, recipe="digits", config=tasks.inputs.TrainingOverrides(**overrides)
+        tasks.prepare.prepare,
+        recipe="digits",
+        config=TrainingOverrides(**overrides),
     )
     data = flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
     config = config_of("digits", overrides)

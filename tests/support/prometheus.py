@@ -16,7 +16,7 @@ import urllib.request
 import pytest
 import yaml
 
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
+from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.metrics import PORT_VARIABLE
 
 needs_prometheus = pytest.mark.skipif(

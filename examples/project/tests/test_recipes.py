@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.inputs import make_overrides
+from flyte_ddp.flyte.inputs import make_overrides
 from workflows.single_node import single_node_training_wf
 
 

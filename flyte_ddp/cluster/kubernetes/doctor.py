@@ -73,8 +73,8 @@ def diagnose(
     checked = Finding(f"namespace {namespace} is checked (--namespace)", GOOD)
     if not tasks:
         text = (
-            "the tasks' own pods were not checked; pass --tasks \"$(python -m tasks requests "
-            '--json)"'
+            "the tasks' own pods were not checked; pass "
+            '--tasks "$(python -m flyte_ddp.flyte requests --json)"'
         )
         findings.append(Finding(text, UNKNOWN))
     if unseen:

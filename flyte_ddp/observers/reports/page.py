@@ -2,7 +2,7 @@
 shows.
 
 A report is one HTML document without references to anything outside it. Every text is escaped by
-Jinja. `flyte_ddp.flytekit_plugin.deck` shows a report in Flyte's console while the task still runs.
+Jinja. `flyte_ddp.flyte.deck` shows a report in Flyte's console while the task still runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Commands for `make image`, `make register`, the doctor and the person on call.
 
-python -m tasks image | version | requests [--json]
-python -m tasks limits PROJECT DOMAIN VERSION
-python -m tasks abort EXECUTION [PROJECT DOMAIN]     # by default flytesnacks development
+python -m flyte_ddp.flyte image | version | requests [--json]
+python -m flyte_ddp.flyte limits PROJECT DOMAIN VERSION
+python -m flyte_ddp.flyte abort EXECUTION [PROJECT DOMAIN]     # by default flytesnacks development
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from tasks.settings import SettingsError, load_settings, require_image
+from flyte_ddp.flyte.settings import SettingsError, load_settings, require_image
 
 
 def main(arguments: list[str]) -> str:
@@ -21,15 +21,15 @@ def main(arguments: list[str]) -> str:
         case ["version"]:
             return settings.version
         case ["requests"]:
-            from tasks.limits import describe_requests
+            from flyte_ddp.flyte.limits import describe_requests
 
             return describe_requests()
         case ["requests", "--json"]:
-            from tasks.limits import requests_of_pods
+            from flyte_ddp.flyte.limits import requests_of_pods
 
             return json.dumps(requests_of_pods())
         case ["limits", project, domain, version]:
-            from tasks.limits import check_limits
+            from flyte_ddp.flyte.limits import check_limits
 
             check_limits(project, domain, version, require_image(settings.image))
             return f"Flyte accepts what the tasks request in {project}-{domain}"
@@ -50,11 +50,11 @@ def abort_execution(name: str, project: str, domain: str) -> None:
     """
     from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
-    from tasks.limits import open_flyte
+    from flyte_ddp.flyte.limits import open_flyte
 
     with open_flyte(f"to abort {name} in {project}-{domain}") as client:
         identifier = WorkflowExecutionIdentifier(project, domain, name)
-        client.terminate_execution(identifier, "aborted by `python -m tasks abort`")
+        client.terminate_execution(identifier, "aborted by `python -m flyte_ddp.flyte abort`")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from flyte_ddp.errors import (
     log_failures,
 )
 from flyte_ddp.events import Listener, RunFinished, RunState, plain
-from flyte_ddp.flytekit_plugin.deck import DeckPublisher
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import (
+from flyte_ddp.flyte.deck import DeckPublisher
+from flyte_ddp.flyte.failures import flyte_errors
+from flyte_ddp.flyte.flyte_context import (
     Execution,
     current_execution,
     share_storage_credentials,

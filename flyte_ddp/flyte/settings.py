@@ -1,5 +1,8 @@
-"""The settings of registration: settings.toml, and the environment variables that win over it.
-Imports no flytekit.
+"""The settings of a project: settings.toml, and the environment variables that win over it.
+
+The file lies on sys.path, where pyflyte puts the project's directory while it imports. A file that
+is missing or wrong does not fail the import: `SETTINGS` has the defaults then, and `check_settings`
+refuses the run or the registration. Imports no flytekit.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,13 @@ from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
 from flyte_ddp.config.source_code import (
     SETTINGS_FILE,
     compute_digest,
+    find_project,
     read_settings,
-    recipe_packages,
 )
 from flyte_ddp.errors import ConfigError
 
 PROFILES = ("production", "sandbox")
 PACKAGES = ("flyte_ddp", "tasks", "workflows")  # what is shipped beside the recipes
-# what is shipped lies below it: a checkout, or the code of an image
-ROOT = Path(__file__).parent.parent
 
 
 class SettingsError(click.UsageError, ValueError):
@@ -40,10 +41,10 @@ class SettingsError(click.UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    cpus: int = field(minimum=1)
-    memory_gib: int = field(minimum=1)
-    disk_gib: int = field(minimum=0)
-    timeout_hours: int = field(minimum=0, help="of one attempt; 0: none")
+    cpus: int = field(1, minimum=1)
+    memory_gib: int = field(2, minimum=1)
+    disk_gib: int = field(20, minimum=0)
+    timeout_hours: int = field(6, minimum=0, help="of one attempt; 0: none")
     shared_memory_gib: int = field(0, minimum=0)
 
     def __post_init__(self) -> None:
@@ -56,25 +57,30 @@ class Settings:
     wrong type or range.
     """
 
-    profile: str = field(choices=PROFILES)
-    image: str = field()
-    recipes: tuple[str, ...] = field()
-    notify_emails: tuple[str, ...] = field(pattern=r"[^@\s]+@[^@\s]+", example="an e-mail address")
-    metrics_port: int = field(minimum=0, maximum=65535)
-    schedule: str = field(pattern=r"|\S+( \S+){4}", example="cron's five fields, such as 0 3 * * *")
-    retrain_inputs: dict[str, Any] = field()
-    wandb_mode: str = field()
-    wandb_project: str = field()
-    wandb_entity: str = field()
-    wandb_base_url: str = field()
-    gpus: int = field(minimum=0)
-    gpu_type: str = field()
-    training: Size = field(help="CPUs and memory for each GPU, or in all where there is none")
-    driver: Size = field()
-    small: Size = field()
-    allowed: Allowed = field()
-    # seconds; a settings.toml from before it has none
-    termination_grace: int = field(60, minimum=10)
+    profile: str = field("production", choices=PROFILES)
+    image: str = field("")
+    recipes: tuple[str, ...] = field(("recipes",))
+    notify_emails: tuple[str, ...] = field(
+        (), pattern=r"[^@\s]+@[^@\s]+", example="an e-mail address"
+    )
+    metrics_port: int = field(0, minimum=0, maximum=65535)
+    schedule: str = field(
+        "", pattern=r"|\S+( \S+){4}", example="cron's five fields, such as 0 3 * * *"
+    )
+    retrain_inputs: dict[str, Any] = field(factory=dict)
+    wandb_mode: str = field("online")
+    wandb_project: str = field("flyte-ddp")
+    wandb_entity: str = field("")
+    wandb_base_url: str = field("")
+    gpus: int = field(1, minimum=0)
+    gpu_type: str = field("")
+    training: Size = field(
+        Size(4, 16, 50, 48, 8), help="CPUs and memory for each GPU, or in all where there is none"
+    )
+    driver: Size = field(Size(1, 8, 20, 48))
+    small: Size = field(Size())
+    allowed: Allowed = field(Allowed())
+    termination_grace: int = field(60, minimum=10)  # seconds
     tracking: str = field("wandb", choices=("wandb", "mlflow"))
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")
     mlflow_experiment: str = field("flyte-ddp")
@@ -117,21 +123,30 @@ def shipped_code() -> str:
     """Return a hash of everything that a registration ships: library, tasks, workflows, recipes and
     settings.
     """
-    return compute_digest([*PACKAGES, *recipe_packages()], extra_files=[ROOT / SETTINGS_FILE])
+    project = find_project()
+    settings = [project / SETTINGS_FILE] if project else []
+    return compute_digest([*PACKAGES, *SETTINGS.recipes], extra_files=settings)
 
 
 def load_settings(
-    file: Path = ROOT / SETTINGS_FILE, environment: Mapping[str, str] = os.environ
+    file: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Read `file`, and the variables that win over it. Raises SettingsError for what is missing,
-    unknown or bad.
+    """Read `file`, by default the project's, and the variables that win over it.
+
+    Raises:
+        SettingsError: the file is missing, or has what is unknown or wrong.
     """
-    if not file.is_file():
-        raise SettingsError(f"{file.name}: expected in {file.parent}, got no such file")
+    if file is None:
+        if (project := find_project()) is None:
+            raise SettingsError(
+                f"{SETTINGS_FILE}: expected one with `recipes` in the project's directory, which "
+                "is on sys.path, got none"
+            )
+        file = project / SETTINGS_FILE
     try:
         tables = read_settings(file)
-    except ValueError as error:
-        raise SettingsError(f"{file.name}: expected TOML, got {error}") from error
+    except ConfigError as error:
+        raise SettingsError(str(error)) from error
     switch = environment.get("SANDBOX", "").lower()
     if switch not in ("", "0", "1", "false", "true"):
         raise SettingsError(f"SANDBOX: expected 0, 1, false or true, got {switch!r}")
@@ -183,3 +198,26 @@ _NAMES = (
 )
 VARIABLES = {**{name.upper(): name for name in _NAMES}, "RETRAIN_SCHEDULE": "schedule"}
 VARIABLES |= {"MLFLOW_TRACKING_URI": "mlflow_url", "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment"}
+
+# What fails the run, or the registration, and not the import.
+_problems: list[SettingsError] = []
+
+
+@contextlib.contextmanager
+def delaying_errors() -> Iterator[None]:
+    """Leave a SettingsError of the block to `check_settings`."""
+    try:
+        yield
+    except SettingsError as error:
+        _problems.append(error)
+
+
+def check_settings() -> None:
+    """Raise the SettingsError that an import delayed, if there was one."""
+    if _problems:
+        raise _problems[0]
+
+
+SETTINGS = Settings()
+with delaying_errors():
+    SETTINGS = load_settings()

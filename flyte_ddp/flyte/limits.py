@@ -13,14 +13,14 @@ from typing import Any
 
 from flytekit import Resources
 
-from tasks.resources import DRIVER_TASK, EVALUATION_TASK, SMALL_TASK, TRAINING_TASK
-from tasks.settings import SettingsError
+from flyte_ddp.flyte.resources import pod
+from flyte_ddp.flyte.settings import SETTINGS, SettingsError
 
 CLASSES = {
-    "training": TRAINING_TASK,
-    "evaluation": EVALUATION_TASK,
-    "driver": DRIVER_TASK,
-    "small": SMALL_TASK,
+    "training": pod(SETTINGS.training, SETTINGS.gpus),
+    "evaluation": pod(SETTINGS.training, min(1, SETTINGS.gpus)),
+    "driver": pod(SETTINGS.driver),
+    "small": pod(SETTINGS.small),
 }
 POD_RESOURCES = {
     "cpu": "cpu",
@@ -42,11 +42,9 @@ def describe_requests() -> str:
         gpus = f", {asked.gpu} GPU" if asked.gpu else ""
         hours = arguments["timeout"].total_seconds() / 3600
         timeout = f"timeout {hours:g} h" if hours else "no timeout"
-        retries = arguments.get("retries", "0 to 2")
         lines.append(
             f"{name:<12}{asked.cpu} CPU, {asked.mem} memory, {asked.ephemeral_storage} "
-            f"disk{gpus}, {timeout}, "
-            f"retries {retries}"
+            f"disk{gpus}, {timeout}"
         )
     return "\n".join(lines)
 

@@ -20,12 +20,14 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.fields import check_names, read_object
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import InputError, flyte_errors
+from flyte_ddp.flyte.failures import InputError, flyte_errors
 from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.studies.search import expand_grid
 
+T = typing.TypeVar("T")
 
-def _parse(text: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+
+def _parse(text: str, make: Callable[[dict[str, Any]], T]) -> T:
     """Parse the JSON object of an option of `pyflyte run`, or the contents of its JSON or YAML
     file.
     """
@@ -68,21 +70,24 @@ def _leave_out_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-TrainingOverrides = dataclasses.make_dataclass(
-    "TrainingOverrides",
-    [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
-    frozen=True,
-    namespace={
-        "__doc__": (
-            "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is "
-            "the recipe's default."
-        ),
-        "__module__": __name__,
-        "from_json": classmethod(_from_json),
-        "__pre_deserialize__": classmethod(_pre_deserialize),
-        "__post_serialize__": lambda self, values: _leave_out_nulls(values),
-    },
-)
+if typing.TYPE_CHECKING:
+    TrainingOverrides: typing.TypeAlias = Any
+else:
+    TrainingOverrides = dataclasses.make_dataclass(
+        "TrainingOverrides",
+        [(name, kind | None, None) for name, kind in typing.get_type_hints(TrainingConfig).items()],
+        frozen=True,
+        namespace={
+            "__doc__": (
+                "The fields of `flyte_ddp.config.TrainingConfig` that a user gives; None is "
+                "the recipe's default."
+            ),
+            "__module__": __name__,
+            "from_json": classmethod(_from_json),
+            "__pre_deserialize__": classmethod(_pre_deserialize),
+            "__post_serialize__": lambda self, values: _leave_out_nulls(values),
+        },
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ class ClusterInput(ClusterConfig):
         return values
 
 
-class _ConfigTransformer(DataclassTransformer):
+class _ConfigTransformer(DataclassTransformer):  # type: ignore[misc]
     """Carry a config as JSON, with the schema of its fields for the form in Flyte's console.
 
     flytekit's own transformer describes each field as a Flyte type besides, and warns of those that
@@ -120,7 +125,7 @@ class _ConfigTransformer(DataclassTransformer):
         return dc
 
 
-class OptionalTransformer(UnionTransformer):
+class OptionalTransformer(UnionTransformer):  # type: ignore[misc]
     """Name the mistake in an optional input.
 
     flytekit tries all variants of a union and drops their errors. What none of them accepted
@@ -166,7 +171,8 @@ def _refuse_grid(grid: Any) -> None:
 OptionalOverrides = typing.Optional[TrainingOverrides]  # noqa: UP045
 OptionalCluster = typing.Optional[ClusterInput]  # noqa: UP045
 OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - a local path (uploaded) or any URL
-Grid = typing.Union[dict, list[dict], None]  # noqa: UP007 - of a sweep, which requires it
+# of a sweep, which requires it
+Grid = typing.Union[dict, list[dict], None]  # type: ignore[type-arg]  # noqa: UP007
 
 # From the tasks that resolve them to those that use them.
 TypeEngine.register(_ConfigTransformer(TrainingConfig))

@@ -22,7 +22,7 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
-from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
+from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
 from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.storage import redact_errors, redact_url

@@ -32,12 +32,12 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import check, finite_number
 from flyte_ddp.config.source_code import find_root, packages_beside
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flytekit_plugin.failures import flyte_errors
-from flyte_ddp.flytekit_plugin.flyte_context import is_flyte_task
-from flyte_ddp.flytekit_plugin.frame import open_frame
-from flyte_ddp.flytekit_plugin.pods import describe_pods, fit_driver_pod, fit_own_pod
-from flyte_ddp.flytekit_plugin.rank_call import TaskCall, unpack
-from flyte_ddp.flytekit_plugin.shipping import ship_all_files
+from flyte_ddp.flyte.failures import flyte_errors
+from flyte_ddp.flyte.flyte_context import is_flyte_task
+from flyte_ddp.flyte.frame import open_frame
+from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
+from flyte_ddp.flyte.rank_call import TaskCall, unpack
+from flyte_ddp.flyte.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value

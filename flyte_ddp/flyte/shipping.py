@@ -1,4 +1,4 @@
-"""One version of the code and one image, by every way of registering. Run when pyflyte imports the
+"""One version of the code and one image, by every way of registering. Run while pyflyte imports the
 tasks.
 
 `pyflyte run --remote` ships by default only the modules that happen to be loaded, registers with
@@ -11,18 +11,32 @@ and a second image, which no task uses, carries the hash of the settings into th
 from __future__ import annotations
 
 import os
+import sysconfig
+from pathlib import Path
 
 import click
+from flytekit.constants import CopyFileDetection
 
-from flyte_ddp.config.source_code import SETTINGS_FILE, recipe_packages, source_files
-from flyte_ddp.flytekit_plugin.shipping import (
-    registering_command,
-    runs_file_of_checkout,
-    ship_all_files,
+from flyte_ddp.config.source_code import (
+    SETTINGS_FILE,
+    find_project,
+    recipe_packages,
+    source_files,
 )
-from tasks.settings import PACKAGES, ROOT, SettingsError, load_settings, require_image, shipped_code
+from flyte_ddp.flyte.settings import (
+    PACKAGES,
+    SETTINGS,
+    SettingsError,
+    check_settings,
+    require_image,
+    shipped_code,
+)
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"  # of every task: the hash of the code that was registered
+# the project, or the checkout
+ROOT = find_project() or Path(__file__).resolve().parents[2]
+# then pyflyte ships nothing of this package
+IS_INSTALLED = Path(sysconfig.get_path("purelib")).resolve() == ROOT
 
 
 def check_code() -> None:
@@ -41,8 +55,8 @@ def check_code() -> None:
 
 
 def prepare_registration() -> None:
-    """Complete a pyflyte command that registers the tasks. Raises SettingsError without an image or
-    all code.
+    """Complete a pyflyte command that registers the tasks. Raises SettingsError for bad settings,
+    without an image or without all code.
     """
     command = registering_command()
     if command is None:
@@ -51,14 +65,14 @@ def prepare_registration() -> None:
     from flytekit.configuration import Image, ImageConfig
     from flytekit.configuration.default_images import DefaultImages
 
-    settings = load_settings()
+    check_settings()
     images = command.params["image_config"]
     default = images.default_image
     if default is None or default.full == DefaultImages.default_image():
-        default = Image.look_up_image_info("default", require_image(settings.image))
+        default = Image.look_up_image_info("default", require_image(SETTINGS.image))
     others = [image for image in images.images if image.name != default.name]
     images = ImageConfig.create_from(
-        default, [*others, Image("settings", "flyte-ddp/settings", settings.digest)]
+        default, [*others, Image("settings", "flyte-ddp/settings", SETTINGS.digest)]
     )
 
     if "remote" in command.params:  # pyflyte run
@@ -98,3 +112,40 @@ def _check_that_all_is_shipped() -> None:
                 ".flyteignore or .gitignore "
                 "excludes: remove it, or let it through"
             )
+
+
+def registering_command() -> click.Context | None:
+    """Return the command of pyflyte that imports this process's tasks to register them; None if
+    there is none.
+    """
+    command = click.get_current_context(silent=True)
+    while command is not None and "image_config" not in command.params:
+        command = command.parent
+    return None if command is None or command.params.get("remote") is False else command
+
+
+def runs_file_of_checkout() -> bool:
+    """Return True if the file that `pyflyte run` was given lies in this checkout."""
+    context = click.get_current_context(silent=True)
+    while context is not None:
+        file = Path(context.info_name or "")
+        if file.is_file() and ROOT in file.resolve().parents:
+            return True
+        context = context.parent
+    return False
+
+
+def ship_all_files() -> None:
+    """Let the command that registers from this checkout ship all files. Raises ClickException if
+    told to ship less.
+    """
+    command = registering_command()
+    if command is None or IS_INSTALLED:
+        return
+    if "remote" in command.params:  # pyflyte run
+        if runs_file_of_checkout():
+            click.get_current_context().obj.copy = CopyFileDetection.ALL
+    elif command.params["copy"] is CopyFileDetection.LOADED_MODULES:  # pyflyte register or package
+        raise click.ClickException(
+            "--copy: expected all or none, got auto, which leaves out modules that are not loaded"
+        )

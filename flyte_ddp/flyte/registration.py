@@ -18,9 +18,8 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError
-from tasks.inputs import ClusterInput, TrainingOverrides
-from tasks.resources import SETTINGS
-from tasks.settings import SettingsError
+from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
+from flyte_ddp.flyte.settings import SETTINGS, SettingsError, delaying_errors
 
 KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects
@@ -40,10 +39,11 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
     A fixed rate is no option: Flyte's scheduler passes the kickoff time to cron schedules only. A
     start that finds the execution before still running is skipped.
 
-    Raises:
-        SettingsError: an input in the settings that cannot be used.
+    An input in the settings that cannot be used fails the run, not the import.
     """
-    inputs = _inputs(workflow, SETTINGS.retrain_inputs)
+    inputs: dict[str, Any] = {}
+    with delaying_errors():
+        inputs = _inputs(workflow, SETTINGS.retrain_inputs)
     emails, cron = list(SETTINGS.notify_emails), SETTINGS.schedule
     return LaunchPlan.get_or_create(
         workflow=workflow,
@@ -75,7 +75,7 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
     if name in STRUCTS:
-        return STRUCTS[name].from_json(json.dumps(value))  # type: ignore[attr-defined]
+        return STRUCTS[name].from_json(json.dumps(value))
     if kind in (str, int, float):
         try:
             return check(f"retrain_inputs.{name}", value, kind)

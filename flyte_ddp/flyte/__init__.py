@@ -1,0 +1,50 @@
+"""The Flyte side of the library, and with `flyte_ddp.flytekit_plugin` the only part of it that
+imports flytekit.
+
+A task is a declaration: @task, a typed signature, and one call of a function from here.
+
+from flyte_ddp import flyte
+
+@task(**flyte.pod(flyte.SETTINGS.training, gpus=1, trains=True), retries=3)
+def train(recipe: str, config: TrainingConfig, data: flyte.PreparedData) -> flyte.TrainingOutputs:
+    return flyte.train_on_one_node(recipe=recipe, config=config, data=data)
+
+`Distributed` is for a task whose own function trains. Each name is imported at its first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# by the module that has them
+_HOMES = {
+    "distributed": ("Distributed",),
+    "generation": ("generate_names", "generate_text"),
+    "inputs": (
+        *("ClusterInput", "Grid", "OptionalCluster", "OptionalOverrides", "OptionalSource"),
+        *("TrainingOverrides", "make_overrides"),
+    ),
+    "outputs": ("RetrainingOutputs", "TrainingOutputs"),
+    "preparation": ("Prepared", "PreparedData", "prepare"),
+    "registration": ("launch_plan",),
+    "resources": ("TRAINING_CACHE", "pod", "wandb_link"),
+    "retraining": (
+        *("BY_HAND", "CLUSTER", "ONE_NODE", "RetrainingPlan"),
+        *("judge_challenger", "keep_champion", "plan_retraining"),
+    ),
+    "scripts": ("ScriptOutputs", "ScriptSource", "run_script"),
+    "settings": ("SETTINGS",),
+    "study": (
+        *("CheckedStudy", "ScalingOutputs", "SweepOutputs"),
+        *("check_scaling", "check_sweep", "train_at_world_sizes", "train_sweep"),
+    ),
+    "training": ("train_on_cluster", "train_on_one_node"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,66 @@
+"""Generate names or text with a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import PythonPickledFile
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.task import task_body
+from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
+
+
+@task_body
+def generate_names(
+    model_state: PythonPickledFile,
+    data: FlyteDirectory,
+    count: int,
+    temperature: float,
+    seed: int,
+    prefix: str,
+    max_length: int,
+) -> list[str]:
+    """Generate `count` names that are not in `data`, with the model in `model_state` that a
+    pet-name recipe trained.
+    """
+    from flyte_ddp.recipes.pet_names import generate as generator
+
+    known = (
+        Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
+    )
+    model = generator.load_model(_read_state(model_state, "pet_names or pet_name_windows"))
+    return generator.generate_names(model, count, temperature, seed, prefix, known, max_length)
+
+
+@task_body
+def generate_text(
+    model_state: PythonPickledFile,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> str:
+    """Continue `prompt` with the model in `model_state` that recipe text trained."""
+    from flyte_ddp.recipes.text import model as generator
+
+    model = generator.load_model(_read_state(model_state, "text"))
+    return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
+
+
+def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
+    """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
+    from flyte_ddp.storage.weights import from_bytes  # imports torch
+
+    file = Path(model_state.download() or model_state.path)
+    try:
+        return from_bytes(file.read_bytes())
+    except Exception as error:  # of any kind: the bytes of another file may look like anything
+        raise ConfigError(
+            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, "
+            "which cannot be read: "
+            f"{type(error).__name__}"
+        ) from error

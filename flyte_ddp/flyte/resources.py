@@ -1,0 +1,145 @@
+"""The options of @task for the tasks of a project, from its settings, and what else is registered
+with a task.
+
+Local runs ask for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+from flytekit import Cache, Resources
+from flytekit.core.utils import ClassDecorator
+from flytekit.extras.accelerators import GPUAccelerator
+
+from flyte_ddp.cluster.config import GRACE_VARIABLE
+from flyte_ddp.config.source_code import compute_digest
+from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
+from flyte_ddp.flyte.pods import pod_with
+from flyte_ddp.flyte.settings import SETTINGS, Size, shipped_code
+from flyte_ddp.flyte.shipping import CODE_VARIABLE
+from flyte_ddp.launch.devices import REQUESTED_VARIABLE
+from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
+
+# Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a
+# second `pyflyte run` would return at once, with paths of files that are gone. Set it to "true" to
+# use that cache.
+os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
+
+MLFLOW = (
+    (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
+)
+# Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task whose secret is
+# missing starts, and records offline.
+SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else []
+# Also for the tasks that record nothing, because each of them reads the settings.
+ENVIRONMENT = {
+    CODE_VARIABLE: shipped_code(),
+    **(
+        {
+            "TRACKING": "mlflow",
+            "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
+            "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
+        }
+        if MLFLOW
+        else {}
+    ),
+}
+# W&B's own variables.
+WANDB_ENVIRONMENT = {
+    "WANDB_MODE": "disabled" if MLFLOW else SETTINGS.wandb_mode,
+    "WANDB_PROJECT": SETTINGS.wandb_project,
+    **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
+    **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
+}
+
+
+def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> dict[str, Any]:
+    """Return the options of @task by which a task gets its pod.
+
+    Args:
+        size: requests and limits, with CPUs and memory once for each GPU, and the timeout.
+        gpus: of the pod, which fails where it finds fewer.
+        trains: the task trains or drives a training: it has a Deck, the tracker's secret and
+            variables, time for a last checkpoint, and serves its figures.
+        deck: a Deck alone, with the report: flytekit's own tabs repeat the source and the inputs.
+    """
+    share = max(1, gpus)
+    # Requests and limits are alike: with `resources=` alone Flyte sets no limits, and Kubernetes
+    # may then evict the pod in favour of others.
+    asked = Resources(
+        cpu=str(size.cpus * share),
+        mem=f"{size.memory_gib * share}Gi",
+        ephemeral_storage=f"{size.disk_gib}Gi",
+        gpu=str(gpus) if gpus else None,
+    )
+    environment = {**ENVIRONMENT, **({REQUESTED_VARIABLE: str(gpus)} if gpus else {})}
+    # The timeout is that of an attempt, its waiting for a node included. Zero is no limit.
+    options: dict[str, Any] = {
+        "requests": asked,
+        "limits": asked,
+        "timeout": timedelta(hours=size.timeout_hours),
+        "environment": environment,
+    }
+    if size.shared_memory_gib:
+        # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has
+        # 64 MB of.
+        options["shared_memory"] = f"{size.shared_memory_gib}Gi"
+    if gpus and SETTINGS.gpu_type:
+        options["accelerator"] = GPUAccelerator(SETTINGS.gpu_type)
+    if trains:
+        grace, port = SETTINGS.termination_grace, SETTINGS.metrics_port
+        # the pod declares the port of the figures for the PodMonitor
+        serving = {PORT_VARIABLE: str(port)} if port else {}
+        environment |= {**WANDB_ENVIRONMENT, **serving, GRACE_VARIABLE: str(grace)}
+        template = pod_with(grace, {PORT_NAME: port} if port else {})
+        options |= {"pod_template": template, "secret_requests": SECRETS}
+    if trains or deck:
+        options |= {"enable_deck": True, "deck_fields": ()}
+    return options
+
+
+def code_version(packages: Iterable[str] = ()) -> str:
+    """Return a hash of the code that decides what training does: the library, `packages` and
+    torch's version.
+
+    A hash of the recipe's own files travels with the prepared data.
+    """
+    code = compute_digest(["flyte_ddp", *packages])
+    return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
+
+
+# All recipes, because one may import others by computed names: a miss costs less than a wrong hit.
+TRAINING_CACHE = Cache(version=code_version(SETTINGS.recipes), ignored_inputs=("checkpoints",))
+
+
+class wandb_link(ClassDecorator):  # type: ignore[misc]
+    """Links the task in Flyte's console to its W&B run, where registration knows the entity that
+    the run belongs to.
+
+    `flytekitplugins.wandb.wandb_init` does that too, but it also starts the run itself: only with a
+    key, never offline, under an id that changes with every attempt, and a failure of W&B ends the
+    task. Its link types take the attempt for part of the id, so ours has a name of its own; the
+    console needs the template in deploy/README.md.
+    """
+
+    def execute(self, *args: object, **kwargs: object) -> object:
+        return self.task_function(*args, **kwargs)
+
+    def get_extra_config(self) -> dict[str, str]:
+        entity = WANDB_ENVIRONMENT.get("WANDB_ENTITY")
+        if WANDB_ENVIRONMENT["WANDB_MODE"] != "online" or not entity:
+            return {}
+        return {
+            self.LINK_TYPE_KEY: "wandb-run",
+            "host": WANDB_ENVIRONMENT.get("WANDB_BASE_URL", "https://wandb.ai").replace(
+                "//api.", "//"
+            ),
+            "entity": entity,
+            "project": WANDB_ENVIRONMENT["WANDB_PROJECT"],
+        }

@@ -1,0 +1,410 @@
+"""The studies, sweep and scaling: check all trials at once, and train them on one cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.structured import StructuredDataset
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.fields import Limits, check
+from flyte_ddp.errors import log_failures
+from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
+from flyte_ddp.flyte.frame import HISTORY, Frame
+from flyte_ddp.flyte.inputs import (
+    ClusterInput,
+    OptionalCluster,
+    OptionalOverrides,
+    TrainingOverrides,
+    given,
+    make_overrides,
+)
+from flyte_ddp.flyte.outputs import list_accuracies, list_metrics
+from flyte_ddp.flyte.task import (
+    check_cluster,
+    check_initial_state,
+    describe_origin,
+    open_task_frame,
+    task_body,
+)
+from flyte_ddp.observers.formats import format_count, format_figure
+from flyte_ddp.observers.mlflow import UPLOAD
+from flyte_ddp.observers.reports.run_card import run_card
+from flyte_ddp.recipes import config_of
+from flyte_ddp.studies.report import StudyReport
+from flyte_ddp.studies.results import (
+    FINISHED,
+    OUTCOME,
+    STOPPED_EARLY,
+    TrialRun,
+    build_table,
+    find_best,
+)
+from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
+from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
+
+T = TypeVar("T")
+
+
+class CheckedStudy(NamedTuple):
+    """The inputs of a study's training task."""
+
+    config: TrainingOverrides  # that all trials share
+    # what each trial varies, by name; see `flyte_ddp.studies.search.build_trials`
+    trials: list[dict]  # type: ignore[type-arg]
+
+
+class SweepOutputs(NamedTuple):
+    """The outputs of a sweep. The best trial is that by `config.monitor`, after the epoch whose
+    weights it keeps.
+    """
+
+    # a row for every epoch of every trial, see `flyte_ddp.studies.results.build_table`
+    results: StructuredDataset
+    csv: FlyteFile  # the same as a CSV file
+    best_config: TrainingOverrides  # of the best trial, in the form of --config
+    # of the best trial after each epoch, in [0, 1]; none if the recipe has no accuracy
+    best_accuracies: list[float]
+    best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
+    best_model_state: PythonPickledFile  # its state dict, on the CPU
+    report: FlyteFile  # the HTML page that the Deck shows too
+    best_export: FlyteDirectory  # its weights as safetensors, and its run card: docs/outputs.md
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
+
+
+class ScalingOutputs(NamedTuple):
+    table: StructuredDataset  # a row for every trial: `flyte_ddp.studies.scaling.Row`
+    csv: FlyteFile  # the same as a CSV file
+    history: FlyteFile  # every event of every trial, as JSON lines, one trial after the other
+    report: FlyteFile  # the HTML page that the Deck shows too
+
+
+@task_body
+def check_sweep(
+    recipe: str,
+    config: OptionalOverrides,
+    grid: Any,
+    num_models: int,
+    seed: int,
+    sampler: str,
+    stop_early: str,
+    cluster: OptionalCluster,
+) -> CheckedStudy:
+    """Check every trial of the sweep before anything is prepared or started for the first."""
+    choices = expand_grid(grid, num_models, seed)
+    # which learns from what is drawn
+    check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))
+    Search(stop_early, sampler, grid, seed)
+    return _check(recipe, config, choices, cluster)
+
+
+@task_body
+def check_scaling(
+    recipe: str,
+    config: OptionalOverrides,
+    world_sizes: list[int],
+    learning_rates: list[float],
+    batch_sizes_per_rank: list[int],
+    sample_sizes: list[int],
+    target_loss: float,
+    repeats: int,
+    cluster: OptionalCluster,
+) -> CheckedStudy:
+    """Check every trial of the study before anything is prepared or started for the first."""
+    choices = expand_world_sizes(
+        config_of(recipe, given(config)),
+        world_sizes,
+        learning_rates,
+        batch_sizes_per_rank,
+        sample_sizes,
+        target_loss,
+        repeats,
+    )
+    return _check(recipe, config, choices, cluster)
+
+
+def _check(
+    recipe: str, config: OptionalOverrides, choices: list[dict[str, Any]], cluster: OptionalCluster
+) -> CheckedStudy:
+    from flyte_ddp.studies.runner import check_trials
+
+    check_trials(recipe, build_trials(recipe, given(config), choices), cluster or ClusterInput())
+    return CheckedStudy(config or TrainingOverrides(), choices)
+
+
+@task_body
+def train_sweep(
+    recipe: str,
+    config: TrainingOverrides,
+    trials: list[dict[str, Any]],
+    data: FlyteDirectory,
+    cluster: ClusterConfig,
+    stop_early: str = "none",
+    checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
+    grid: Any = None,
+    seed: int = 0,
+    sampler: str = "random",
+) -> SweepOutputs:
+    """Train one model, a trial, for each configuration, each on a worker of a Dask cluster, and
+    compare them.
+
+    With the sampler tpe the first trials are those given, and later ones are suggested from the
+    results in their place. A retry of this task skips the trials that are done and continues the
+    others from their checkpoints.
+    """
+    report = StudyReport(recipe)
+    search = Search(stop_early, sampler, grid, seed)
+    return _train(
+        report,
+        config,
+        trials,
+        data,
+        cluster,
+        checkpoints,
+        initial_model_state,
+        output,
+        _Observer.sweep_outputs,
+        search=search,
+    )
+
+
+@task_body
+def train_at_world_sizes(
+    recipe: str,
+    config: TrainingOverrides,
+    trials: list[dict[str, Any]],
+    data: FlyteDirectory,
+    cluster: ClusterConfig,
+    target_loss: float = 0.0,
+    checkpoints: str = "",
+    initial_model_state: str = "",
+    output: str = "",
+) -> ScalingOutputs:
+    """Train a trial at every world size with every combination of the other choices, one at a time,
+    and compare them.
+
+    A retry of this task continues the interrupted trial; finished trials are not repeated.
+    """
+    report = StudyReport(recipe, target_loss=target_loss)
+    return _train(
+        report,
+        config,
+        trials,
+        data,
+        cluster,
+        checkpoints,
+        initial_model_state,
+        output,
+        _Observer.scaling_outputs,
+        one_at_a_time=True,
+    )
+
+
+def _train(
+    report: StudyReport,
+    config: TrainingOverrides,
+    choices: Sequence[Mapping[str, Any]],
+    data: FlyteDirectory,
+    cluster: ClusterConfig,
+    checkpoints: str,
+    initial_model_state: str,
+    output: str,
+    make_outputs: Callable[[_Observer], T],
+    **options: Any,
+) -> T:
+    """Train the trials, and return the outputs of the current task. The `options` are those of
+    `TrialRunner`.
+    """
+    from flyte_ddp.cluster import connect
+    from flyte_ddp.studies.runner import TrialRunner, resize_cluster
+
+    recipe = report.recipe
+    purpose = "scaling" if report.is_scaling else "sweep"
+    with open_task_frame(
+        report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output
+    ) as frame:
+        trials = build_trials(recipe, given(config), choices)
+        frame.limit_time(config_of(recipe, given(config)).max_hours)
+        data.download()
+        observer = _Observer(frame, report)
+        if report.is_scaling:
+            cluster = resize_cluster(cluster, max(trial.world_size for trial in trials))
+        check_cluster(cluster)
+        with connect.open_cluster(cluster, frame.name) as client:
+            TrialRunner(
+                recipe,
+                frame.storage.url,
+                data.path,
+                client,
+                cluster,
+                observe=observer.observe,
+                make_listeners=observer.make_listeners,
+                relay=frame.say,
+                run_name=frame.name,
+                run=frame.execution.run_id,
+                initial_state=check_initial_state(initial_model_state),
+                runs=report.runs,
+                base=given(config),
+                **options,
+            ).train(trials)
+        frame.close(None)
+        return make_outputs(observer)
+
+
+class _Observer:
+    """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
+
+    def __init__(self, frame: Frame, report: StudyReport) -> None:
+        self.frame = frame
+        self.report = report
+        self.group = frame.run_id()
+        self.started: set[int] = set()
+        self._wandb_lines: set[str] = set()  # kinds that were printed
+        self._lock = threading.Lock()
+
+    def observe(self, run: TrialRun, event: Event | None) -> None:
+        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
+        number = run.trial.number
+        if isinstance(event, CheckpointLoaded):
+            again = (
+                f" again, after epoch {len(run.epochs)}"
+                if number in self.started or run.epochs
+                else ""
+            )
+            self.started.add(number)
+            self._say(run, f"started{again}")
+        elif event is None:
+            self._say_end(run)
+        if event is not None and (self.report.is_scaling or isinstance(event, EpochFinished)):
+            self.frame.publisher.handle(event)
+
+    def make_listeners(self, run: TrialRun) -> list[Listener]:
+        """Return the listeners of one trial: W&B, Prometheus' if a port was asked for, the bar for
+        one at a time.
+        """
+        return [
+            *([self.frame.bar] if self.report.is_scaling else []),
+            *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
+            self.frame.tracker(
+                f"{self.group}-{run.key}",
+                describe_origin(self.frame),
+                f"{run.url}/{OUTCOME}",
+                name=str(run.trial),
+                group=self.group,
+                config={"sweep": dict(run.trial.values)},
+                say=self._say_of_wandb,
+            ),
+        ]
+
+    def sweep_outputs(self) -> SweepOutputs:
+        """Return the outputs of a sweep, and print where they are."""
+        best = find_best(self.report.runs)
+        assert best is not None  # a sweep without a finished trial has failed
+        assert best.state.finished is not None
+        results, csv = self._save_table(build_table(self.report.runs))
+        finished, card = best.state.finished, run_card(best.state, **describe_origin(self.frame))
+        outputs = SweepOutputs(
+            results=results,
+            csv=csv,
+            best_config=make_overrides(best.trial.overrides),
+            best_accuracies=list_accuracies(best.epochs),
+            best_metrics=list_metrics(best.epochs),
+            best_model_state=self.frame.model_state(
+                "best_model_state.pt", finished.model_state_url
+            ),
+            report=self.frame.saved_report(),
+            best_export=self.frame.exported(finished, card),
+            history=self._save_history(),
+        )
+        self.frame.keep_values(
+            best_config=dict(best.trial.overrides),
+            best_accuracies=outputs.best_accuracies,
+            best_metrics=outputs.best_metrics,
+        )
+        self.frame.say(f"the best is {best.trial}: {_result(best)}")
+        files = {
+            name: getattr(outputs, name)
+            for name in ("best_model_state", "best_export", "report", "history")
+        }
+        self.frame.say_outputs(results=csv, **files)
+        return outputs
+
+    def scaling_outputs(self) -> ScalingOutputs:
+        """Return the outputs of a scaling study, and print the results and where the outputs
+        are.
+        """
+        study = self.report.study
+        table, csv = self._save_table(build_scaling_table(study))
+        for values, rows in study.series.items():
+            for world_size, repeats in by_world_size(rows).items():
+                name = ", ".join(
+                    [
+                        format_count(world_size, "rank"),
+                        *([study.describe(values)] if values else []),
+                    ]
+                )
+                self.frame.say(
+                    f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} "
+                    "samples/s, "
+                    f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
+                    f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
+                )
+        outputs = ScalingOutputs(table, csv, self._save_history(), self.frame.saved_report())
+        self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)
+        return outputs
+
+    def _save_table(self, table: Any) -> tuple[StructuredDataset, FlyteFile]:
+        table.to_csv(self.frame.directory / "results.csv", index=False)
+        return StructuredDataset(dataframe=table), self.frame.output("results.csv")
+
+    def _save_history(self) -> FlyteFile:
+        with open(self.frame.directory / HISTORY, "wb") as history:
+            with log_failures("history"):
+                history.writelines(run.history() for run in self.report.runs)
+        return self.frame.output(HISTORY)
+
+    def _say(self, run: TrialRun, text: str) -> None:
+        number = f"trial {run.trial.number}"
+        self.frame.say(
+            f"{str(run.trial).replace(number, f'{number}/{len(self.report.runs)}', 1)} {text}"
+        )
+
+    def _say_end(self, run: TrialRun) -> None:
+        earlier = "" if run.trial.number in self.started else " in an earlier attempt"
+        if run.status == FINISHED:
+            self._say(run, f"finished{earlier}: {_result(run)}")
+        elif run.status == STOPPED_EARLY:
+            self._say(run, f"stopped early{earlier}, after epoch {len(run.epochs)}: {_result(run)}")
+        elif run.error:
+            self._say(run, f"failed: {run.error}")
+
+    def _say_of_wandb(self, line: str) -> None:
+        """Print the first line of each kind from W&B. The other trials' lines are like it."""
+        kind = (
+            "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
+        )
+        if UPLOAD in line:  # whose command is the trial's own
+            self.frame.say(line)
+            return
+        with self._lock:
+            if kind not in self._wandb_lines:
+                self._wandb_lines.add(kind)
+                self.frame.say(f"{line} (likewise for all trials of group {self.group})")
+                self.report.notes.append(f"Group {self.group}. Its first run: {line}")
+
+
+def _result(run: TrialRun) -> str:
+    kept = run.kept
+    assert kept is not None  # it has epochs
+    values = {"test_loss": kept.test_loss, **kept.metrics}
+    shown = [
+        f"{name.replace('_', ' ')} {format_figure(name, value)}"
+        for name, value in list(values.items())[:4]
+    ]
+    return ", ".join([*shown, f"{run.elapsed[-1]:.1f} s"])

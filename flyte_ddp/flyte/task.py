@@ -1,0 +1,115 @@
+"""What the functions that tasks call share: their errors, their checks by the project's settings,
+and their frame.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+from flyte_ddp.cluster import admission
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.source_code import extend_path
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.failures import flyte_errors
+from flyte_ddp.flyte.flyte_context import is_flyte_task
+from flyte_ddp.flyte.frame import Frame, make_output_directory, open_frame
+from flyte_ddp.flyte.resources import MLFLOW, WANDB_ENVIRONMENT, code_version
+from flyte_ddp.flyte.settings import SETTINGS, check_settings
+from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.storage.weights import TORCHVISION, pin_state, split_pin
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def task_body(function: Callable[P, T]) -> Callable[P, T]:
+    """Let tasks call `function`: check the settings and the arguments, and raise errors as
+    `flyte_errors` does.
+
+    A task may have been declared for another version of this package: an argument that `function`
+    does not take is named.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with flyte_errors():
+            check_settings()
+            extend_path()
+            try:
+                inspect.signature(function).bind(*args, **kwargs)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{function.__name__}: {error}; the task that calls it was declared for "
+                    "another version of flyte_ddp"
+                ) from None
+            return function(*args, **kwargs)
+
+    return call
+
+
+def open_task_frame(
+    report: Page, name: str, checkpoints: str, output: str = ""
+) -> AbstractContextManager[Frame]:
+    """Check the URL of the checkpoints, and open the frame of the current task as `open_frame`
+    does.
+    """
+    check_urls(checkpoints=checkpoints)
+    check_output(output)
+    project = WANDB_ENVIRONMENT["WANDB_PROJECT"]
+    return open_frame(report, name, checkpoints, project, output=output, mlflow=MLFLOW)
+
+
+def check_output(output: str) -> None:
+    """Raise ConfigError for a directory of outputs that takes no files, or in a run on Flyte."""
+    if not output:
+        return
+    if is_flyte_task():
+        raise ConfigError(
+            "output: expected none in a run on Flyte, which keeps the outputs "
+            f"itself, got {output!r}"
+        )
+    make_output_directory(output)
+
+
+def describe_origin(frame: Frame) -> dict[str, str]:
+    """Return what the run card of a task has besides the run's events."""
+    image = os.environ.get(IMAGE_VARIABLE, "")
+    return {"code_version": code_version(), "image": image, "execution": frame.execution.run_id}
+
+
+def check_cluster(config: ClusterConfig | None) -> None:
+    """Compare `config` with the table `allowed` of settings.toml. Raises ConfigError for what is
+    not allowed.
+    """
+    from flyte_ddp.cluster.kubernetes import api
+
+    if config is not None:
+        admission.check_allowed(config, SETTINGS.allowed, api.own_namespace())
+
+
+def check_urls(**urls: str) -> None:
+    """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises
+    ConfigError.
+    """
+    if is_flyte_task():
+        admission.check_urls(urls, SETTINGS.allowed)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the URLs and paths among a recipe's options as `check_urls`."""
+    check_urls(**admission.list_places(options, "recipe_options"))
+
+
+def check_initial_state(url: str) -> str:
+    """Check where a run's first weights are as `check_urls`, and return it with their checksum: see
+    `pin_state`.
+    """
+    if not url.startswith(TORCHVISION):
+        check_urls(initial_model_state=split_pin(url)[0])
+    return pin_state(url)

@@ -1,0 +1,157 @@
+"""Train one model in a task: a launcher inside the task's frame."""
+
+from __future__ import annotations
+
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
+from flyte_ddp.flyte.frame import HISTORY, Frame
+from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
+from flyte_ddp.flyte.task import (
+    check_cluster,
+    check_initial_state,
+    describe_origin,
+    open_task_frame,
+    task_body,
+)
+from flyte_ddp.launch import driver
+from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.formats import format_figure
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import run_card
+
+
+@task_body
+def train_on_one_node(
+    recipe: str,
+    config: TrainingConfig,
+    data: FlyteDirectory,
+    num_processes: int = 0,
+    checkpoints: str = "",
+    model_artifact: str = "",
+    initial_model_state: str = "",
+    output: str = "",
+    parent_champion: str = "",
+) -> TrainingOutputs:
+    """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a
+    machine without.
+
+    `initial_model_state` is the URL of a state dict to start from; by default the weights are
+    fresh. `output` is the directory of a local run's outputs. `parent_champion` is the version that
+    this model is to replace, for its card.
+    """
+    report = Report()
+    with open_task_frame(report, recipe, checkpoints, output) as frame:
+        program = _make_program(frame, recipe, config, initial_model_state)
+        place = LocalPlace(num_processes, ClusterConfig.max_restarts)
+        failure = pod_failure(frame.execution.previous_pod)
+        return _train(frame, report, program, place, data, model_artifact, parent_champion, failure)
+
+
+@task_body
+def train_on_cluster(
+    recipe: str,
+    config: TrainingConfig,
+    data: FlyteDirectory,
+    cluster: ClusterConfig,
+    checkpoints: str = "",
+    model_artifact: str = "",
+    initial_model_state: str = "",
+    output: str = "",
+    parent_champion: str = "",
+) -> TrainingOutputs:
+    """Train `recipe` across the nodes of a Dask cluster that is started for it and taken down
+    afterwards.
+
+    The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
+    `initial_model_state`, which every rank reads, `output` and `parent_champion` are as of
+    `train_on_one_node`.
+    """
+    report = Report()
+    with open_task_frame(report, recipe, checkpoints, output) as frame:
+        program = _make_program(frame, recipe, config, initial_model_state)
+        check_cluster(cluster)
+        with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
+            return _train(frame, report, program, place, data, model_artifact, parent_champion)
+
+
+def pod_failure(pod: str) -> RankFailure | None:
+    """Return the failure of the attempt before this one, if its pod was killed for its memory.
+
+    Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
+
+    Args:
+        pod: its name; "" for the first attempt.
+    """
+    if not pod:
+        return None
+    from flyte_ddp.cluster.kubernetes.api import pod_end
+
+    if not pod_end(ClusterConfig(kind="kubernetes"), pod).is_out_of_memory:
+        return None
+    return RankFailure(
+        f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",
+        -1,
+        "signal",
+        OUT_OF_MEMORY,
+    )
+
+
+def _make_program(
+    frame: Frame, recipe: str, config: TrainingConfig, initial_model_state: str
+) -> Program:
+    """Check a task's inputs, and return its program."""
+    frame.limit_time(config.max_hours)
+    return recipe_program(recipe, config, check_initial_state(initial_model_state))
+
+
+def _train(
+    frame: Frame,
+    report: Report,
+    program: Program,
+    place: driver.Place,
+    data: FlyteDirectory,
+    model_artifact: str,
+    parent_champion: str,
+    earlier_failure: RankFailure | None = None,
+) -> TrainingOutputs:
+    """Train at `place`; return the task's outputs, and print where they are."""
+    origin = {**describe_origin(frame), "parent_champion": parent_champion}
+    result = frame.run(
+        report,
+        program,
+        place,
+        lambda: data.download() or data.path,
+        labels={"recipe": program.name},
+        earlier_failure=earlier_failure,
+        model_artifact=model_artifact,
+        origin=origin,
+    )
+    assert result.finished is not None  # else it has raised
+    metrics = list_metrics(result.epochs)
+    card = run_card(result, **origin)
+    outputs = TrainingOutputs(
+        epoch_accuracies=list_accuracies(result.epochs),
+        epoch_metrics=metrics,
+        model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
+        report=frame.saved_report(),
+        history=frame.output(HISTORY),
+        export=frame.exported(result.finished, card),
+    )
+    frame.keep_values(epoch_accuracies=outputs.epoch_accuracies, epoch_metrics=metrics)
+    shown = result.monitor.metric
+    if shown == "test_loss":  # a metric says more
+        shown = next((name for name in metrics if name != shown), shown)
+    values = "  ".join(format_figure(shown, value) for value in metrics[shown])
+    frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
+    frame.say_outputs(
+        model_state=outputs.model_state,
+        report=outputs.report,
+        history=outputs.history,
+        export=outputs.export,
+    )
+    return outputs
