@@ -20,7 +20,8 @@ export UV_SYSTEM_CERTS ?= 1
 # Images of containers often set it. The checkout's modules would be compiled in every process that a run or a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A project has the wheel that flyte_ddp is installed from; in a checkout of flyte-ddp it lies beside this file.
+# A project has the wheel that flyte_ddp is installed from; in a checkout of flyte-ddp it lies beside this file, and
+# `flyte-ddp` runs it from there.
 WHEELS := $(wildcard wheels/*.whl)
 # Likewise the packages of its own recipes, which must fit the pins.
 OWN := $(wildcard requirements-own.txt)
@@ -40,6 +41,7 @@ $(INSTALLED): $(PINNED) $(WHEELS) $(OWN) | $(UV)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes \
 	  $(PINNED:%=-r %)
 	$(if $(WHEELS),$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps $(WHEELS))
+	$(if $(WHEELS),,@printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m flyte_ddp "$$@"\n' > $(BIN)/flyte-ddp; chmod +x $(BIN)/flyte-ddp)
 	$(if $(OWN),$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -c requirements.txt -r $(OWN))
 	@touch $@
 

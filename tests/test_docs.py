@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from flyte_ddp.__main__ import COMMANDS
 from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
@@ -68,6 +69,7 @@ CHEAPER = (
     (r"--num_processes \d+", ""),
     (r"\bsingle_node_training_wf\b", r"\g<0> --num_processes 1"),
     (r"--nproc-per-node \d+", "--nproc-per-node 1"),
+    (r"flyte-ddp train (\w+)", r"\g<0> --nproc-per-node 1 --epochs 1"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
     (r"--initial_model_state torchvision:\w+", ""),  # from torchvision's servers
@@ -161,7 +163,7 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
         cwd=directory,
         env=kept
         | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{directory}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(directory),
             # a file in recipes/ is no script
             "PYTHONPATH": str(directory) if block.language == "python" else "",
@@ -213,6 +215,8 @@ def test_commands_refer_to_existing_files_and_targets(block):
         assert re.search(rf"^{target}:", TARGETS, re.M), target
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module
+    for command in re.findall(r"(?:^|\n *)flyte-ddp ([a-z]+)", text):
+        assert command in COMMANDS, command
     for line in re.findall(r"pyflyte run (?!.*remote-launchplan)(.+)", text):
         words = shlex.split(line, comments=True)
         at = next(position for position, word in enumerate(words) if word.endswith(".py"))

@@ -75,7 +75,7 @@ def test_every_script_is_tested_and_says_how_it_is_started():
     scripts = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
     assert scripts.keys() == SHORT.keys()
     for name, text in scripts.items():
-        for command in ("python -m flyte_ddp run", "torchrun"):
+        for command in ("flyte-ddp run", "torchrun"):
             assert re.search(
                 rf"^ *{command} --nproc-per-node 2 examples/scripts/{name}", text, re.M
             )

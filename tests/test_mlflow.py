@@ -253,7 +253,7 @@ def test_a_server_that_fails_costs_the_training_one_line(
     assert line.startswith(
         "MLflow failed and records no more of this run; the training continues: "
     )
-    command = f"python -m flyte_ddp.observers.mlflow history.jsonl {url} tests r1"
+    command = f"flyte-ddp mlflow history.jsonl {url} tests r1"
     assert line.endswith(f"; to upload the rest later: {command}")
     assert ("who are you?" in line) == (kind == "refuses")
     assert ("TimeoutError: it did not finish within" in line) == (kind == "hangs")
@@ -286,10 +286,7 @@ def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
             "say": observer._say_of_wandb,
         }
         Mlflow("http://host", "tests", f"group-{key}", **options)._give_up(TimeoutError())
-        command = (
-            f"python -m flyte_ddp.observers.mlflow s3://c/{key}/outcome.jsonl http://host "
-            f"tests group-{key}"
-        )
+        command = f"flyte-ddp mlflow s3://c/{key}/outcome.jsonl http://host tests group-{key}"
         assert lines.pop().endswith(command)
 
 
@@ -398,5 +395,5 @@ def test_functions_and_scripts_without_a_server_are_one_line(
 
 
 def test_a_history_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"error: .*gone\.jsonl"):
+    with pytest.raises(ConfigError, match=r"gone\.jsonl"):
         mlflow.main([str(tmp_path / "gone.jsonl"), "http://127.0.0.1:1", "tests", "r1"])

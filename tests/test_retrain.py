@@ -14,10 +14,10 @@ import pytest
 import torch
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.flyte.task import open_task_frame
 from flyte_ddp.promotion import policy as challenges
-from flyte_ddp.promotion.__main__ import main
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
@@ -616,12 +616,9 @@ def retrain(tmp_path_factory):
 
 
 def status(store, capfd, max_age):
-    """Exit status and last clause of `python -m flyte_ddp.promotion status`."""
+    """Exit status and last clause of `flyte-ddp promotion status`."""
     capfd.readouterr()
-    try:
-        code = main(["status", store.url, "--max-age", max_age])
-    except SystemExit as ended:
-        code = ended.code
+    code = main(["promotion", "status", store.url, "--max-age", max_age])
     return code, "".join(capfd.readouterr()).strip().rpartition("; ")[2]
 
 

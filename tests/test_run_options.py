@@ -1,4 +1,4 @@
-"""The flags and variables of `python -m flyte_ddp run`, beside torchrun's."""
+"""The flags and variables of `flyte-ddp run`, beside torchrun's."""
 
 from __future__ import annotations
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import flyte_ddp
+from flyte_ddp import __main__ as command_line
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.train_options import read_fields
 
 
 def states_equal(one, other):
@@ -55,3 +63,77 @@ def test_several_machines_need_a_place_for_checkpoints():
         ConfigError, match="checkpoints: expected a URL that all machines reach, got none"
     ):
         flyte_ddp.train("digits", nnodes=2, nproc_per_node=1, cluster=cluster)
+
+
+# The command
+
+
+def test_the_command_trains_into_a_directory_of_its_own_and_resumes_there(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "tests.support.recipes.Tiny", "--epochs=1", "--nproc-per-node", "1"]
+    for name in ("Tiny", "Tiny-2"):
+        assert command_line.main(train) == 0
+        output, errors = capfd.readouterr()
+        assert output.splitlines()[-4:] == [
+            f"model state   {tmp_path}/runs/{name}/model_state.pt",
+            f"export        {tmp_path}/runs/{name}/export",
+            f"report        runs/{name}/report.html",
+            f"history       runs/{name}/history.jsonl",
+        ]
+        assert f"outputs: runs/{name}\n" in errors
+        assert errors.splitlines()[-1].startswith("best ")
+        assert {"export", "history.jsonl", "model_state.pt", "report.html"} < {
+            each.name for each in (tmp_path / "runs" / name).iterdir()
+        }
+    assert command_line.main([*train, "--checkpoints", "runs/Tiny"]) == 0
+    assert "resumed at step" in capfd.readouterr().err
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["digits", "--epoch", "3"], "config: expected one of the fields .*'epoch' .did you mean "),
+        (["digits", "--epochs", "many"], "epochs: expected a whole number of at least 1, got 'm"),
+        (["digits", "--epochs"], "epochs: expected a whole number of at least 1, got True"),
+        (["digits", "--recipe_options.width", "3"], "recipe_options: expected "),
+        (["digits", "3"], "train: expected flyte-ddp train RECIPE .*, got '3'"),
+        (["digits", "--global-batch-size=33"], "global_batch_size: expected a multiple of 2"),
+        (["digits", "--data", "none"], "data: "),
+        (["digits", "--config", "none.json"], "--config: expected a JSON object or the name"),
+        (["digts"], "recipe: expected "),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_leaves_nothing(
+    arguments, expected, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command_line.main(["train", *arguments]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert re.match(f"error: {expected}", lines.pop()), lines
+    assert all(each.startswith("outputs: ") for each in lines)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_fields_are_read_from_words():
+    words = "--learning-rate 1e-3 --compile --monitor.metric f1 --monitor.mode=max"
+    assert read_fields([*words.split(), "--memory_interval", "-1"]) == {
+        "learning_rate": 1e-3,
+        "compile": True,
+        "monitor": {"metric": "f1", "mode": "max"},
+        "memory_interval": -1,
+    }
+
+
+def test_the_help_names_every_field_and_imports_no_torch(capfd):
+    code = (
+        "import sys; from flyte_ddp.__main__ import main\n"
+        "try: main(['train', '--help'])\n"
+        "finally: assert not {'torch', 'dask', 'wandb', 'jinja2'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    shown = capfd.readouterr().out
+    assert all(f"--{each.name}" in shown for each in dataclasses.fields(TrainingConfig))

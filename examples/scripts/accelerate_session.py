@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits in a loop of one's own with Hugging Face's Accelerate.
 
-python -m flyte_ddp run --nproc-per-node 2 examples/scripts/accelerate_session.py --epochs 3
+flyte-ddp run --nproc-per-node 2 examples/scripts/accelerate_session.py --epochs 3
 torchrun --nproc-per-node 2 examples/scripts/accelerate_session.py --epochs 3
 
 accelerate_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits with DistributedDataParallel, in a loop of one's own.
 
-    python -m flyte_ddp run --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
+    flyte-ddp run --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
     torchrun --nproc-per-node 2 examples/scripts/ddp.py --epochs 3
 
 The lines with `session` make it resumable in the middle of an epoch, at any number of ranks, with

@@ -1,7 +1,7 @@
 """Train a Transformer whose weights are sharded over the ranks with FSDP2 (`fully_shard`), in a
 loop of one's own.
 
-python -m flyte_ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
+flyte-ddp run --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
 torchrun --nproc-per-node 2 examples/scripts/fsdp2.py --steps 20
 
 Each rank saves its own part of weights and optimizer, and any number of ranks loads them: no rank

@@ -1,6 +1,6 @@
 """Train a tiny language model, built here, with Hugging Face's Trainer. Nothing is downloaded.
 
-python -m flyte_ddp run --nproc-per-node 2 examples/scripts/hugging_face_digits.py --steps 20
+flyte-ddp run --nproc-per-node 2 examples/scripts/hugging_face_digits.py --steps 20
 torchrun --nproc-per-node 2 examples/scripts/hugging_face_digits.py --steps 20
 """
 

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits with Lightning's Trainer.
 
-python -m flyte_ddp run --nproc-per-node 2 examples/scripts/lightning_session.py --epochs 3
+flyte-ddp run --nproc-per-node 2 examples/scripts/lightning_session.py --epochs 3
 torchrun --nproc-per-node 2 examples/scripts/lightning_session.py --epochs 3
 
 lightning_digits.py with two lines more: it reports, keeps checkpoints, resumes in mid-epoch and

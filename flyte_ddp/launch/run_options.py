@@ -1,5 +1,5 @@
-"""The options of `python -m flyte_ddp run`: torchrun's, on the command line or as PET_ variables,
-and ours.
+"""`flyte-ddp run`: a script in every rank. Its options are torchrun's, on the command line or as
+PET_ variables, and ours.
 
 Imports neither torch nor Dask.
 """
@@ -9,13 +9,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from flyte_ddp.cluster.admission import check_allowed, load_allowed
+from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import read_object, whole_number
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.config.source_code import find_project
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.process.programs import Program, stop_grace
-from flyte_ddp.launch.run import Gang, command_program, script_program
+from flyte_ddp.launch.run import Gang, command_program, run_program, script_program
+from flyte_ddp.launch.signals import TimeLimit
+from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import check_url
 
 # By these the agents that torchrun needs on every machine find each other. Here one command starts
@@ -58,6 +68,54 @@ VARIABLES = (
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
 SHORT = {"--redirects": ["-r"], "--tee": ["-t"]}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script in every rank, and return the exit status."""
+    text = "run a script in every rank, on this machine or on a Dask cluster"
+    parser = argparse.ArgumentParser("flyte-ddp run", description=text)
+    add_observer_options(parser)
+    add_run_options(parser)
+    options = parser.parse_args(arguments)
+    gang, program = read_gang(options), read_program(options)
+    # what the ranks print is this command's output, as torchrun's
+    listeners, relay = make_observers(options, program.name, ProgressBar(lines=sys.stdout))
+    check_place(gang)
+    if note := note_without_effect(options):
+        print_line(note)
+    return end_as_shell(
+        lambda: run_program(
+            program, gang, options.checkpoints or "", listeners, relay, run_id=options.run_id
+        ),
+        options.max_hours,
+        resume_command() if options.checkpoints else "",
+    )
+
+
+def check_place(gang: Gang) -> None:
+    """Raise ConfigError for a cluster that settings.toml does not allow the pod of a task."""
+    # In a pod, beside a settings.toml, this is the code of a registered version.
+    if gang.needs_cluster and os.environ.get("KUBERNETES_SERVICE_HOST") and find_project():
+        check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
+
+
+def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> int:
+    """Call `call` for at most so many hours, and return the exit status: of a run that was stopped
+    as a shell has it, after lines that say so, with the command that resumes it.
+    """
+    limit = TimeLimit(max_hours, time.time())
+    try:
+        call()
+    except TrainingStopped as stopped:
+        if isinstance(error := limit.explain(stopped), ConfigError):
+            raise error from None
+        print_line(str(stopped))
+        if resume:
+            print_line(f"to resume: {resume}")
+        return 128 + signal.Signals[stopped.reason]
+    finally:
+        limit.cancel()
+    return 0
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ a Flyte.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def train(
         progress: show a bar and the ranks' lines on standard error.
 
     Raises:
-        ConfigError, DataError: bad input, before any rank starts.
+        ConfigError, DataError: bad input, before any rank trains.
         RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
             `launch.run.run`.
     """
@@ -151,16 +152,26 @@ def train_recipe(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Train as `train` does, without loading the model state; return the run card."""
+    """Train as `train` does, without loading the model state; return the run card.
+
+    The data are prepared while the ranks of this machine start, and before a cluster does.
+    """
     program = recipe_program(recipe, config, initial_model_state)
     prepared = get_recipe(recipe, config.recipe_options)
     prepared = prepared.adapt_to(initial_model_state) if initial_model_state else prepared
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(own_directory("data-"))
-        prepare_data(prepared, data, Path(directory))
+
+        @functools.cache
+        def prepare() -> str:
+            prepare_data(prepared, data, Path(directory))
+            return directory
+
+        if client is not None or not gang.is_on_this_machine:
+            prepare()
         place = stack.enter_context(gang.open_place(program, client=client))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        state = driver.run(job, place, lambda: directory, listeners, relay)
+        state = driver.run(job, place, prepare, listeners, relay)
         assert state.finished is not None  # else it has raised
         card = run_card(state)
         if is_kept:

@@ -1,4 +1,4 @@
-"""The observers of `python -m flyte_ddp run`, by its options. Each is imported when it is asked
+"""The observers of `flyte-ddp run`, by its options. Each is imported when it is asked
 for.
 """
 

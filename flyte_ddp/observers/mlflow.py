@@ -3,12 +3,12 @@
 It runs in the parent process, which has the token; no rank ever sees it. The client repeats
 requests in this recorder's thread, for minutes, and is imported there.
 
-python -m flyte_ddp.observers.mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server
-that was away missed
+flyte-ddp mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server that was away missed
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import logging
@@ -17,10 +17,9 @@ import os
 import posixpath
 import re
 import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ MAX_METRICS = 900  # that wait for a request; MLflow takes 1000 in one
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
 UPLOAD = "to upload the rest later"  # begins a command
-MODULE = "flyte_ddp.observers.mlflow"  # `__name__` of the command is another
 CHANGING = ("world_size", "num_nodes")
 KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
@@ -204,7 +202,7 @@ class Mlflow(Recorder):
             self.run_id,
             self.model_artifact,
         )
-        return f"; {UPLOAD}: python -m {MODULE} {shlex.join(filter(None, words))}"
+        return f"; {UPLOAD}: flyte-ddp mlflow {shlex.join(filter(None, words))}"
 
 
 def find_server() -> str:
@@ -243,19 +241,19 @@ def _clean(name: str) -> str:
     return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"
 
 
-def main(arguments: list[str]) -> None:
-    """Upload a history, and print where its run is."""
-    if len(arguments) not in (4, 5):
-        raise SystemExit(f"usage: python -m {MODULE} HISTORY URL EXPERIMENT RUN [MODEL]")
-    history, url, experiment, run_id, *model = arguments
+def main(arguments: Sequence[str]) -> int:
+    """Upload a history, and print where its run is. Raises ConfigError if it cannot be."""
+    parser = argparse.ArgumentParser("flyte-ddp mlflow", description="upload a run's history")
+    for name in ("history", "url", "experiment", "run"):
+        parser.add_argument(name, metavar=name.upper())
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="")
+    options = parser.parse_args(arguments)
+    place = (options.url, options.experiment, options.run)
     try:
-        observer = Mlflow(url, experiment, run_id, say=print_line, model_artifact="".join(model))
-        for event in parse_history(read_file(history, "history"), history):
+        observer = Mlflow(*place, say=print_line, model_artifact=options.model)
+        for event in parse_history(read_file(options.history, "history"), options.history):
             observer._record(event)
         observer._finish("FINISHED" if observer._state.finished else "FAILED")
     except Exception as error:
-        raise SystemExit(f"error: {redact_url(str(error))}") from None
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        raise ConfigError(redact_url(str(error))) from None
+    return 0

@@ -304,7 +304,7 @@ def _load_current(store: ChampionStore) -> CurrentModel:
         raise ConfigError(
             f"champion: expected one that can be used, got: {error}. Restore its files, put "
             "another version in use by "
-            "python -m flyte_ddp.promotion rollback URL VERSION, or name another place"
+            "flyte-ddp promotion rollback URL VERSION, or name another place"
         ) from error
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -136,8 +135,8 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the estimate and return the exit status."""
+def main(arguments: Sequence[str]) -> str:
+    """Return the estimate as a line."""
     text = (
         "estimate the seconds of an epoch and the memory of a rank, from one step that this "
         "machine trains"
@@ -160,12 +159,11 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as directory:
             prepare_data(recipe, options.data, Path(directory))
             made = estimate(recipe, config, Path(directory), num_ranks)
+    except (ConfigError, DataError, StorageUnavailable):
+        raise
     except Exception as error:
-        text = str(error)
-        if not isinstance(error, (ConfigError, DataError, StorageUnavailable)):
-            what = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
-            text = f"recipe: expected one whose step runs on this machine, got {what}"
-        sys.stderr.write(f"error: {text}\n")
-        return 2
-    sys.stdout.write(made.describe(options.gpu_memory) + "\n")
-    return 0
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            f"recipe: expected one whose step runs on this machine, got {what}"
+        ) from error
+    return made.describe(options.gpu_memory)

@@ -65,7 +65,8 @@ def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(
         cwd=tmp_path,
         env={
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            "PATH": f"{ROOT / '.uv/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path}/bin:{ROOT / '.uv/bin'}:{Path(sys.executable).parent}"
+            f":{os.environ['PATH']}",
             "IMAGE": IMAGE,
             "SANDBOX": "1",
             "VERSION": "v1",  # the copy is no git repository

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def copy_repository(directory):
     """Copy what belongs to the repository, committed or not, to `directory`, with this environment
-    as its `.venv`.
+    as its `.venv`, and the command as its `bin/flyte-ddp`.
     """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -26,6 +26,10 @@ def copy_repository(directory):
         if (REPOSITORY / name).is_file():  # not one that was deleted without git
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, directory / name)
+    command = directory / "bin/flyte-ddp"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m flyte_ddp "$@"\n')
+    command.chmod(0o755)
     environment = directory / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():

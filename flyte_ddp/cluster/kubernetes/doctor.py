@@ -1,4 +1,4 @@
-"""`python -m flyte_ddp doctor`: tell whether a run could start on a Kubernetes cluster. Changes
+"""`flyte-ddp doctor`: tell whether a run could start on a Kubernetes cluster. Changes
 nothing.
 
 For a person with a kubeconfig of wide rights.
@@ -6,13 +6,15 @@ For a person with a kubeconfig of wide rights.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from flyte_ddp.cluster.admission import load_allowed
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import context_namespace
 from flyte_ddp.cluster.kubernetes.checks import (
     BAD,
@@ -26,7 +28,9 @@ from flyte_ddp.cluster.kubernetes.checks import (
 )
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.cluster.kubernetes.resources import quantities
+from flyte_ddp.config.fields import read_object
 from flyte_ddp.config.source_code import read_settings
+from flyte_ddp.errors import ClusterError, ConfigError
 
 DRIVER = "driver"  # the class of tasks that drive a cluster
 
@@ -90,3 +94,38 @@ def diagnose(
     order = (BAD, WARNING, UNKNOWN, GOOD)
     findings.sort(key=lambda each: order.index(each.level))
     return [f"{each}\n" for each in (checked, *findings)], 1 if is_bad else 2 if unseen else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the findings, and return the exit status."""
+    text = (
+        "tell whether a run could start on the Kubernetes cluster of the kubeconfig, and what "
+        "keeps it from that"
+    )
+    end = "Exit status: 0 if a run could start, 1 if not, 2 if that cannot be told."
+    parser = argparse.ArgumentParser("flyte-ddp doctor", description=text, epilog=end)
+    text = "of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"
+    parser.add_argument("--cluster", default="{}", help=text)
+    text = "of the tasks (default: that of --cluster, or the kubeconfig's)"
+    parser.add_argument("--namespace", default="", help=text)
+    text = "of the tasks (default flyte-ddp)"
+    parser.add_argument("--service-account", default="flyte-ddp", help=text)
+    text = "what the tasks' pods request: python -m flyte_ddp.flyte requests --json"
+    parser.add_argument("--tasks", default="{}", help=text)
+    text = (
+        "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "
+        "cluster has it)"
+    )
+    parser.add_argument("--pod-template", default="", help=text)
+    options = parser.parse_args(arguments)
+    config = cluster_config(read_object("--cluster", options.cluster))
+    if options.namespace:
+        pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
+        config = dataclasses.replace(config, kubernetes=pods)
+    tasks = read_object("--tasks", options.tasks)
+    try:
+        found, status = diagnose(config, options.service_account, tasks, options.pod_template)
+    except ClusterError as error:
+        raise ConfigError(str(error)) from error
+    sys.stdout.write("".join(found))
+    return status

@@ -241,7 +241,7 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
                 raise ClusterError(
                     f"the Dask operator did not react to cluster {name} within "
                     f"{now - started:.0f} s: it is not running, or does not watch namespace "
-                    f"{namespace}; see: python -m flyte_ddp doctor --namespace {namespace}"
+                    f"{namespace}; see: flyte-ddp doctor --namespace {namespace}"
                 )
             if now > deadline:
                 raise ClusterError(

@@ -1,15 +1,16 @@
 """The panels of a run, drawn from its state. Knows neither torch nor Flyte.
 
-From the command line: `python -m flyte_ddp.observers.reports.plots history.jsonl picture.svg` (or
-.png, .pdf). Names of panels may follow, such as `ranks`; by default all are drawn.
+From the command line: `flyte-ddp plot history.jsonl picture.svg` (or .png, .pdf). Names of panels
+may follow, such as `ranks`; by default all are drawn.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import RunState, read_history
@@ -242,13 +243,13 @@ def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> list[tup
     )
 
 
-def main() -> None:
-    import sys
-
-    history_file, picture, *names = sys.argv[1:]
-    panels = {each.name: each for each in run_panels(RunState.of(read_history(history_file)))}
-    save_panels([panels[name] for name in names or panels], picture)
-
-
-if __name__ == "__main__":
-    main()
+def main(arguments: Sequence[str]) -> str:
+    """Draw the panels of a history, and return a line for people."""
+    parser = argparse.ArgumentParser("flyte-ddp plot", description="draw the curves of a history")
+    parser.add_argument("history", metavar="HISTORY", help="history.jsonl of a run")
+    parser.add_argument("picture", metavar="PICTURE", help="file to write, such as curves.svg")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="of a panel (default: all)")
+    options = parser.parse_args(arguments)
+    panels = {each.name: each for each in run_panels(RunState.of(read_history(options.history)))}
+    save_panels([panels[name] for name in options.names or panels], options.picture)
+    return f"picture: {options.picture}"

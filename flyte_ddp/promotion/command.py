@@ -1,4 +1,4 @@
-"""`python -m flyte_ddp.promotion`: show, list, roll back and prune the champion at a URL."""
+"""`flyte-ddp promotion`: show, list, roll back and prune the champion at a URL."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import datetime
 import json
-import sys
+from collections.abc import Sequence
 
 from flyte_ddp.config.fields import parse_duration
-from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, StorageUnavailable
+from flyte_ddp.errors import ChampionError
 from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 
@@ -30,11 +30,12 @@ COMMANDS = {
 STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flyte_ddp.promotion",
-        description="The champion, which is the model in use, and the versions before it.",
-    )
+def main(arguments: Sequence[str]) -> str:
+    """Return what a command has to say. Raises ChampionError if `status` finds that attention is
+    needed, and as `ChampionStore`.
+    """
+    text = "The champion, which is the model in use, and the versions before it."
+    parser = argparse.ArgumentParser("flyte-ddp promotion", description=text)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -51,33 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
                 "--keep", type=int, default=10, help="newest versions to keep (default 10)"
             )
     options = parser.parse_args(arguments)
-    try:
-        store = ChampionStore(options.url, STORE_TIMEOUT)
-        if options.command == "show":
-            text = json.dumps(
-                {
-                    "champion": dataclasses.asdict(store.manifest()),
-                    "last_challenge": store.last_challenge(),
-                },
-                indent=1,
-            )
-        elif options.command == "list":
-            text = format_versions(store)
-        elif options.command == "status":
-            text, is_good = describe_status(store, parse_duration("--max-age", options.max_age))
-            if not is_good:
-                parser.exit(1, f"error: {text}\n")
-        elif options.command == "prune":
-            deleted = store.prune(options.keep)
-            text = "\n".join([*deleted, f"{len(deleted)} versions deleted"])
-        elif options.command == "release":
-            text = "retrainings promote again" if store.release() else "no rollback holds a version"
-        else:
-            text = f"{store.rollback(options.version).version} is in use again, until `release`"
-    except (ChampionError, ChampionChanged, ConfigError, StorageUnavailable) as error:
-        parser.exit(1, f"error: {error}\n")
-    sys.stdout.write(f"{text}\n")
-    return 0
+    store = ChampionStore(options.url, STORE_TIMEOUT)
+    if options.command == "show":
+        shown = {
+            "champion": dataclasses.asdict(store.manifest()),
+            "last_challenge": store.last_challenge(),
+        }
+        return json.dumps(shown, indent=1)
+    if options.command == "list":
+        return format_versions(store)
+    if options.command == "status":
+        text, is_good = describe_status(store, parse_duration("--max-age", options.max_age))
+        if not is_good:
+            raise ChampionError(text)
+        return text
+    if options.command == "prune":
+        deleted = store.prune(options.keep)
+        return "\n".join([*deleted, f"{len(deleted)} versions deleted"])
+    if options.command == "release":
+        return "retrainings promote again" if store.release() else "no rollback holds a version"
+    return f"{store.rollback(options.version).version} is in use again, until `release`"
 
 
 def format_versions(store: ChampionStore) -> str:
@@ -121,7 +115,3 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
         return f"{line}. It will end the same way until data, recipe or config are corrected", False
     held = f", held by a rollback since {since}" if (since := store.held()) else ""
     return f"{line}; {store.manifest().version} is in use{held}", True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

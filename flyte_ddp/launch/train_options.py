@@ -1,0 +1,190 @@
+"""`flyte-ddp train RECIPE`: train a recipe, with an option for each field of its config. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import describe_fields, read_object
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.launch.process.programs import check_run_id, slow_imports
+from flyte_ddp.launch.rank_start import start_server
+from flyte_ddp.launch.run import Gang
+from flyte_ddp.launch.run_options import check_place, end_as_shell
+from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
+from flyte_ddp.storage import check_url
+
+RUNS = "runs"  # where the directory of a run is made
+HISTORY, REPORT = "history.jsonl", "report.html"
+USAGE = "flyte-ddp train RECIPE [--FIELD VALUE ...] [OPTION ...]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train a recipe, and return the exit status."""
+    options, words = _read_options(arguments)
+    given = read_object("--config", options.config) if options.config else {}
+    given = _merge(given, read_fields(words))
+    gang = Gang(
+        options.nnodes,
+        options.nproc_per_node,
+        options.max_restarts,
+        read_object("--cluster", options.cluster) if options.cluster else None,
+    )
+    check_run_id(options.run_id)
+    check_url(options.checkpoints or RUNS, "--checkpoints")
+    check_place(gang)
+    if gang.is_on_this_machine:  # its ranks import torch while this process gets ready
+        start_server(
+            slow_imports(given, get_recipe(options.recipe) if options.recipe in BUILTIN else None)
+        )
+    config = config_of(options.recipe, given)
+    directory = Path(options.checkpoints)
+    if is_new := not options.checkpoints or "://" in options.checkpoints:
+        directory = make_run_directory(options.recipe.rpartition(".")[2])
+    try:
+        return _train(options, config, gang, directory)
+    except (ConfigError, DataError):
+        if is_new:  # nothing was trained
+            shutil.rmtree(directory)
+        raise
+
+
+def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, directory: Path) -> int:
+    from flyte_ddp import events
+    from flyte_ddp.launch.train import train_recipe
+    from flyte_ddp.observers.command_line import make_observers, resume_command
+    from flyte_ddp.observers.progress_bar import ProgressBar
+
+    resume = resume_command("" if options.checkpoints else str(directory))
+    options.checkpoints = options.checkpoints or str(directory)
+    options.history = options.history or str(directory / HISTORY)
+    options.report = options.report or str(directory / REPORT)
+    state = events.RunState(keep_reports=False)
+    listeners, relay = make_observers(options, options.recipe, ProgressBar())
+
+    def train() -> None:
+        train_recipe(
+            options.recipe,
+            config,
+            gang,
+            options.checkpoints,
+            data=options.data,
+            run_id=options.run_id,
+            initial_model_state=options.initial_model_state,
+            listeners=[state, *listeners],
+            relay=relay,
+        )
+
+    relay(f"outputs: {directory}")
+    status = end_as_shell(train, config.max_hours, resume)
+    if state.finished:
+        places = {
+            "model state": state.finished.model_state_url,
+            "export": state.finished.export_url,
+            "report": options.report,
+            "history": options.history,
+        }
+        sys.stdout.write("".join(f"{name:<14}{place}\n" for name, place in places.items()))
+    return status
+
+
+def make_run_directory(name: str) -> Path:
+    """Make the directory of a run, runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is
+    not there. Raises ConfigError if it cannot be made.
+    """
+    try:
+        os.makedirs(RUNS, exist_ok=True)
+        for number in itertools.count(1):
+            directory = Path(RUNS, name if number == 1 else f"{name}-{number}")
+            if not directory.exists():
+                directory.mkdir()
+                break
+    except OSError as error:
+        raise ConfigError(
+            f"{RUNS}: expected a directory that this process may write, got {error}"
+        ) from None
+    return directory
+
+
+def read_fields(words: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that `--name value` and `--name=value` give. A name with a dot is that of a
+    field in an object, and a name without a value is true. Values are JSON, or text.
+
+    Raises:
+        ConfigError: a word is neither a name nor the value of one.
+    """
+    values: dict[str, Any] = {}
+    waiting = list(words)
+    while waiting:
+        flag, sign, text = waiting.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"train: expected {USAGE}, got {flag!r}")
+        if not sign:
+            has_value = waiting and not waiting[0].startswith("--")
+            text = waiting.pop(0) if has_value else "true"
+        *path, name = flag[2:].replace("-", "_").split(".")
+        try:
+            value: Any = json.loads(text)
+        except ValueError:
+            value = text
+        for each in (name, *reversed(path)):
+            value = {each: value}
+        values = _merge(values, value)
+    return values
+
+
+def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of both, those of `other` first, and so within objects."""
+    both = {
+        name: _merge(one[name], value)
+        if isinstance(value, dict) and isinstance(one.get(name), dict)
+        else value
+        for name, value in other.items()
+    }
+    return {**one, **both}
+
+
+def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the run, and the words that name fields of its config."""
+    from flyte_ddp.observers.command_line import add_observer_options
+
+    fields = "\n".join(f"  --{line}" for line in describe_fields(TrainingConfig))
+    parser = argparse.ArgumentParser(
+        "flyte-ddp train",
+        usage=USAGE,
+        description="Train a recipe, on this machine or on a Dask cluster.",
+        epilog=f"fields, with the library's defaults, over which are the recipe's:\n{fields}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        underscored = f"--{flag[2:].replace('-', '_')}"
+        parser.add_argument(*dict.fromkeys((flag, underscored)), help=help, **options)
+
+    names = ", ".join(BUILTIN)
+    parser.add_argument("recipe", metavar="RECIPE", help=f"{names}, or the dotted name of your own")
+    add("--config", "further fields: JSON, or a YAML or JSON file; options win", default="")
+    add("--data", "path or URL, for recipes that read data of yours", default="")
+    add("--nproc-per-node", "ranks: a number, gpu, cpu or auto (default auto)", default="auto")
+    add("--nnodes", "machines, or a range such as 1:4 (default 1)", default="1")
+    add("--cluster", "the machines: JSON, or a YAML or JSON file", default="")
+    most = ClusterConfig.max_restarts
+    add("--max-restarts", f"of all ranks after a loss (default {most})", type=int, default=most)
+    text = f"directory or URL: an unfinished run there goes on (default: a new one in {RUNS}/)"
+    add("--checkpoints", text, default="")
+    add("--run-id", "the same for all attempts of this run", default="")
+    add("--initial-model-state", "URL of the weights to start from", default="")
+    add_observer_options(parser)
+    return parser.parse_known_args(arguments)
