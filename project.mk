@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 # The image in settings.toml; if it names none, a local name for tests on a cluster.
 IMAGE ?= $(or $(shell $(BIN)/python -m flyte_ddp.flyte image 2>/dev/null),flyte-ddp:dev)
 BUILDER ?= docker build
+# A run ends with its summary, on standard error; on standard output pyflyte repeats all outputs, with each epoch's numbers.
+QUIET := > /dev/null
 # uv from the path, or installed beside the environment. It takes seconds where pip takes minutes, and resolves torch and
 # torchvision to matching builds. It compiles the bytecode, so that no process compiles torch, which takes longer than
 # everything else that a rank does before it trains.
@@ -52,12 +54,12 @@ $(INSTALLED): $(PINNED) $(WHEELS) $(OWN) | $(UV)
 
 train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
 	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
-	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
+	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)') $(QUIET)
 
 train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers on this machine, without Kubernetes
 	$(BIN)/pyflyte run workflows/multi_node.py multi_node_training_wf \
 	  --recipe $(MULTI_NODE_RECIPE) \
-	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
+	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)') $(QUIET)
 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1, BUILDER='podman build'
 	$(BUILDER) $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .

@@ -256,10 +256,6 @@ def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
     assert files
 
 
-def test_the_readme_is_short():
-    assert len((REPOSITORY / "README.md").read_text().split()) <= 1500
-
-
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig
