@@ -117,6 +117,13 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 torchrun,
                 "",
             ),
+            Row(
+                "`flyte-ddp train` to first step / torchrun DDP, 2 ranks",
+                start,
+                _train(data / "runs"),
+                torchrun,
+                "0.35",
+            ),
         ],
         "script": [
             Row(
@@ -185,6 +192,16 @@ def _pyflyte() -> Variant:
         ),
         num_threads(2),
     )
+
+
+def _train(directory: Path) -> Variant:
+    """Return the command for a laptop, as `_pyflyte`."""
+    recipe = "benchmarks.mnist_like.TimestampedMnistLike"
+    script = (
+        f"cd {ROOT}; exec {sys.executable} -m flyte_ddp train {recipe} --nproc-per-node 2 "
+        f"--epochs 1 --global-batch-size {BATCH_SIZE} --checkpoints {directory}/$$"
+    )
+    return Variant("flyte-ddp train", ("sh", "-c", script), num_threads(2))
 
 
 def main() -> int:

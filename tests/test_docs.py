@@ -251,11 +251,6 @@ def test_every_link_has_a_target(page):
             ], anchor
 
 
-def test_the_recipe_shown_in_the_readme_is_run_as_a_recipe():
-    files = [block.file for block in RUN.values() if block.page.name == "README.md" and block.file]
-    assert files
-
-
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig

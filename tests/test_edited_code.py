@@ -90,14 +90,6 @@ def test_a_module_that_a_notebook_has_imported_before_the_edit_is_imported_again
     assert config_of("edited.Edited", {}).epochs == 2
 
 
-def test_a_helper_alone_may_be_edited_and_a_new_one_imported(package):
-    config_of("edited.Edited", {})
-    (package / "helper.py").write_text("from edited.other import WORDS\n")
-    (package / "other.py").write_text("WORDS = 'other data'\n")
-    config_of("edited.Edited", {})
-    assert get_recipe("edited.Edited").prepare("", None) == "other data"
-
-
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [

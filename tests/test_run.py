@@ -600,12 +600,6 @@ def test_a_command_that_cannot_be_is_refused_in_one_line(arguments, expected, ca
     assert output.count("\n") == 1
 
 
-def test_a_flag_that_nobody_knows_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main(["run", "--no-such-flag", __file__])
-    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
-
-
 # On a Dask cluster
 
 
@@ -683,39 +677,6 @@ def test_a_module_is_shipped_with_its_package_and_a_notebook_with_the_modules_be
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__path__", [], raising=False)
     assert packages_beside("__main__") == ("notes",)
-
-
-def follow_the_example(source: str) -> float:
-    """Run the example of session's docstring, and return how many steps the final state has been
-    trained for.
-    """
-    import torch
-
-    model = torch.nn.Module()
-    model.register_buffer("num_trained", torch.zeros(1))
-    loss = torch.zeros(1)
-
-    def train_one_step(step: int) -> None:
-        model.num_trained += 1
-        if step == 250 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            while not list(Path(session.checkpoints).glob("step-*.json")):
-                time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    exec(source, {"model": model, "loss": loss, "train_one_step": train_one_step})
-    return model.num_trained.item()
-
-
-def test_the_example_of_session_trains_every_step_once_when_it_is_killed(monkeypatch):
-    fork_functions(monkeypatch)
-    example = (
-        session.__doc__.split("\n\n", 1)[1]
-        .split("\n\nUnder torchrun")[0]
-        .replace("...", "train_one_step(step)")
-    )
-    assert "train_one_step" in example
-    source = f"def main():\n{example}\nmain()"
-    assert flyte_ddp.run(follow_the_example, source, max_restarts=1) == 1000
 
 
 @pytest.mark.long
