@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import platform
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from distributed import Client
+from distributed.versions import get_versions
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask import worker
@@ -82,42 +82,35 @@ class RollCall:
         """Compare the versions of new workers among `names` with ours, before any of our code goes
         there.
         """
-        new = set(names) - self.known - self.unfit.keys()
-        for package, ours in own_versions().items():
-            # Python's own functions: one of ours could not even be unpickled by another Python.
-            if package == "python":
-                answers = call_workers(self.client, new, platform.python_version)
+        new, ours = set(names) - self.known - self.unfit.keys(), own_versions()
+        # Dask's own function: one of ours could not even be unpickled by another Python.
+        for address, answer in call_workers(self.client, new, get_versions, ["torch"]).items():
+            if isinstance(answer, Exception):
+                continue  # it does not answer, and is asked again
+            theirs = _comparable(answer)
+            if differing := [package for package in ours if theirs[package] != ours[package]]:
+                why = (
+                    f"cluster: expected workers with {differing[0]} {ours[differing[0]]}, as in "
+                    f"this process and its image, got {theirs[differing[0]]} on worker "
+                    f"{names[address]} at {address}"
+                )
+                if self.is_strict:
+                    raise ConfigError(why)
+                self.mark_unfit(address, why)
             else:
-                answers = call_workers(self.client, new, importlib.metadata.version, package)
-            for address, theirs in answers.items():
-                if isinstance(theirs, importlib.metadata.PackageNotFoundError):
-                    theirs = "none"
-                if isinstance(theirs, Exception):
-                    new.discard(address)  # it does not answer, and is asked again
-                elif _comparable(package, theirs) != _comparable(package, ours):
-                    why = (
-                        f"cluster: expected workers with {package} {ours}, as in this process and "
-                        "its image, got "
-                        f"{theirs} on worker {names[address]} at {address}"
-                    )
-                    if self.is_strict:
-                        raise ConfigError(why)
-                    new.discard(address)
-                    self.mark_unfit(address, why)
-        self.known |= new
+                self.known.add(address)
 
 
 def own_versions() -> dict[str, str]:
     """Return what must be the same here and in the workers, because pickles and collectives cross
     between them.
     """
-    packages = ("torch", "distributed", "cloudpickle")
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in packages
-    }
+    return _comparable(get_versions(["torch"]))
 
 
-def _comparable(package: str, version: str) -> str:
-    if package == "python":
-        return ".".join(version.split(".")[:2])
-    return version.partition("+")[0]  # torch for CPUs and for GPUs is the same torch
+def _comparable(versions: dict[str, Any]) -> dict[str, str]:
+    packages = versions["packages"]
+    python = ".".join(packages["python"].split(".")[:2])
+    # torch for CPUs and for GPUs is the same torch
+    others = ("torch", "distributed", "cloudpickle")
+    return {"python": python} | {name: str(packages[name]).partition("+")[0] for name in others}
