@@ -15,12 +15,15 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +32,15 @@ import psutil
 from benchmarks.measure import machine, show_rows
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import TrainingStopped
+from flyte_ddp.errors import NodeLost, TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.messages import NodeJob
 from flyte_ddp.launch.dask.node import DriverLink
 from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.node import KILLED, Beat
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.launch.supervisor import POLL_INTERVAL
@@ -70,13 +73,16 @@ def supervise() -> None:
     """Run the supervisor of a node without ranks, with the arguments of
     `flyte_ddp.launch.dask.node.main`.
     """
-    commands, messages = os.fdopen(int(sys.argv[3]), "rb"), os.fdopen(int(sys.argv[4]), "wb")
-    job = NodeJob.from_line(commands.readline().decode())
-    link = DriverLink(messages, job.driver_timeout)
+    connection = Connection(int(sys.argv[3]))
+    job = pickle.loads(connection.recv_bytes())
+    if job.ranks.first_rank == 0:
+        recv_handle(connection)
+    link = DriverLink(connection, job.driver_timeout)
 
     def obey() -> None:
-        for line in commands:
-            link.obey(line.decode().rstrip("\n"))
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                link.obey(*pickle.loads(connection.recv_bytes()))
         link.kill_ranks("the worker is gone")
 
     threading.Thread(target=obey, daemon=True).start()
@@ -85,12 +91,14 @@ def supervise() -> None:
         time.sleep(POLL_INTERVAL)
         polls += 1
         step = int(polls * POLL_INTERVAL * STEPS_PER_SECOND)
-        link.note_beat({**link.beat, "step": step, "has_reported": True})
+        link.note_beat(Beat(step, has_reported=True))
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
     reason = link.stop.reason
     link.send(
-        "end", outcome="killed" if link.is_killed else "stopped", message=reason, reason=reason
+        "end",
+        NodeLost(reason, cause=KILLED) if link.is_killed else TrainingStopped(reason, reason),
+        [],
     )
     os._exit(0)
 
@@ -241,10 +249,11 @@ class CountedMessages:
         self._take = DaskNodes._take
         self._bootstrap = worker.BOOTSTRAP
 
-        def take(nodes: DaskNodes, arrived_at: float, envelope: dict[str, Any]) -> Any:
-            self.count += 1
-            self.senders.add(envelope["worker"])
-            return self._take(nodes, arrived_at, envelope)
+        def take(nodes: DaskNodes, arrived_at: float, event: dict[str, Any]) -> Any:
+            if "message" in event:
+                self.count += 1
+                self.senders.add(event["worker"])
+            return self._take(nodes, arrived_at, event)
 
         DaskNodes._take = take  # type: ignore[method-assign]
         worker.BOOTSTRAP = SUPERVISOR

@@ -98,7 +98,7 @@ class RankFailure(RuntimeError):
         cause: the exception's class name and message, or the signal's name: equal for the same bug
             in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
-        details: plain values from which the message is made again together with other nodes'
+        details: values from which the message is made again together with other nodes'
             (launch/stalls.py).
         timestamp: when it was noticed, in seconds since the epoch.
     """
@@ -106,9 +106,9 @@ class RankFailure(RuntimeError):
     def __init__(
         self,
         message: str,
-        rank: int,
-        kind: str,
-        cause: str,
+        rank: int = -1,
+        kind: str = "exception",
+        cause: str = "",
         is_consequence: bool = False,
         details: dict[str, Any] | None = None,
     ) -> None:
@@ -134,14 +134,6 @@ class RankFailure(RuntimeError):
         return isinstance(kind, type) and issubclass(
             kind, (ConfigError, DataError, NonFiniteLoss, ProgramError)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, as plain values."""
-        names = ("rank", "kind", "cause", "is_consequence", "details")
-        return {"message": str(self), **{name: getattr(self, name) for name in names}}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self.to_dict().values())
 
 
 class OutOfMemory(ConfigError):
@@ -169,6 +161,10 @@ class NodeLost(RuntimeError):
         worker: the name of its worker; "" for a silent one, whose pod's log cannot be read either.
         cause: the reason: OUT_OF_MEMORY, or "" for any other.
     """
+
+    kind = "lost"
+    is_consequence = False
+    is_user_error = False
 
     def __init__(self, message: str, worker: str = "", cause: str = "") -> None:
         super().__init__(message)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import threading
 import time
 from types import SimpleNamespace
 
@@ -20,10 +18,9 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.dask import calls, growth, place, roll_call
-from flyte_ddp.launch.dask.node import DriverLink
+from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.policy import Ended
-from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.studies.runner import resize_cluster
+from flyte_ddp.launch.process.programs import recipe_program
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -45,7 +42,6 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     """
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
-    newcomers, prepared = [], []
 
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
@@ -55,14 +51,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
                 for process in [nanny, *psutil.Process(nanny.pid).children()]:
                     process.kill()
             elif isinstance(event, events.RunStarted) and event.world_size == 1:
-                newcomers.append(start_worker(scheduler, "node-2", **pace))
-            elif isinstance(event, AttemptEnded) and newcomers:
-                below = psutil.Process(newcomers.pop().pid).children(recursive=True)
-                prepared.extend(
-                    process
-                    for process in below
-                    if "flyte_ddp.launch.dask.node" in str(process.cmdline())
-                )
+                start_worker(scheduler, "node-2", **pace)
 
     config = ClusterConfig(
         kind="existing",
@@ -85,7 +74,6 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     assert [event.reason for event in events_of(run, AttemptEnded)][1:] == [
         "the gang grows from 1 to 2 nodes"
     ]
-    assert prepared  # the newcomer's supervisor was there before
     steps = [
         event.step
         for event in run.events[run.events.index(shrunk) :]
@@ -93,18 +81,19 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     ]
     assert steps == list(range(resumed.step + 1, 28))
     assert (
-        f"the gang ended at step {grown_from.step}, after a checkpoint, to grow from 1 to 2 nodes"
+        "the gang grows from 1 to 2 nodes: the gang ended at step "
+        f"{grown_from.step} and restarts from there"
     ) in caplog.text
 
 
 def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
-    # a driver's silence would end this process
-    link = DriverLink(io.BytesIO(), driver_timeout=float("inf"))
-    for command in ("go", "stop 600 the gang grows", "stop 600 the gang grows"):
-        link.obey(command)
+    link = Link(lambda message: None)
+    link.obey("go")
+    for _ in range(2):
+        link.obey("stop", "the gang grows", 600.0)
     assert link.stop.is_set()
     assert link.stop.deadline - time.monotonic() > 500
-    link.obey("stop 20 SIGTERM")
+    link.obey("stop", "SIGTERM", 20.0)
     assert link.stop.reason == "SIGTERM"
     assert link.stop.deadline - time.monotonic() < 21
     assert not link.stop.is_urgent
@@ -162,9 +151,6 @@ class Present:
     busy: tuple = ()
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
-    prepared: list = dataclasses.field(default_factory=list)  # addresses
-    # addresses of those that have not imported torch yet
-    importing: set = dataclasses.field(default_factory=set)
 
     def present_workers(self, leave_out=()):
         every = [
@@ -172,10 +158,6 @@ class Present:
             for name in self.names
         ]
         return [each for each in every if each.address not in {*leave_out, *self.unfit}]
-
-    def prepare(self, address):
-        self.prepared.append(address)
-        return address not in self.importing
 
     def mark_unfit(self, address, why):
         self.unfit[address] = why
@@ -191,9 +173,7 @@ def watch(monkeypatch):
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
         monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
-        made = growth.GrowthWatch(
-            gang, sizes, config, present, present.prepare, check, not_before, 60
-        )
+        made = growth.GrowthWatch(gang, sizes, config, present, check, not_before)
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
@@ -216,72 +196,14 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
     assert [seen(140), seen(169), seen(170)] == [0, 0, 2]
     present.busy = ("w-2",)
     assert seen(171) == 0
-    assert present.prepared == [worker("w-2", "10.0.0.1").address] * 2  # each time that it came
     seen = watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)
     assert [seen(149), seen(150)] == [0, 2]
 
 
-def test_a_newcomer_is_prepared_shortly_before_a_growth_which_is_not_late(watch):
-    present = Present(("w-1", "w-2"))
-    seen = watch(present, ["w-1"], [2, 1], grow_delay=30, not_before=400)
-    assert (seen(100), present.prepared) == (0, [])  # it would end unused
-    assert [seen(370), seen(399.9)] == [0, 0]
-    assert len(present.prepared) == 1
-    assert seen(400) == 2
-
-
-def test_a_gang_trains_on_until_the_ranks_of_a_newcomer_can_start_at_once(watch):
-    address = worker("w-2", "10.0.0.1").address
-    present = Present(("w-1", "w-2"), importing={address})
-    seen = watch(present, ["w-1"], [2, 1], grow_delay=1)
-    assert [seen(100), seen(101), seen(102)] == [0, 0, 0]
-    present.importing.clear()
-    assert [seen(103), seen(104)] == [2, 2]
-    assert present.prepared == [address] * 4
-    stuck = watch(Present(("w-1", "w-2"), importing={address}), ["w-1"], [2, 1], grow_delay=1)
-    # it may import for as long in the gang
-    assert [stuck(100), stuck(160), stuck(161)] == [0, 0, 2]
-
-
-def test_only_as_many_newcomers_are_prepared_as_a_growth_needs_and_those_that_came_first_join(
-    watch,
-):
-    others = tuple(f"w-{number}" for number in range(10))
-    gang, sizes = ["w-a", "w-b"], [4, 3, 2]
-    present = Present(("w-a", "w-b", "w-7", "w-8"))
-    seen = watch(present, gang, sizes)
-    address = {name: worker(name, "10.0.0.1").address for name in (*others, *gang)}
-    assert seen(100) == 0
-    present.names = (*gang, *others)
-    assert [seen(110), seen(130)] == [0, 4]
-    assert present.prepared == [address["w-7"], address["w-8"]]
-    assert seen.members == {address[name] for name in (*gang, "w-7", "w-8")}
-    present.names = tuple(name for name in present.names if name != "w-7")
-    seen(131)
-    assert present.prepared[2:] == [address["w-0"]]
-
-
-def test_a_watch_that_is_over_prepares_no_worker_and_is_waited_for():
-    present, is_asked, may_answer = Present(("w-1", "w-2")), threading.Event(), threading.Event()
-
-    def present_workers(leave_out):
-        is_asked.set()
-        assert may_answer.wait(30)
-        return Present.present_workers(present, leave_out)
-
-    present.present_workers = present_workers
-    gang = [worker("w-1", "10.0.0.1")]
-    made = growth.GrowthWatch(
-        gang, [2, 1], ClusterConfig(grow_delay=0), present, present.prepare, None, 0.0, 60
-    )
-    assert is_asked.wait(30)
-    made.close()
-    may_answer.set()
-    made.join(30)
-    assert (present.prepared, made.members) == ([], frozenset())
-
-
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):
+    program = recipe_program("digits", dask_config(global_batch_size=24))
+    sizes = place.usable_sizes(program, ClusterConfig(num_nodes=6, min_nodes=2))
+    assert sizes == [6, 4, 3, 2]
     names = ("w-1", "w-2", "w-3", "w-4", "w-5")
     assert [
         watch(Present(names[:num]), names[:2], [6, 4, 3, 2], grow_delay=0)(1)
@@ -342,20 +264,6 @@ def test_a_worker_that_leaves_is_not_waited_for_while_it_closes():
     assert (expected, workers._roll_call.silent) == ({"staying"}, {"leaving"})
 
 
-def test_a_gang_of_full_size_and_a_trial_of_a_sweep_look_for_no_worker(monkeypatch):
-    monkeypatch.setattr(growth.threading.Thread, "start", None)  # not even called
-    gang = [worker("w-1", "10.0.0.1")]
-    config = resize_cluster(ClusterConfig(num_nodes=4, min_nodes=1))
-    sizes = place.usable_sizes(recipe_program("digits", dask_config()), config)
-    assert growth.GrowthWatch(gang, sizes, config, None, None, None, 0.0, 60).members == frozenset()
-
-
-def test_a_smaller_gang_still_shares_the_global_batch_evenly(tmp_path):
-    job = Job(recipe_program("digits", dask_config(global_batch_size=24)), str(tmp_path), 0.0)
-    assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6, min_nodes=2)) == [6, 4, 3, 2]
-    assert place.usable_sizes(job.program, ClusterConfig(num_nodes=6)) == [6]
-
-
 def test_a_gang_finds_replacements_for_workers_that_leave_it(watch, monkeypatch):
     present = Present(("w-1",))
     seen = watch(present, ["w-1", "w-2"], [2], not_before=1e9)
@@ -363,9 +271,7 @@ def test_a_gang_finds_replacements_for_workers_that_leave_it(watch, monkeypatch)
     assert seen(100) == 0  # a gang of full size needs nobody
     seen.watch.replace(frozenset({address["w-2"]}))
     present.names = ("w-1", "w-2", "w-3")
-    assert [seen(110), seen(110 + growth.REPLACEMENT_DELAY - 0.1)] == [0, 0]
-    assert present.prepared == [address["w-3"]]  # while the gang still trains
-    assert seen(110 + growth.REPLACEMENT_DELAY) == 2
+    assert seen(110) == 2
     assert seen.members == {address["w-1"], address["w-3"]}
     seen.watch.replace(frozenset({address["w-1"], address["w-2"]}))  # another one leaves
     assert seen(130) == 0

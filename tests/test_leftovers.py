@@ -115,10 +115,11 @@ def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
         )
         directory.mkdir(parents=True)
         code = (
-            "from flyte_ddp.launch.rank_start import start_server, wait_for_server\n"
+            "from flyte_ddp.launch.rank_start import ForkedProcess, start_server\n"
             "from multiprocessing import forkserver\nfrom multiprocessing.connection import "
             "Listener\n"
-            "assert start_server(('json',)); wait_for_server()\n"
+            "assert start_server(('json',)); probe = ForkedProcess(target=int)\n"
+            "probe.start(); probe.join()\n"
             "address = forkserver._forkserver._forkserver_address\n"
             "assert len(Listener().address) < 108; print(address)"
         )

@@ -13,7 +13,8 @@ import pytest
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch import stalls
 from flyte_ddp.launch.attempt import Attempt, Node
-from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide
+from flyte_ddp.launch.node import Beat
+from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
 from flyte_ddp.launch.signals import StopRequest
@@ -210,29 +211,32 @@ class Asked:
     def __init__(self, *nodes):
         self.nodes, self.world_size, self.sent = nodes, len(nodes), []
 
-    def send(self, command):
+    def send(self, *command):
         self.sent.append(command)
 
 
 @pytest.mark.parametrize(
     ("beats", "expected"),
     [
-        ([([], [0]), ([31.0], [])], ["stall 31 0"]),
+        ([([], [0]), ([31.0], [])], [("stall", 31.0, 0)]),
         ([([], [0]), ([29.0], [])], []),
         ([([], [0]), ([], [])], []),  # it works on
         ([([], [0]), ([90.0], []), ([], [])], []),  # one of the others does
-        ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], ["stall 40 0,3"]),
+        ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], [("stall", 40.0, 0, 3)]),
         ([([90.0], []), ([90.0], [])], []),  # nobody has ended: a stall
         ([([], [0]), ([], [1])], []),  # all have
     ],
 )
 def test_the_nodes_are_asked_once_all_others_have_waited(beats, expected):
     nodes = Asked(
-        *(Node(index, waits=waits, ended=ended) for index, (waits, ended) in enumerate(beats))
+        *(
+            Node(index, beat=Beat(waits=waits, ended=ended))
+            for index, (waits, ended) in enumerate(beats)
+        )
     )
     attempt = Attempt(nodes, lambda event: None, lambda line: None, StopRequest(1))
     for _ in range(2):
-        attempt._end_if_left(30.0)
+        attempt._end_if_all_wait(Program("left", b"", left_timeout=30.0), is_ending=False)
     assert nodes.sent == expected
 
 
@@ -242,7 +246,7 @@ def crashed(place="a.py:3 in f", cause="SIGABRT"):
     )
 
 
-BUG, RESTART = Decision(Next.RAISE, ProgramError), Decision(Next.RESTART)
+BUG, RESTART = ProgramError, Next.RESTART
 
 
 @pytest.mark.parametrize(

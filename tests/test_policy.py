@@ -16,7 +16,7 @@ from flyte_ddp.errors import (
     SweepFailed,
     TrainingStopped,
 )
-from flyte_ddp.launch.policy import Before, Decision, Ended, Next, Rules, decide, is_bug
+from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
 
 
 def raised(name, is_consequence=False, rank=1):
@@ -38,12 +38,10 @@ THEIRS = raised("TheirOwnError")
 ECHO = raised("RuntimeError", is_consequence=True)
 GPU_FULL = raised("OutOfMemoryError")
 
-RESTART, WAIT, SHRINK, GROW, LEAVE = (
-    Decision(each) for each in (Next.RESTART, Next.WAIT, Next.SHRINK, Next.GROW, Next.LEAVE)
+RESTART, WAIT, SHRINK, MOVE, ITSELF = (
+    *(Next.RESTART, Next.WAIT, Next.SHRINK, Next.MOVE, Next.RAISE),
 )
-ITSELF, FINAL_OOM, STORE, GANG = (
-    Decision(Next.RAISE, error) for error in (None, OutOfMemory, StorageUnavailable, GangLost)
-)
+FINAL_OOM, STORE, GANG = OutOfMemory, StorageUnavailable, GangLost
 
 
 def after(failure, step=5, resumed=0):
@@ -58,26 +56,26 @@ def left(failure, step=5, resumed=0):
     ("ended", "before", "rules", "expected"),
     [
         # A gang that saved its state to grow
-        (after(None), {}, {}, GROW),
-        (after(None), {"num_restarts": 3}, {"max_restarts": 3}, GROW),
+        (after(None), {}, {}, MOVE),
+        (after(None), {"num_restarts": 3}, {"max_restarts": 3}, MOVE),
         # A gang that one of its nodes leaves, as announced: whenever that is, and whatever fails
         # because of it
-        (left(None), {}, {}, LEAVE),
-        (left(None), {"num_restarts": 3}, {"max_restarts": 3}, LEAVE),
-        (left(None, 0), {}, {}, LEAVE),  # before the first step
-        (left(None, 7, 5), {}, {}, LEAVE),  # while a checkpoint is written
-        (left(None, 9, 9), {}, {}, LEAVE),  # in an evaluation, no step after the checkpoint
+        (left(None), {}, {}, MOVE),
+        (left(None), {"num_restarts": 3}, {"max_restarts": 3}, MOVE),
+        (left(None, 0), {}, {}, MOVE),  # before the first step
+        (left(None, 7, 5), {}, {}, MOVE),  # while a checkpoint is written
+        (left(None, 9, 9), {}, {}, MOVE),  # in an evaluation, no step after the checkpoint
         # while it grows, or just after that
-        (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, LEAVE),
-        (left(None), {"previous": left(None)}, {}, LEAVE),  # another notice
-        (left(None, 7), {"previous": left(None, 7)}, {}, LEAVE),  # at the same step
-        (left(None, 27, 20), {}, {}, LEAVE),  # in the last step, if the ranks do not just finish
-        (left(KILLED, 27, 20), {}, {}, LEAVE),  # and killed in it
-        (left(LOST), {}, {}, LEAVE),  # it was gone before its time
-        (left(KILLED), {}, {}, LEAVE),
-        (left(ECHO), {}, {}, LEAVE),
-        (left(STALLED), {}, {}, LEAVE),
-        (left(SHAPES), {}, {}, LEAVE),
+        (left(None, 7, 5), {"previous": after(None, 5, 5)}, {}, MOVE),
+        (left(None), {"previous": left(None)}, {}, MOVE),  # another notice
+        (left(None, 7), {"previous": left(None, 7)}, {}, MOVE),  # at the same step
+        (left(None, 27, 20), {}, {}, MOVE),  # in the last step, if the ranks do not just finish
+        (left(KILLED, 27, 20), {}, {}, MOVE),  # and killed in it
+        (left(LOST), {}, {}, MOVE),  # it was gone before its time
+        (left(KILLED), {}, {}, MOVE),
+        (left(ECHO), {}, {}, MOVE),
+        (left(STALLED), {}, {}, MOVE),
+        (left(SHAPES), {}, {}, MOVE),
         (left(raised("TypeError")), {}, {}, ITSELF),
         (left(DENIED), {}, {}, ITSELF),
         (left(AWAY), {}, {}, WAIT),
@@ -108,6 +106,9 @@ def left(failure, step=5, resumed=0):
         # A bug, or input that nobody but the user can mend
         (after(raised("TypeError")), {}, {"max_restarts": 16}, ITSELF),
         (after(raised("NotImplementedError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("DataError")), {}, {"max_restarts": 16}, ITSELF),
+        (after(raised("OSError")), {}, {"max_restarts": 16}, RESTART),
+        (after(raised("MemoryError")), {}, {"max_restarts": 16}, RESTART),
         (after(raised("RecursionError")), {}, {"max_restarts": 16}, ITSELF),
         (after(DENIED), {}, {"max_restarts": 16}, ITSELF),
         (after(raised("ConfigError")), {}, {"max_restarts": 16}, ITSELF),
@@ -168,29 +169,6 @@ def left(failure, step=5, resumed=0):
 )
 def test_what_follows_on_the_end_of_an_attempt(ended, before, rules, expected):
     assert decide(ended, Before(**before), Rules(**rules)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("TypeError", True),
-        ("DataError", True),
-        ("OSError", False),
-        ("MemoryError", False),
-        ("TheirOwnError", False),
-    ],
-)
-def test_exceptions_that_count_as_a_bug(name, expected):
-    assert is_bug(after(raised(name)), None) is expected
-
-
-def test_a_killed_rank_is_no_bug():
-    assert not is_bug(after(KILLED), after(KILLED))
-
-
-@pytest.mark.parametrize(("step", "expected"), [(0, "before its first step"), (7, "at step 7")])
-def test_a_message_says_whether_a_lost_gang_had_made_a_step(step, expected):
-    assert after(KILLED, step).position == expected
 
 
 @pytest.mark.parametrize(

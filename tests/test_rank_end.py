@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,7 +21,6 @@ from flyte_ddp.launch.process.frames import is_of_program
 from tests.support.runs import fork_functions
 from tests.test_run import OURS, SCRIPTS, environment
 
-ENDS = ("exit", "raise", "late")
 FILES = {"log": "log", "csv": "a,1\r\n", "local": "local", "atexit": "exit"}
 
 
@@ -36,48 +34,24 @@ def launch(directory, *arguments):
     )
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The finished command and its directory, by how the script ended."""
-
-    def run(how):
-        directory = tmp_path_factory.mktemp(how)
-        return launch(directory, SCRIPTS / "ending.py", directory, how), directory
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(ENDS, pool.map(run, ENDS), strict=True))
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_files_that_are_open_at_the_end_have_their_last_lines(ended, how):
-    done, directory = ended[how]
-    complete = [rank for rank in (0, 1) if (directory / f"atexit-{rank}").exists()]
+@pytest.mark.parametrize("how", ["exit", "raise", "late"])
+def test_what_is_written_and_printed_at_the_end_is_whole(tmp_path, how):
+    done = launch(tmp_path, SCRIPTS / "ending.py", tmp_path, how)
+    complete = [rank for rank in (0, 1) if (tmp_path / f"atexit-{rank}").exists()]
     # After an error the other rank may be ended before its own end.
     assert complete == [0, 1] if how == "late" else complete
     for rank in complete:
-        found = {name: (directory / f"{name}-{rank}").read_bytes().decode() for name in FILES}
+        found = {name: (tmp_path / f"{name}-{rank}").read_bytes().decode() for name in FILES}
         assert found == FILES, (rank, done.stderr)
-        assert gzip.decompress((directory / f"gzip-{rank}").read_bytes()) == b"packed"
-        assert (directory / f"del-{rank}").read_text() == how
-
-
-def test_an_error_is_shown_and_an_exit_has_no_traceback(ended):
-    codes = {how: ended[how][0].returncode for how in ENDS}
-    assert codes == {"late": 0, "exit": 1, "raise": 1}
-    raised, left = ended["raise"][0].stderr, ended["exit"][0].stderr
-    assert "failed: ValueError: an error\nTraceback" in raised
-    assert "Traceback" not in left
-    assert "failed: SystemExit: an end\nin two lines" in left
-
-
-def test_what_ranks_print_is_shown_once(ended):
-    for how in ENDS:
-        done, _ = ended[how]
-        counts = sorted(
-            (done.stdout + done.stderr).count(f"[rank {rank}] printed") for rank in (0, 1)
-        )
-        # it ends the other rank too
-        assert counts == [1, 1] or (counts == [0, 1] and how in ("exit", "raise")), how
+        assert gzip.decompress((tmp_path / f"gzip-{rank}").read_bytes()) == b"packed"
+        assert (tmp_path / f"del-{rank}").read_text() == how
+    printed = done.stdout + done.stderr
+    counts = sorted(printed.count(f"[rank {rank}] printed") for rank in (0, 1))
+    assert counts == [1, 1] or (counts == [0, 1] and how != "late")
+    assert done.returncode == (0 if how == "late" else 1)
+    assert ("failed: ValueError: an error\nTraceback" in done.stderr) is (how == "raise")
+    assert ("Traceback" in done.stderr) is (how == "raise")
+    assert ("failed: SystemExit: an end\nin two lines" in done.stderr) is (how == "exit")
 
 
 # Exit codes

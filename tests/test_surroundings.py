@@ -184,18 +184,6 @@ def test_files_are_read_as_utf_8_in_any_locale(tmp_path):
     assert read_object("--config", str(tmp_path / "config.yaml")) == {"name": "caf\u00e9 \u732b"}
 
 
-def test_no_text_file_is_opened_in_the_locale_s_encoding():
-    found = []
-    for file in [*REPOSITORY.glob("flyte_ddp/**/*.py"), *REPOSITORY.glob("tasks/*.py")]:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            is_kernels = any(part in line for part in ("/proc", "cgroup", "proc/self", "stat"))
-            if (
-                ".read_text()" in line or (".write_text(" in line and line.endswith(")"))
-            ) and not is_kernels:
-                found += [f"{file}: {line}"] * ("encoding=" not in line)
-    assert not [each for each in found if "write_text(self.render" not in each]
-
-
 @pytest.mark.parametrize(
     ("request_name", "action", "permission"),
     [

@@ -5,9 +5,12 @@ report.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import statistics
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from flytekit.core.context_manager import FlyteContextManager
@@ -19,9 +22,11 @@ from flyte_ddp import events
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.flyte.inputs import ClusterInput, Grid, InputError, TrainingOverrides
+from flyte_ddp.launch.dask import data
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports.drawing import INK, PALETTE
+from flyte_ddp.recipes.prepare import NOTE
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
@@ -430,19 +435,18 @@ def test_runs_share_the_cores_and_the_gpus_of_a_host(tmp_path):
     assert late.gpus == ("1",)
 
 
-def test_the_copy_of_the_data_is_made_once_for_all_runs_and_removed_at_the_end(tmp_path):
-    pool = Pool(str(tmp_path))
-    uploads = []
-
-    def upload():
-        uploads.append("data-1.zip")
-        pool.shared.write("data-1.zip", b"data")
-        return pool.shared.join("data-1.zip")
-
-    assert {pool.archive(upload) for _ in range(3)} == {str(tmp_path / "data-1.zip")}
-    assert uploads == ["data-1.zip"]
-    pool.close()
-    assert list(tmp_path.iterdir()) == []
+def test_the_copy_of_the_data_is_shared_by_all_runs_and_removed_at_the_end(tmp_path, monkeypatch):
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / NOTE).write_text(json.dumps({"fingerprint": "1"}))
+    monkeypatch.setattr(data, "call_workers", lambda client, *arguments: {"w": False})
+    shared = Pool(str(tmp_path / "store")).data
+    with ThreadPoolExecutor() as threads:
+        node = SimpleNamespace(address="w")
+        locate = lambda run: shared.locate(None, str(tmp_path / "prepared"), [node])  # noqa: E731
+        assert list(threads.map(locate, range(3))) == [(set(), "data-1.zip")] * 3
+    assert [file.name for file in (tmp_path / "store").iterdir()] == ["data-1.zip"]
+    shared.close()
+    assert not list((tmp_path / "store").iterdir())
 
 
 # --- Figures and report

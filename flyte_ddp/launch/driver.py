@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
@@ -217,9 +217,9 @@ class _Driver:
         """
         ended = Ended(failure, 0, self._newest_step())
         decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
-        self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
-        if decision.error is OutOfMemory:
-            self._raise(ended, failure, decision.error)
+        self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
+        if decision is OutOfMemory:
+            self._raise(ended, failure, decision)
 
     def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
@@ -311,62 +311,43 @@ class _Driver:
             place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None
         )
         decision = decide(ended, before, rules)
-        if decision.next is Next.GROW:
-            logger.warning(
-                "the gang ended %s, after a checkpoint, to grow from %d to %d nodes",
-                *(ended.position, len(attempt.nodes.nodes), attempt.larger),
-            )
-            return
-        if decision.next is Next.LEAVE:
+        if decision is Next.MOVE:
             is_late = 0 <= ended.kept_step < ended.step
+            start = f"step {ended.kept_step}, because no later one was saved in time"
             logger.warning(
                 "%s: the gang ended %s and restarts from %s",
-                *(attempt.reason, ended.position),
-                f"step {ended.kept_step}, because no later one was saved in time"
-                if is_late
-                else "there",
+                *(attempt.reason, ended.position, start if is_late else "there"),
             )
             return
-        assert failure is not None  # only a gang that grows, or is left by a node, has none
+        assert failure is not None  # only a gang that moves has none
         if ended.is_out_of_memory:
-            self._note_oom(ended.resumed_step, is_over=decision.error is OutOfMemory)
-        if decision.next is Next.RAISE:
-            self._raise(ended, failure, decision.error)
-        if decision.next is Next.SHRINK and smaller is not None:
+            self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
+        previous = self.previous
+        if decision is Next.SHRINK and smaller is not None:
             run.job = dataclasses.replace(run.job, program=smaller)
-            logger.warning(
-                (
-                    "a GPU ran out of memory: the ranks restart from the last checkpoint with "
-                    "gradient_accumulation %d"
-                ),
-                smaller.batch.num_parts if smaller.batch else 1,
-            )
-            return
-        what, previous = first_line(failure), self.previous
-        self.previous = ended
-        if decision.next is Next.WAIT:
-            logger.warning(
-                "the gang was lost %s and restarts when the store is back: %s", ended.position, what
-            )
-            return
-        self.num_restarts += 1
-        # a script may report none
-        position = f" {ended.position}" if ended.step or run.storage else ""
-        is_known = (
-            previous is not None
-            and previous.failure is not None
-            and previous.failure.cause == failure.cause != ""
-        )
+            num_parts = smaller.batch.num_parts if smaller.batch else 1
+            how = f"from {origin} with gradient_accumulation {num_parts}"
+        elif decision is Next.WAIT:
+            self.previous, how = ended, "when the store is back"
+        elif decision is Next.RESTART:
+            self.previous = ended
+            self.num_restarts += 1
+            how = f"from {origin} (restart {self.num_restarts} of at most {place.max_restarts})"
+        else:
+            self._raise(ended, failure, decision)
+        is_known = previous is not None and previous.cause == failure.cause != ""
         logger.warning(
-            "the gang was lost%s and restarts from %s (restart %d of at most %d): %s",
-            *(position, origin, self.num_restarts, place.max_restarts),
+            "the gang was lost%s and restarts %s: %s",
+            # a script may report none
+            f" {ended.position}" if ended.step or run.storage else "",
+            how,
             # of a stall the log has all stacks
-            what if is_known or failure.cause == "stall" else failure,
+            first_line(failure) if is_known or failure.kind == "stall" else failure,
         )
 
     def _raise(
-        self, ended: Ended, failure: RankFailure | NodeLost, kind: type[Exception] | None
-    ) -> None:
+        self, ended: Ended, failure: RankFailure | NodeLost, kind: Next | type[Exception]
+    ) -> NoReturn:
         """Raise the error that ends the run."""
         if kind is OutOfMemory:
             raise OutOfMemory(
@@ -386,11 +367,8 @@ class _Driver:
             raise StorageUnavailable(first_line(failure)) from failure
         if kind is GangLost:
             raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
-        if isinstance(failure, RankFailure) and failure.kind != "exception" and self.num_restarts:
-            values = failure.to_dict()
-            raise RankFailure(
-                **{**values, "message": f"{self._used_up(ended)}: {failure}"}
-            ) from failure
+        if failure.kind != "exception" and self.num_restarts:
+            failure.args = (f"{self._used_up(ended)}: {failure}",)
         raise failure
 
     def _used_up(self, ended: Ended) -> str:
@@ -504,22 +482,13 @@ def _log(text: str, listener: events.Listener, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _say_where_to_resume(job: Job) -> Iterator[None]:
-    """Add the newest checkpoint in the store to the message of a TrainingStopped, or that there is
-    none.
-    """
+    """Add the newest checkpoint in the store to the message of a TrainingStopped."""
     try:
         yield
     except TrainingStopped as stopped:
-        hint = ""
         if job.checkpoints and job.is_kept:
             with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
-                step, place = (
-                    max(stored_steps(job.checkpoints), default=0),
-                    redact_url(job.checkpoints),
-                )
-                hint = (
-                    f". Its checkpoints are in {place}: the same run resumes there, at step {step}"
-                )
-                if not step:
-                    hint = f". No checkpoint is in {place}: the same run starts at step 0"
-        raise TrainingStopped(f"{stopped}{hint}", stopped.reason) from None
+                step, place = max(stored_steps(job.checkpoints), default=0), job.checkpoints
+                hint = f"Its checkpoints are in {redact_url(place)}: the same run resumes there"
+                stopped.args = (f"{stopped}. {hint}, at step {step}",)
+        raise

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.attempt import Node
+from flyte_ddp.launch.attempt import Node, Nodes
 from flyte_ddp.launch.devices import (
     check_requested_gpus,
     default_num_processes,
-    has_mig_slices,
     num_cores,
     num_gpus,
 )
@@ -80,8 +79,6 @@ class LocalPlace:
             )
         job.program.check(num_processes, gpus > 0)
         job.program.check_compiler()
-        if gpus and num_processes > 1 and job.program.uses_nccl and has_mig_slices():
-            raise ConfigError("backend: expected gloo between MIG slices of a GPU, got nccl")
 
     def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
         """Return this machine, which is there at once."""
@@ -92,24 +89,20 @@ class LocalPlace:
         self.memory.close()
 
 
-class LocalNodes:
-    """The driver's machine in one attempt. Its ranks are supervised in a thread."""
-
-    grace = 0.0
-    larger = 0
+class LocalNodes(Nodes):
+    """The driver's machine in one attempt, which never announces that it leaves: its driver is
+    stopped. Its ranks are supervised in a thread.
+    """
 
     def __init__(self, place: LocalPlace, run: Run) -> None:
         self.nodes = [Node()]
         self.world_size = place.num_processes
         self._place = place
         self._run = run
-        self._arrivals: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._link = Link(self._arrivals.put)
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
-
-    def can_do_without_leaving(self) -> bool:
-        return False  # this machine never announces that it leaves: its driver is stopped
 
     def start(self, job: Job, num_restarts: int) -> None:
         place = self._place
@@ -135,22 +128,17 @@ class LocalNodes:
         )
         self._thread.start()
 
-    def send(self, command: str) -> None:
-        self._link.obey(command)
-        if not self._thread:
-            self.nodes[0].outcome = "killed"  # before its start
+    def send(self, *command: Any) -> None:
+        self._link.obey(*command)
+        self.nodes[0].has_ended |= self._thread is None
 
-    def messages(self) -> Sequence[tuple[Node, dict[str, Any]]]:
-        found: list[dict[str, Any]] = []
+    def messages(self) -> Sequence[tuple[Node, tuple[Any, ...]]]:
+        found: list[tuple[Any, ...]] = [("beat", self._link.beat)]
         with contextlib.suppress(queue.Empty):
             found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
             while True:
                 found.append(self._arrivals.get_nowait())
-        beat = {"kind": "beat", **self._link.beat, "leaves_in": None}
-        return [(self.nodes[0], message) for message in (beat, *found)]
-
-    def explain(self, failure: Exception) -> Exception:
-        return failure
+        return [(self.nodes[0], message) for message in found]
 
     def close(self) -> None:
         if self._thread:

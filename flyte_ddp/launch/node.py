@@ -4,39 +4,58 @@ messages about the ranks.
 The same in the driver's own process (local.py) and in the supervisor that a Dask worker has started
 (dask/node.py). They differ in the `Link`, which carries commands in and messages out.
 
-Messages, by kind:
-    beat     step that the node's ranks have reached; is_writing: rank 0 writes a checkpoint;
-    is_stoppable: the ranks
-             save their state when they are asked to stop; has_reported: one has, since the
-             start; paces: of the ranks, as launch/paces.py has them; waits: seconds for which each
-             rank that waits for others does; ended: numbers of the ranks whose function has ended;
-             leaves_in: seconds that the machine is still there, None for one that was not told to
-             go
-    event    event of the run, on the node of rank 0
-    lines    that the ranks have printed
-    end      outcome: done, stopped, failed, killed or broken; parts: of states in the memory of the
-    node, as
-             `NodeMemory.held` has them; last
+Commands are tuples of the driver's:
+    "go", for nothing but to be heard
+    "stop", the reason, seconds of grace: save the state and end
+    "kill"
+    "stall", seconds: the gang stands still for so long; report and end
+    "stall", seconds, numbers of ranks: these have ended, and the others wait in collectives; end if
+        that is so
+and of a worker's:
+    "leave", seconds: the machine goes away then
+
+Messages are tuples:
+    "beat", a `Beat`
+    "event", an event of the run, on the node of rank 0
+    "lines", a list of those that the ranks have printed
+    "end", the error with which the ranks have ended, or None; parts of states in the memory of the
+        node, as `NodeMemory.held` has them; last
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp import events
 from flyte_ddp.launch.signals import StopRequest
 
 KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
-# the driver's commands; seconds of grace and the reason follow STOP
-GO, STOP, KILL = "go", "stop", "kill"
-# The driver's command: the gang stands still, for as many seconds as follow; report and end. If
-# numbers of ranks follow those, such as 0,2, these have ended, and the others wait in collectives,
-# which is to be verified first.
-STALL = "stall"
-LEAVE = "leave"  # the worker's command: the machine goes away in as many seconds as follow
+KILLED = "killed"  # cause of a NodeLost whose ranks were killed by such a command, or left alone
+
+
+@dataclass
+class Beat:
+    """What the ranks of a node are at."""
+
+    step: int = 0  # that they have reached
+    is_writing: bool = False  # rank 0 writes a checkpoint
+    is_stoppable: bool = False  # they save their state when they are asked to stop
+    has_reported: bool = False  # one has, since the start
+    paces: list[dict[str, Any]] = field(default_factory=list)  # as launch/paces.py has them
+    # seconds for which each rank that waits for others does
+    waits: list[float] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # ranks whose function has ended
+    leaves_in: float | None = None  # seconds that the machine is still there, if it was told to go
+
+    @property
+    def news(self) -> tuple[Any, ...]:
+        """What the driver must know at once."""
+        return self.is_writing, self.is_stoppable, self.ended
 
 
 class Link:
@@ -46,45 +65,40 @@ class Link:
         put: passes a message on. Called from any thread, one call at a time.
     """
 
-    def __init__(self, put: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, put: Callable[[tuple[Any, ...]], None]) -> None:
         self.stop = StopRequest()
         self.is_killed = False  # ordered to end at once, or left alone
-        self.beat: dict[str, Any] = {
-            "step": 0,
-            "is_writing": False,
-            "is_stoppable": False,
-            "ended": [],
-        }
-        self.beat |= {"has_reported": False, "paces": [], "waits": []}
+        self.beat = Beat()
         self.leaves_at = float("inf")  # monotonic: when this machine is gone
         # seconds for which the gang stands still, as the driver has noticed
         self.stalled_for: float | None = None
         # ranks that have ended, for which the others wait, as the driver has noticed
-        self.left: list[int] = []
+        self.left: tuple[int, ...] = ()
         self._put = put
-        self._previous = ""  # command
+        self._previous: tuple[Any, ...] = ()  # command
         self._lines: list[str] = []
         self._lock = threading.Lock()
         self.is_over = threading.Event()
 
-    def obey(self, text: str) -> None:
-        """Do what a command says. After the end of the attempt, do nothing."""
-        command, _, rest = text.partition(" ")
-        if command == KILL:
-            self.kill_ranks("the driver ended the attempt")
-        elif command == STOP and text != self._previous:  # commands are repeated
-            grace, _, reason = rest.partition(" ")
-            self.stop.revise(reason, float(grace))
-        elif command == STALL:
-            seconds, _, left = rest.partition(" ")
-            if left and text != self._previous:
-                self.left = [int(number) for number in left.split(",")]
-            elif not left:
-                self.stalled_for = float(seconds)
-        elif command == LEAVE:
-            self.leaves_at = time.monotonic() + float(rest)
-            self.send_beat()
-        self._previous = text
+    def obey(self, *command: Any) -> None:
+        """Do what a command says, which may be repeated. After the end of the attempt, do
+        nothing.
+        """
+        if command == self._previous:
+            return
+        self._previous = command
+        match command:
+            case ("stop", reason, grace):
+                self.stop.revise(reason, grace)
+            case ("kill",):
+                self.kill_ranks("the driver ended the attempt")
+            case ("stall", seconds):
+                self.stalled_for = seconds
+            case ("stall", _, *left):
+                self.left = tuple(left)
+            case ("leave", seconds):
+                self.leaves_at = time.monotonic() + seconds
+                self.send_beat()
 
     def kill_ranks(self, reason: str) -> None:
         """Request that the ranks are killed."""
@@ -92,23 +106,21 @@ class Link:
         self.stop.set(reason)
         self.stop.set(reason)  # the second request is urgent
 
-    def send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, *values: Any) -> None:
         """Send a message, in order; nothing after the end."""
         with self._lock:
             if not self.is_over.is_set():
                 if kind == "end":
                     self.is_over.set()
-                self._put({"kind": kind, **values})
+                self._put((kind, *values))
 
     def emit(self, event: events.Event) -> None:
         self.send_lines()
-        self.send("event", event=event)
+        self.send("event", event)
 
-    def note_beat(self, beat: dict[str, Any]) -> None:
+    def note_beat(self, beat: Beat) -> None:
         """Take note of what the ranks are at. What the driver must know at once is sent at once."""
-        is_new = any(
-            beat[name] != self.beat[name] for name in ("is_writing", "is_stoppable", "ended")
-        )
+        is_new = beat.news != self.beat.news
         self.beat = beat
         self.send_lines()
         if is_new:
@@ -116,7 +128,7 @@ class Link:
 
     def send_beat(self) -> None:
         leaves_in = self.leaves_at - time.monotonic() if self.leaves_at < float("inf") else None
-        self.send("beat", **self.beat, leaves_in=leaves_in)
+        self.send("beat", dataclasses.replace(self.beat, leaves_in=leaves_in))
 
     def relay(self, line: str) -> None:
         self._lines.append(line)
@@ -127,4 +139,4 @@ class Link:
         """
         lines, self._lines = self._lines, []
         if lines:
-            self.send("lines", lines=lines)
+            self.send("lines", lines)

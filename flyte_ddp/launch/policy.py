@@ -32,9 +32,9 @@ class Next(enum.Enum):
     RESTART = "restart"  # all ranks, from the last checkpoint; counts as one of `max_restarts`
     WAIT = "wait"  # for the store, and then restart; not counted
     SHRINK = "shrink"  # restart with twice as many micro-batches of half the size; not counted
-    GROW = "grow"  # restart on more nodes; not counted
-    LEAVE = "leave"  # restart without the nodes that have announced that they go away; not counted
-    RAISE = "raise"
+    # restart on more nodes, or without those that have announced that they go away; not counted
+    MOVE = "move"
+    RAISE = "raise"  # the failure itself
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,19 @@ class Ended:
     is_announced: bool = False  # a node of it had announced that it goes away
 
     @property
+    def cause(self) -> str:
+        """That of its failure."""
+        return self.failure.cause if self.failure else ""
+
+    @property
     def is_out_of_memory(self) -> bool:
         """The kernel ended it for lack of memory."""
-        return self.failure is not None and self.failure.cause == OUT_OF_MEMORY
+        return self.cause == OUT_OF_MEMORY
 
     @property
     def is_store_outage(self) -> bool:
         """It ended because the store could not be reached."""
-        return (
-            isinstance(self.failure, RankFailure)
-            and self.failure.error_name == StorageUnavailable.__name__
-        )
+        return self.cause.partition(":")[0] == StorageUnavailable.__name__
 
     @property
     def position(self) -> str:
@@ -101,43 +103,33 @@ class Rules:
     can_shrink: bool = False  # the batches may be made smaller when a GPU has run out of memory
 
 
-@dataclass(frozen=True)
-class Decision:
-    """An answer of `decide`."""
-
-    next: Next
-    # the class of the error to raise; None for the failure itself
-    error: type[Exception] | None = None
-
-
-def decide(ended: Ended, before: Before, rules: Rules) -> Decision:
-    """Return how the run goes on after an attempt has ended."""
+def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]:
+    """Return how the run goes on after an attempt has ended, or the class of the error to raise."""
     failure, previous = ended.failure, before.previous
     if failure is None:
-        return Decision(Next.LEAVE if ended.is_announced else Next.GROW)
+        return Next.MOVE
     if rules.can_shrink:
-        return Decision(Next.SHRINK)
+        return Next.SHRINK
     if ended.is_store_outage:
         stays_away = (
             previous is not None
             and previous.is_store_outage
             and not ended.got_further_than(previous)
         )
-        return Decision(Next.RAISE, StorageUnavailable) if stays_away else Decision(Next.WAIT)
+        return StorageUnavailable if stays_away else Next.WAIT
     if is_bug(ended, previous, rules.repeats_bugs):
-        return Decision(Next.RAISE)
+        return Next.RAISE
     if previous is not None and _repeats_crash(ended, previous):
-        return Decision(Next.RAISE, ProgramError)
+        return ProgramError
     if ended.is_out_of_memory and _repeats_lack_of_memory(ended, before):
-        return Decision(Next.RAISE, OutOfMemory)
+        return OutOfMemory
     if ended.is_announced:  # what fails while a node leaves fails because of that
-        return Decision(Next.LEAVE)
+        return Next.MOVE
     if before.num_restarts < rules.max_restarts:
-        return Decision(Next.RESTART)
+        return Next.RESTART
     # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing,
     # and is retried.
-    is_own = isinstance(failure, RankFailure) and not failure.is_consequence
-    return Decision(Next.RAISE, None if is_own else GangLost)
+    return GangLost if failure.is_consequence or failure.kind == "lost" else Next.RAISE
 
 
 def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
@@ -156,23 +148,18 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
     kind = getattr(builtins, failure.error_name, None)
     if isinstance(kind, type) and not issubclass(kind, ENVIRONMENT_ERRORS):
         return True
-    if previous is None or not isinstance(previous.failure, RankFailure):
-        return False
-    return previous.failure.cause == failure.cause and ended.step <= previous.step
+    return previous is not None and previous.cause == ended.cause and ended.step <= previous.step
 
 
 def _repeats_crash(ended: Ended, previous: Ended) -> bool:
     """Return whether a rank has crashed twice in the same line of the user's, without progress."""
-    first, second = (each.failure for each in (previous, ended))
-    if (
-        not isinstance(first, RankFailure)
-        or not isinstance(second, RankFailure)
-        or second.cause not in CRASHES
-    ):
-        return False
-    place = second.details.get("place")
-    is_same = first.cause == second.cause and place and first.details.get("place") == place
-    return bool(is_same) and not ended.got_further_than(previous) and ended.step <= previous.step
+    places = {
+        isinstance(each.failure, RankFailure) and each.failure.details.get("place")
+        for each in (previous, ended)
+    }
+    is_same = previous.cause == ended.cause and len(places) == 1 and any(places)
+    has_progress = ended.got_further_than(previous) or ended.step > previous.step
+    return is_same and ended.cause in CRASHES and not has_progress
 
 
 def _repeats_lack_of_memory(ended: Ended, before: Before) -> bool:

@@ -134,16 +134,6 @@ def shorten_socket_paths() -> None:
     util.Finalize(None, stack.close, exitpriority=-100)  # as that of multiprocessing's own
 
 
-def wait_for_server() -> None:
-    """Return when the server of ranks has imported its modules, or has died: it forks nothing
-    before that.
-    """
-    probe = ForkedProcess(target=int, name="probe", daemon=True)
-    with contextlib.suppress(EOFError, OSError):
-        probe.start()
-        probe.join()
-
-
 @contextlib.contextmanager
 def set_environment(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables, for a child to inherit, for the length of the block."""

@@ -13,7 +13,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Pipe
 from typing import Any
 
 from flyte_ddp.config.fields import finite_number
@@ -39,16 +38,12 @@ class StopRequest:
         self.reason = ""
         self.num_requests = 0
         self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
-        # A byte can be read from `news` for each request, by a thread that waits for other pipes
-        # too.
-        self.news, self._told = Pipe(duplex=False)
 
     def set(self, reason: str) -> None:
         """Request the end of the run. The second request is urgent."""
         self.reason = self.reason or reason
         self.deadline = min(self.deadline, time.monotonic() + self.grace)
         self.num_requests += 1
-        self._wake()
 
     def revise(self, reason: str, grace: float) -> None:
         """Request the end of the run within `grace` seconds for this reason, without urgency,
@@ -57,16 +52,6 @@ class StopRequest:
         self.reason = reason
         self.deadline = min(self.deadline, time.monotonic() + grace)
         self.num_requests = max(1, self.num_requests)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            self._told.send_bytes(b".")
-
-    def close(self) -> None:
-        """Close the pipe: nobody waits for requests any more."""
-        self.news.close()
-        self._told.close()
 
     def is_set(self) -> bool:
         return self.num_requests > 0
@@ -112,7 +97,6 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
             yield stop
         finally:
             _set_handlers(previous)
-            stop.close()
         return
     with _entering:
         if not _before and not _call_in_main_thread(
@@ -135,7 +119,6 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
             if not _beside and _before:
                 _call_in_main_thread(lambda: _set_handlers(_before))
                 _before.clear()
-        stop.close()
 
 
 def _set_handlers(handlers: Mapping[Any, Any]) -> None:

@@ -36,7 +36,7 @@ MISTAKES = {
 NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StalledRank:
     """A rank of a gang that stands still."""
 
@@ -75,7 +75,7 @@ def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
     lines = [head, *_stacks(ranks, set(numbers) | set(halted))]
     # Of several ranks none is to blame, but a stopped one is certainly.
     number = halted[0] if halted else numbers[0] if len(numbers) == 1 else -1
-    details = {"what": what, "ranks": [dataclasses.asdict(rank) for rank in ranks]}
+    details = {"what": what, "ranks": list(ranks)}
     return RankFailure("\n".join(lines), number, "stall", "stall", details=details)
 
 
@@ -83,7 +83,7 @@ def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
     """Return the failures of several nodes as one of the gang."""
     if len(failures) == 1:
         return failures[0]
-    ranks = [StalledRank(**values) for failure in failures for values in failure.details["ranks"]]
+    ranks = [rank for failure in failures for rank in failure.details["ranks"]]
     return stall_failure(sorted(ranks, key=lambda rank: rank.number), failures[0].details["what"])
 
 

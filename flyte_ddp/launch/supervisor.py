@@ -11,6 +11,7 @@ meanwhile.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -28,8 +29,14 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.main_module import hide_main_module
-from flyte_ddp.errors import OUT_OF_MEMORY, ConfigError, DataError, RankFailure, TrainingStopped
-from flyte_ddp.launch.devices import visible_gpus
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    ConfigError,
+    DataError,
+    NodeLost,
+    RankFailure,
+    TrainingStopped,
+)
 from flyte_ddp.launch.failures import (
     find_place,
     first_line,
@@ -37,7 +44,7 @@ from flyte_ddp.launch.failures import (
     shorten,
     shorten_traceback,
 )
-from flyte_ddp.launch.node import Link
+from flyte_ddp.launch.node import KILLED, Beat, Link
 from flyte_ddp.launch.process.background import call_in_background
 from flyte_ddp.launch.process.entry import run_rank
 from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
@@ -45,7 +52,7 @@ from flyte_ddp.launch.process.output import LogTail, rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
 from flyte_ddp.launch.rank_handle import DEATH_GRACE, Rank, process_state
-from flyte_ddp.launch.rank_start import ForkedProcess, set_environment, start_rank
+from flyte_ddp.launch.rank_start import ForkedProcess, start_rank
 from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.launch.stalls import (
     MAX_FRAMES,
@@ -106,24 +113,19 @@ def supervise(
                 ranks.watch(prepared)
             finally:
                 ranks.kill()
-        end: dict[str, Any] = {"outcome": "done"}
+        end: Exception | None = None
     except TrainingStopped as stopped:
-        end = {
-            "outcome": "killed" if link.is_killed else "stopped",
-            "message": str(stopped),
-            "reason": stopped.reason,
-        }
+        end = NodeLost(str(stopped), cause=KILLED) if link.is_killed else stopped
     except RankFailure as failure:
-        end = {"outcome": "failed", "failure": failure.to_dict()}
+        end = failure
     except (ConfigError, DataError) as error:
         cause = f"{type(error).__name__}: {error}"
-        end = {"outcome": "failed", "failure": RankFailure(cause, -1, "exception", cause).to_dict()}
+        end = RankFailure(cause, cause=cause)
     except Exception as error:
         what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
-        end = {"outcome": "broken", "message": what, "cause": type(error).__name__}
+        end = NodeLost(what, cause=type(error).__name__)
     link.send_lines()
-    link.send("end", **end, parts=memory.held)
-    link.stop.close()
+    link.send("end", end, memory.held)
 
 
 def _check_interfaces() -> None:
@@ -156,15 +158,11 @@ class _Ranks:
         self.link = link
         self.relay = relay
         self.ranks: list[Rank] = []
-        # (is a consequence, when noticed, failure)
-        self.failures: list[tuple[bool, float, RankFailure]] = []
+        self.failures: list[RankFailure] = []  # in the order in which they were noticed
+        self.failed_at = math.inf  # monotonic: when the first was
         self.memory = memory
         self.left_parts = memory.begin(node)
         self.num_oom_kills = count_oom_kills()
-        # CUDA gives a process only the first of several MIG slices, so each rank must see its own
-        # alone.
-        gpus = visible_gpus() if node.use_gpus else ()
-        self.slices = gpus if any(name.startswith("MIG-") for name in gpus) else ()
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its
         # step. Then one per local rank: not 0 when its function has ended. One more: since when it
@@ -206,10 +204,7 @@ class _Ranks:
             self.logs,
             memory,
         )
-        with set_environment(
-            {"CUDA_VISIBLE_DEVICES": self.slices[local_rank]} if self.slices else {}
-        ):
-            process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
+        process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
         # Only the rank holds its ends now, so that either side sees the other's death as the end of
         # a pipe.
         rank_up.close()
@@ -227,12 +222,7 @@ class _Ranks:
         while any(not rank.outcome or rank.is_running() for rank in self.ranks):
             live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
             pipes = [rank.up for rank in live if not rank.up.closed]
-            ready = wait(
-                [*pipes, *(rank.process.sentinel for rank in live), stop.news],
-                timeout=POLL_INTERVAL,
-            )
-            if stop.news in ready:
-                stop.news.recv_bytes()
+            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
@@ -242,7 +232,7 @@ class _Ranks:
                 if has_exited:
                     self._note_death(rank)
             self._relay_logs()
-            if self.failures and time.monotonic() - self.failures[0][1] >= self._grace():
+            if self.failures and time.monotonic() - self.failed_at >= self._grace():
                 raise self._error()
             if prepared and not has_data and prepared.done():
                 has_data, directory = True, prepared.result()
@@ -343,17 +333,20 @@ class _Ranks:
         self, rank: Rank, name: str, message: str, text: str, is_consequence: bool
     ) -> None:
         if line := explain_collective(rank.number, message, text):
-            self.failures.append((False, time.monotonic(), program_failure(line, rank.number)))
+            self._note_failure(program_failure(line, rank.number))
             return
-        cause = f"{name}: {message}"
         what = f"rank {rank.number} failed: {name}" + (
             f": {shorten(message, MAX_MESSAGE)}" if message else ""
         )
+        cause = f"{name}: {message}"
         failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
         if text and not failure.is_user_error:  # one line explains those
-            text = f"{what}\n{shorten_traceback(text)}"
-            failure = RankFailure(text, rank.number, "exception", cause, is_consequence)
-        self.failures.append((is_consequence, time.monotonic(), failure))
+            failure.args = (f"{what}\n{shorten_traceback(text)}",)
+        self._note_failure(failure)
+
+    def _note_failure(self, failure: RankFailure) -> None:
+        self.failed_at = min(self.failed_at, time.monotonic())
+        self.failures.append(failure)
 
     def _note_death(self, rank: Rank) -> None:
         rank.up.close()
@@ -363,7 +356,7 @@ class _Ranks:
             rank.outcome = "stopped" if self.sent_deadline is not None else "done"
             self.beats[2 * len(self.ranks) + self.ranks.index(rank)] = 1.0
         else:
-            self.failures.append((False, time.monotonic(), self._describe_death(rank)))
+            self._note_failure(self._describe_death(rank))
             rank.outcome = "error"
 
     def _describe_death(self, rank: Rank) -> RankFailure:
@@ -403,12 +396,12 @@ class _Ranks:
         """Return for how many seconds a failure may wait for its cause, and for a checkpoint that
         is being written.
         """
-        if any(failure.cause in NEVER_CONSEQUENCES for _, _, failure in self.failures):
+        first, is_writing = self.failures[0], self.beats[-1] and self.ranks[0].process.is_alive()
+        if any(each.cause in NEVER_CONSEQUENCES for each in self.failures) or (
+            first.is_user_error and not is_writing
+        ):
             return 0.0
-        if self.failures[0][2].is_user_error and not self.beats[-1]:
-            return 0.0
-        is_writing = self.beats[-1] and self.ranks[0].process.is_alive()
-        if is_writing and self.failures[0][2].kind == "exception":
+        if is_writing and first.kind == "exception":
             return WRITE_GRACE
         is_ending = any(rank.outcome == "error" and rank.process.is_alive() for rank in self.ranks)
         return END_GRACE if is_ending else CAUSE_GRACE
@@ -417,7 +410,7 @@ class _Ranks:
         """Return the failure that explains the others: the first that is not a consequence of a
         dead peer.
         """
-        return min(self.failures, key=lambda failure: failure[:2])[2]
+        return min(self.failures, key=lambda failure: failure.is_consequence)
 
     def _error(self) -> Exception:
         """Return the error of a rank that failed. After it was asked to stop, it may have got a
@@ -441,7 +434,7 @@ class _Ranks:
         """Return the failure of ranks that wait for some that have ended; None if they turn out not
         to.
         """
-        left, self.link.left = self.link.left, []
+        left, self.link.left = self.link.left, ()
         waiting = [rank for rank, _ in self._inspect() if rank.number not in left]
         return left_failure(waiting, left)
 
@@ -501,27 +494,24 @@ class _Ranks:
         except FileNotFoundError:
             return ""
 
-    def _beat(self) -> dict[str, Any]:
-        """Return what the ranks are at, as launch/node.py has it."""
+    def _beat(self) -> Beat:
         num_ranks, now = len(self.ranks), time.monotonic()
         has_ended, waiting_since = (
             self.beats[first * num_ranks : (first + 1) * num_ranks] for first in (2, 3)
         )
-        return {
-            "step": self._step(),
-            "is_writing": bool(self.beats[-1]),
-            "is_stoppable": bool(self.beats[-2]),
-            "has_reported": any(self.beats[2 * index] for index in range(num_ranks)),
-            "paces": self._paces(),
-            "waits": [
+        return Beat(
+            step=self._step(),
+            is_writing=bool(self.beats[-1]),
+            is_stoppable=bool(self.beats[-2]),
+            has_reported=any(self.beats[2 * index] for index in range(num_ranks)),
+            paces=self._paces(),
+            waits=[
                 now - since
                 for since, ends in zip(waiting_since, has_ended, strict=True)
                 if since and not ends
             ],
-            "ended": [
-                rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended
-            ],
-        }
+            ended=[rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended],
+        )
 
     def _paces(self) -> list[dict[str, Any]]:
         """Return the paces of the ranks that have taken a step, as launch/paces.py has them."""

@@ -173,7 +173,7 @@ class TrialRunner:
             self._train_waiting()
         finally:
             if self.pool:
-                self.pool.close()
+                self.pool.data.close()
         num_done = sum(run.status in DONE for run in self.runs)
         if num_done < len(self.runs):
             raise TrainingStopped(

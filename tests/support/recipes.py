@@ -366,18 +366,6 @@ def _fork_and_kill(losses):
     _kill(losses)
 
 
-def _fail_deeply(losses, depth=60):
-    """A chain of errors with long messages, as storage clients raise them; none is the recipe's
-    fault.
-    """
-    if depth:
-        return _fail_deeply(losses, depth - 1)
-    try:
-        raise ConnectionError("no answer " * 500)
-    except ConnectionError as error:
-        raise OSError("the disk is gone\n" * 100) from error
-
-
 def _leak(losses):
     print("reading https://host/a?X-Amz-Signature=hunter2")
     raise ConnectionError("403 for https://host/a?X-Amz-Signature=hunter2")
@@ -386,7 +374,6 @@ def _leak(losses):
 FAULTS = {
     "cuda-oom": _cuda_oom,
     "fork-kill": _fork_and_kill,
-    "deep": _fail_deeply,
     "leak": _leak,
     "late-nan": _late_nan,
     "infinite-gradient": _infinite_gradient,

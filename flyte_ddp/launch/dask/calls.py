@@ -110,7 +110,7 @@ def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
 
 
 async def send_command(
-    client: Client, addresses: list[str], plugin: str, attempt: str, command: str
+    client: Client, addresses: list[str], plugin: str, attempt: str, command: bytes
 ) -> None:
     """Send `command` to the supervisors at `addresses`; those that cannot be reached are
     skipped.

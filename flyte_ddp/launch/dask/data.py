@@ -8,14 +8,15 @@ in an edited checkout), or may not have the package at all. So the code travels 
 
 from __future__ import annotations
 
-import functools
 import io
+import logging
 import os
 import tempfile
+import threading
 import uuid
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed import Client
@@ -25,24 +26,26 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import call_workers
 from flyte_ddp.launch.dask.placement import DaskNode
-from flyte_ddp.launch.dask.pool import Pool, delete_archive
 from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.recipes.prepare import NOTE, describe_data
 from flyte_ddp.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class SharedData:
-    """The data of one run, and the copy of them for nodes that do not see the driver's
-    directory.
+    """The data of a run, or of those that train at the same time, and the copy of them for nodes
+    that do not see the driver's directory.
     """
 
-    client: Client
-    storage: Storage  # where the copy is: the run's checkpoints, or what a pool shares
-    pool: Pool | None  # shares the copy between runs that train at the same time
+    storage: Storage  # where the copy is, which every worker reaches
     archive: str = ""  # URL of the copy
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def locate(self, directory: str, nodes: Sequence[DaskNode]) -> tuple[set[str], str]:
+    def locate(
+        self, client: Client, directory: str, nodes: Sequence[DaskNode]
+    ) -> tuple[set[str], str]:
         """Return the addresses of the nodes that see `directory`, and the file name of the copy for
         the others.
 
@@ -50,22 +53,23 @@ class SharedData:
         """
         note = Path(directory, NOTE)
         addresses = [node.address for node in nodes]
-        answers = call_workers(
-            self.client, addresses, worker.holds_file, str(note), note.read_bytes()
-        )
+        answers = call_workers(client, addresses, worker.holds_file, str(note), note.read_bytes())
         name = f"data-{describe_data(directory)['fingerprint'][:16]}.zip"
         sees_data = {address for address in addresses if answers[address] is True}
-        if not self.archive and len(sees_data) < len(addresses):
-            upload = functools.partial(self._upload, Path(directory), name)
-            self.archive = self.pool.archive(upload) if self.pool else upload()
+        with self._lock:
+            if not self.archive and len(sees_data) < len(addresses):
+                self._upload(Path(directory), name)
         return sees_data, name
 
     def close(self) -> None:
-        """Delete the copy. The run is over: a store that is away just keeps it."""
-        if self.archive and not self.pool:
-            delete_archive(self.storage, self.archive)
+        """Delete the copy, or log one line that it is left behind. Does not raise."""
+        try:
+            if self.archive:
+                Storage(self.storage.url, timeout=0).delete(os.path.basename(self.archive))
+        except Exception as error:  # nothing that is left to clean up may fail a finished run
+            logger.warning("%s could not be deleted: %s", self.archive, error)
 
-    def _upload(self, directory: Path, name: str) -> str:
+    def _upload(self, directory: Path, name: str) -> None:
         with tempfile.TemporaryDirectory(prefix="data-") as scratch:
             archive = Path(scratch, name)
             packed_directory(directory, archive)
@@ -74,7 +78,7 @@ class SharedData:
                     str(archive), f"{self.storage.root}/{name}"
                 )
             )
-        return self.storage.join(name)
+        self.archive = self.storage.join(name)
 
 
 def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskNode]) -> None:

@@ -26,8 +26,6 @@ CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need t
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
 NO_CLIENTS = {"fire-and-forget"}  # what a scheduler has besides its clients
 IDLE_TIME = 2.0  # seconds without an attempt after which a scheduler that has to go closes
-# the event of a scheduler that has received SIGTERM
-SCHEDULER_LEAVES = "flyte-ddp-scheduler-leaves"
 
 
 async def announce_departures(dask_worker: Worker) -> None:
@@ -42,30 +40,27 @@ async def announce_departures(dask_worker: Worker) -> None:
             await nanny.run(function=cloudpickle.dumps(_forward_sigterm))
 
 
-async def hold_scheduler(dask_scheduler: Scheduler) -> float:
-    """Let the scheduler announce its departure when it receives SIGTERM, and close when no attempt
-    runs.
-
-    Returns:
-        Seconds until it closes, if it has received SIGTERM before; infinity otherwise.
+async def hold_scheduler(dask_scheduler: Scheduler) -> None:
+    """Let the scheduler, when it receives SIGTERM, have its workers announce that they leave, as
+    they end with it, and close when no attempt runs.
     """
-    if not hasattr(dask_scheduler, "leaves_at"):
-        dask_scheduler.leaves_at = float("inf")  # monotonic
+    if not hasattr(dask_scheduler, "departure"):
+        dask_scheduler.departure = None
         loop = asyncio.get_running_loop()
         _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave_scheduler, dask_scheduler))
-    return float(dask_scheduler.leaves_at - time.monotonic())
 
 
 def _leave_scheduler(dask_scheduler: Scheduler) -> None:
-    seconds = _time_to_leave()
-    dask_scheduler.leaves_at = time.monotonic() + seconds
-    dask_scheduler.log_event("all", {"action": SCHEDULER_LEAVES, "seconds": seconds})
+    # a task that nobody holds may vanish
     dask_scheduler.departure = asyncio.create_task(_close_after_attempts(dask_scheduler))
 
 
 async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
-    busy_at = time.monotonic()
-    while (now := time.monotonic()) < dask_scheduler.leaves_at:
+    seconds, busy_at = _time_to_leave(), time.monotonic()
+    leaves_at = busy_at + seconds
+    call = {"function": cloudpickle.dumps(_announce), "args": cloudpickle.dumps((seconds,))}
+    await dask_scheduler.broadcast(msg={"op": "run", **call}, on_error="ignore")
+    while (now := time.monotonic()) < leaves_at:
         if any(each.processing for each in dask_scheduler.workers.values()):
             busy_at = now
         elif now > busy_at + IDLE_TIME or not dask_scheduler.clients.keys() - NO_CLIENTS:
@@ -103,10 +98,14 @@ def _plugins_of(dask_worker: Worker) -> list[Any]:
     return [each for each in dask_worker.plugins.values() if hasattr(each, "announce_departure")]
 
 
-def _leave(dask_worker: Worker) -> None:
-    dask_worker.leaves_at = time.monotonic() + _time_to_leave()
+def _announce(seconds: float, dask_worker: Worker) -> None:
+    dask_worker.leaves_at = time.monotonic() + seconds
     for each in _plugins_of(dask_worker):
         each.announce_departure(dask_worker.leaves_at)
+
+
+def _leave(dask_worker: Worker) -> None:
+    _announce(_time_to_leave(), dask_worker)
     # a task that nobody holds may vanish
     dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))
 

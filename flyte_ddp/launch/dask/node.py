@@ -2,10 +2,10 @@
 machine.
 
 It runs one attempt after another, so that the ranks of a restart find the server from which they
-are forked. Its jobs and the driver's commands come through a pipe, and its messages leave through
-another. What lies between it and the driver it does not know. When the commands cease, because the
-driver, the scheduler, the network or the worker is gone, it kills its ranks: nothing trains
-unsupervised.
+are forked. Its jobs and the driver's commands come through a connection to the worker, and its
+messages leave through it. What lies between the worker and the driver it does not know. When the
+commands cease, because the driver, the scheduler, the network or the worker is gone, it kills its
+ranks: nothing trains unsupervised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pickle
 import queue
 import socket
 import sys
@@ -22,49 +23,64 @@ import threading
 import time
 import traceback
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from flyte_ddp import events
-from flyte_ddp.launch.dask.messages import (
-    BEAT_INTERVAL,
-    END_OF_ATTEMPT,
-    JOB,
-    PREPARE,
-    PREPARED,
-    NodeJob,
-    encode,
-)
+from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.node import KILL_GRACE, Link
 from flyte_ddp.launch.process.memory import NodeMemory
-from flyte_ddp.launch.rank_start import start_server, wait_for_server
+from flyte_ddp.launch.process.programs import Job
+from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.supervisor import supervise
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
+BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 # seconds without an attempt, as after the driver's death, after which this process ends
 IDLE_TIMEOUT = 300.0
 
 
+@dataclass(frozen=True)
+class NodeJob:
+    """Everything that the supervisor of a node needs to start its ranks."""
+
+    job: Job
+    ranks: NodeRanks  # the supervisor chooses its interface
+    # seconds without a command from the driver after which the ranks are killed
+    driver_timeout: float
+    environment: dict[str, str]  # of the supervisor and its ranks, in addition to the worker's own
+    # the driver's storage environment, with keys: for no log
+    storage: dict[str, str] = field(repr=False)
+    data: str  # directory of the prepared data if this machine has it
+    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
+    data_name: str  # of the unpacked copy, which later attempts find again
+    prints_lines: bool  # print the ranks' output into the worker's own log as well
+    # seconds for which the next attempt may wait for nodes, while this one keeps its memory
+    start_timeout: float = 0.0
+
+
 class DriverLink(Link):
-    """One attempt's link to a driver on another machine: numbered messages go out, and heartbeats.
+    """One attempt's link to a driver on another machine, with heartbeats.
 
     Args:
+        connection: takes the messages, pickled, and nothing in place of one after the last.
         driver_timeout: seconds without a command after which the driver counts as gone.
     """
 
-    def __init__(self, messages: BinaryIO, driver_timeout: float) -> None:
+    def __init__(self, connection: Connection, driver_timeout: float) -> None:
         super().__init__(self._write)
-        self.is_alone = False  # left alone: no other attempt will come
-        self._messages = messages
+        self._connection = connection
         self._driver_timeout = driver_timeout
         self._last_command_at = time.monotonic()
-        self._num_sent = 0
         threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
-    def obey(self, text: str) -> None:
+    def obey(self, *command: Any) -> None:
         self._last_command_at = time.monotonic()
-        super().obey(text)
+        super().obey(*command)
 
     def kill_ranks(self, reason: str) -> None:
         """Request that the ranks are killed, wait for the end of the attempt, and exit this process
@@ -74,17 +90,12 @@ class DriverLink(Link):
         if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
-    def _write(self, message: dict[str, Any]) -> None:
-        if message["kind"] != "beat":  # those only count as heartbeats
-            message["number"] = self._num_sent
-            self._num_sent += 1
-        if message["kind"] == "event":
-            message["event"] = events.to_dict(message["event"])
-        lines = [encode(message), *([END_OF_ATTEMPT] if message["kind"] == "end" else [])]
-        # The other end may be gone. The end of the other pipe reports that.
-        with contextlib.suppress(BrokenPipeError):
-            self._messages.write("".join(f"{line}\n" for line in lines).encode())
-            self._messages.flush()
+    def _write(self, message: tuple[Any, ...]) -> None:
+        # The worker may be gone, which ends the thread that reads its commands.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(message))
+            if message[0] == "end":
+                self._connection.send_bytes(b"")
 
     def _beat_on(self) -> None:
         self.send_beat()
@@ -92,82 +103,63 @@ class DriverLink(Link):
             self.send_beat()
             silence = time.monotonic() - self._last_command_at
             if silence > self._driver_timeout:
-                self.is_alone = True
                 self.kill_ranks(f"the driver has been silent for {silence:.0f} s")
+                os._exit(1)  # no other attempt will come
 
 
 def main() -> None:
     """Run the ranks of this node, attempt after attempt, and report last how each of them ended.
 
     Arguments of the process: the directory of the code, one for what later attempts may want again,
-    and the file descriptors of the two pipes and of a socket. Where the ranks of a gang meet, the
-    rendezvous' listening socket comes through that before the job does.
+    and the file descriptor of a connection to the worker, from which come pickled jobs and
+    commands. Where the ranks of a gang meet, the rendezvous' listening socket follows the job.
     """
     open_standard_streams()
-    _, _, directory, commands_in, messages_out, listeners_in = sys.argv
-    commands, messages = os.fdopen(int(commands_in), "rb"), os.fdopen(int(messages_out), "wb")
-    listeners = socket.socket(fileno=int(listeners_in))
+    directory, connection = Path(sys.argv[2]), Connection(int(sys.argv[3]))
     own_environment = dict(os.environ)
-    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]] = queue.SimpleQueue()
+    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink, socket.socket | None]] = (
+        queue.SimpleQueue()
+    )
     memory = NodeMemory()
     threading.Thread(
-        target=_listen, args=(commands, messages, attempts), name="commands", daemon=True
+        target=_listen, args=(connection, attempts.put), name="commands", daemon=True
     ).start()
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
-            node_job, link = attempts.get(timeout=idle_timeout)
+            node_job, link, listener = attempts.get(timeout=idle_timeout)
             idle_timeout = IDLE_TIMEOUT + node_job.start_timeout
             os.environ.clear()
             os.environ.update(own_environment | node_job.environment)
             adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
-            listener = None
-            if node_job.ranks.first_rank == 0:
-                _, (descriptor,), _, _ = socket.recv_fds(listeners, 1, 1)
-                listener = socket.socket(fileno=descriptor)
             with listener or contextlib.nullcontext():
-                _run_attempt(node_job, link, listener, Path(directory), memory)
-            if link.is_alone:
-                break
+                _run_attempt(node_job, link, listener, directory, memory)
     os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
 
 
 def _listen(
-    commands: BinaryIO,
-    messages: BinaryIO,
-    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink]],
+    connection: Connection,
+    begin: Callable[[tuple[NodeJob, DriverLink, socket.socket | None]], None],
 ) -> None:
-    """Start an attempt for each job, and pass the commands that follow it on. Have the server of
-    ranks started.
-    """
+    """Begin an attempt for each job, and pass the commands that follow it on."""
     link = None
     try:
-        for line in commands:
-            text = line.decode().rstrip("\n")
-            if text.startswith(JOB):
-                node_job = NodeJob.from_line(text)
-                link = DriverLink(messages, node_job.driver_timeout)
-                attempts.put((node_job, link))
-            elif text.startswith(f"{PREPARE} "):
-                start_server(text.split()[1:])
-                threading.Thread(
-                    target=_report_server, args=(messages,), name="prepare", daemon=True
-                ).start()
+        while True:
+            message = pickle.loads(connection.recv_bytes())
+            if isinstance(message, NodeJob):
+                meets_here = message.ranks.first_rank == 0
+                listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
+                link = DriverLink(connection, message.driver_timeout)
+                begin((message, link, listener))
             elif link:
-                link.obey(text)
+                link.obey(*message)
+    except (EOFError, ConnectionError):
+        pass
     except Exception:
         traceback.print_exc()  # into the worker's log
     if link:
         link.kill_ranks("the worker is gone")
     os._exit(1)
-
-
-def _report_server(messages: BinaryIO) -> None:
-    """Tell the worker when ranks can be forked at once."""
-    wait_for_server()
-    with contextlib.suppress(BrokenPipeError):
-        messages.write(f"{PREPARED}\n".encode())
-        messages.flush()
 
 
 def _run_attempt(
@@ -190,10 +182,7 @@ def _run_attempt(
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
         link.send(
-            "end",
-            outcome="broken",
-            message=f"{type(error).__name__}: {error}",
-            cause=type(error).__name__,
+            "end", NodeLost(f"{type(error).__name__}: {error}", cause=type(error).__name__), []
         )
         return
     supervise(node_job.job, ranks, listener, data, link, memory, relay)

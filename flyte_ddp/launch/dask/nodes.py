@@ -12,36 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Future
 from distributed.client import ClosedClientError
 
-from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
-from flyte_ddp.launch.attempt import Node
+from flyte_ddp.launch.attempt import Node, Nodes
 from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import (
     ANSWER_TIMEOUT,
     ByValue,
-    call_scheduler,
     call_workers,
     run_on_scheduler,
     scheduler_id,
     send_command,
 )
 from flyte_ddp.launch.dask.growth import GrowthWatch
-from flyte_ddp.launch.dask.leaving import SCHEDULER_LEAVES, hold_scheduler
-from flyte_ddp.launch.dask.messages import BEAT_INTERVAL, NodeJob, decode
+from flyte_ddp.launch.dask.leaving import hold_scheduler
+from flyte_ddp.launch.dask.node import BEAT_INTERVAL, NodeJob
 from flyte_ddp.launch.dask.placement import DaskNode
 from flyte_ddp.launch.failures import shorten
-from flyte_ddp.launch.node import GO
 from flyte_ddp.launch.process.programs import Job
 
 # seconds that the driver waits for a message before it looks at anything else
@@ -54,7 +52,7 @@ SCHEDULER_TOPIC = "all"
 
 
 @dataclass(eq=False, repr=False)
-class DaskNodes:
+class DaskNodes(Nodes):
     """The workers in one attempt."""
 
     plugin: str  # the name of the run's plugin in the workers
@@ -68,38 +66,34 @@ class DaskNodes:
     growth: GrowthWatch  # the watch for a larger gang
 
     def __post_init__(self) -> None:
-        self.grace = self.growth.grace
         self.world_size = self.nodes[0].ranks.world_size
         self.scheduler_id = scheduler_id(self.client)
-        self.scheduler_leaves_at = float("inf")  # monotonic: when it closes, if it was told to go
         self._name = ""  # of the attempt, also of the topic of its messages
-        self._command = GO
+        self._command = b""
         self._next_command_at = 0.0
         self._futures: list[Future] = []
+        # of the attempt and of the scheduler: when they arrived here, and the events
         self._arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = queue.SimpleQueue()
-        # addresses of workers that the scheduler lost
-        self._departures: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     @property
     def larger(self) -> int:
         return len(self.growth.members)
 
     def can_do_without_leaving(self) -> bool:
-        if self.scheduler_leaves_at < float("inf"):
-            return True  # which they end with, and start anew when there is another one
+        """See `Nodes`. If all leave, as with their scheduler, there is nothing to wait for."""
         leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
         self.growth.replace(leaving)
-        return len(self.nodes) - len(leaving) >= self.growth.sizes[-1] or bool(self.growth.members)
+        num_staying = len(self.nodes) - len(leaving)
+        return num_staying >= self.growth.sizes[-1] or bool(self.growth.members) or not num_staying
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their supervisors."""
         self._name = f"{self.plugin}-{num_restarts}"
-        self.client.subscribe_topic(
-            self._name, lambda event: self._arrivals.put((time.monotonic(), event[1]))
-        )
-        self.client.subscribe_topic(SCHEDULER_TOPIC, self._note_departure)
-        seconds = run_on_scheduler(self.client, hold_scheduler)
-        self.scheduler_leaves_at = time.monotonic() + (float("inf") if seconds is None else seconds)
+        for topic in (self._name, SCHEDULER_TOPIC):
+            self.client.subscribe_topic(
+                topic, lambda event: self._arrivals.put((time.monotonic(), event[1]))
+            )
+        run_on_scheduler(self.client, hold_scheduler)
         first, *others = self.nodes
         new = [node for node in self.nodes if not node.has_plugin]
         self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
@@ -113,13 +107,7 @@ class DaskNodes:
         for node, node_job in zip(self.nodes, self.make_jobs(job, num_restarts), strict=True):
             self._futures.append(
                 self.client.submit(
-                    ByValue(worker.supervise),
-                    *(
-                        self.plugin,
-                        self._name,
-                        ByValue(worker.Sealed(node_job.to_line())),
-                        self._name,
-                    ),
+                    ByValue(_make_task(self.plugin, self._name, pickle.dumps(node_job))),
                     key=f"{self._name}-node-{node.index}",
                     workers=[node.address],
                     allow_other_workers=False,
@@ -128,38 +116,25 @@ class DaskNodes:
                 )
             )
 
-    def send(self, command: str) -> None:
+    def send(self, *command: Any) -> None:
         for node in self.nodes[len(self._futures) :]:
-            node.outcome = "killed"  # it was never started
-        self._command, self._next_command_at = command, 0.0
+            node.has_ended = True  # it was never started
+        self._command, self._next_command_at = pickle.dumps(command), 0.0
         self._repeat_command()
 
-    def messages(self) -> Sequence[tuple[Node, dict[str, Any]]]:
+    def messages(self) -> Iterator[tuple[Node, tuple[Any, ...]]]:
         self._repeat_command()
-        if self.scheduler_leaves_at < float("inf"):
-            for node in self.nodes:  # a worker ends with its scheduler
-                node.leave(self.scheduler_leaves_at - time.monotonic(), "the Dask scheduler leaves")
-        found: list[tuple[Node, dict[str, Any]]] = []
         # Looked up before the messages: whatever a task has sent arrived before its end did.
         ended = [
             node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
         ]
         with contextlib.suppress(queue.Empty):
-            found += self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
+            yield from self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
             while True:
-                found += self._take(*self._arrivals.get_nowait())
-        for node in ended:
-            if not node.outcome:
-                found += self._conclude(node)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                address = self._departures.get_nowait()
-                found += [
-                    (node, _lost("its worker is gone"))
-                    for node in self.nodes
-                    if node.address == address
-                ]
-        return [*found, *self._find_silent()]
+                yield from self._take(*self._arrivals.get_nowait())
+        for node in self.nodes[: len(self._futures)]:
+            if not node.has_ended and (why := self._find_loss(node, node in ended)):
+                yield node, ("end", NodeLost(why), [])
 
     def explain(self, failure: Exception) -> Exception:
         """Add the last lines of the lost worker's pod, or name the loss of the scheduler
@@ -210,76 +185,45 @@ class DaskNodes:
         if time.monotonic() < self._next_command_at:
             return
         self._next_command_at = time.monotonic() + BEAT_INTERVAL
-        addresses = [node.address for node in self.nodes if not node.outcome]
+        addresses = [node.address for node in self.nodes if not node.has_ended]
         # Without waiting: a node that does not answer must not delay the others.
         self.client.loop.add_callback(
             send_command, self.client, addresses, self.plugin, self._name, self._command
         )
 
     def _take(
-        self, arrived_at: float, envelope: dict[str, Any]
-    ) -> list[tuple[Node, dict[str, Any]]]:
-        """Take in one of Dask's events with a message of a node in it; return the messages whose
-        turn has come.
+        self, arrived_at: float, event: dict[str, Any]
+    ) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+        """Yield the message of a node in one of Dask's events, or the loss of a worker that the
+        scheduler reports.
         """
-        sender = next((node for node in self.nodes if node.address == envelope["worker"]), None)
-        if sender is None:
-            return []
-        message = decode(envelope["message"])
-        sender.last_message_at = max(sender.last_message_at, arrived_at)
-        sender.has_reported = True
-        if message["kind"] == "beat":
-            return [(sender, message)]
-        ready = sender.inbox.put(message)
-        for each in ready:
-            if each["kind"] == "event":
-                each["event"] = events.from_dict(each["event"])
-            sender.has_sent_end |= each["kind"] == "end"
-        return [(sender, each) for each in ready]
+        node = next((node for node in self.nodes if node.address == event.get("worker")), None)
+        if node and "message" in event:
+            node.last_message_at, node.is_started = arrived_at, True
+            yield node, pickle.loads(event["message"])
+        elif node and event.get("action") == "remove-worker":
+            yield node, ("end", NodeLost("its worker is gone"), [])
 
-    def _conclude(self, node: DaskNode) -> list[tuple[Node, dict[str, Any]]]:
-        """Return the last messages of a node whose task has ended."""
-        if node.has_sent_end:
-            return []
-        found: list[tuple[Node, dict[str, Any]]] = []
-        # Dask keeps the last 1000 messages of a topic: those that were lost on the way here may be
-        # among them.
-        for _, message in call_scheduler(self.client, "events", topic=self._name) or ():
-            found += self._take(0.0, message)
-        if not node.has_sent_end:
-            found.append((node, _lost(f"its supervisor {self._end_of_task(node)}")))
-        return found
-
-    def _end_of_task(self, node: DaskNode) -> str:
-        try:
-            return str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
-        except Exception as error:  # Dask's own, or one that the task raised
-            return f"could not be run: {type(error).__name__}: {error}"
-
-    def _find_silent(self) -> list[tuple[Node, dict[str, Any]]]:
-        limit = self.config.node_timeout
-        found: list[tuple[Node, dict[str, Any]]] = []
-        for node in self.nodes[: len(self._futures)]:
-            silence = time.monotonic() - node.last_message_at
-            if node.outcome or node.has_sent_end:
-                continue
-            if node.has_reported and silence > limit:
-                node.is_silent = True
-                why = f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
-                found.append((node, {**_lost(why), "is_silent": True}))
-            elif not node.has_reported and silence > max(limit, FIRST_REPORT_TIMEOUT):
-                found.append(
-                    (node, _lost(f"its supervisor has not started within {silence:.0f} s"))
-                )
-        return found
-
-    def _note_departure(self, event: tuple[float, dict[str, Any]]) -> None:
-        _, message = event
-        if message.get("action") == "remove-worker":
-            self._departures.put(message["worker"])
-        elif message.get("action") == SCHEDULER_LEAVES:
-            self.scheduler_leaves_at = time.monotonic() + message["seconds"]
+    def _find_loss(self, node: DaskNode, is_over: bool) -> str:
+        """Return why nothing more can come from a node that has not sent its end, if so."""
+        if is_over:
+            try:
+                how = str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
+            except Exception as error:  # Dask's own, or one that the task raised
+                how = f"could not be run: {type(error).__name__}: {error}"
+            return f"its supervisor {how}"
+        silence, limit = time.monotonic() - node.last_message_at, self.config.node_timeout
+        if node.is_started and silence > limit:
+            node.is_silent = True
+            return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
+        if not node.is_started and silence > max(limit, FIRST_REPORT_TIMEOUT):
+            return f"its supervisor has not started within {silence:.0f} s"
+        return ""
 
 
-def _lost(why: str) -> dict[str, Any]:
-    return {"kind": "lost", "why": why}
+def _make_task(plugin: str, attempt: str, job: bytes) -> Callable[[], str]:
+    """Return what a worker does in an attempt. A job has secrets in it, and Dask shows and logs the
+    arguments of tasks, so it is none.
+    """
+    supervise = worker.supervise
+    return lambda: supervise(plugin, attempt, job)

@@ -19,11 +19,11 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.dask import worker
-from flyte_ddp.launch.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers, scheduler_id
+from flyte_ddp.launch.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.dask.growth import GrowthWatch
 from flyte_ddp.launch.dask.leaving import CLOSE_RESERVE
-from flyte_ddp.launch.dask.messages import NodeJob
+from flyte_ddp.launch.dask.node import NodeJob
 from flyte_ddp.launch.dask.nodes import DaskNodes
 from flyte_ddp.launch.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.dask.pool import Pool
@@ -82,14 +82,7 @@ class DaskPlace:
             self._roll_call = RollCall(self.client, run.name)
             self._code = packed_code(run.job.program)
             if run.prepared and run.storage:
-                self._data = SharedData(
-                    self.client, self.pool.shared if self.pool else run.storage, self.pool
-                )
-        if self._latest and self._latest.scheduler_leaves_at < float("inf"):
-            # it closes when no attempt runs
-            while scheduler_id(self.client) == self._latest.scheduler_id:
-                run.check_stop()
-                time.sleep(ROLL_CALL_INTERVAL)
+                self._data = self.pool.data if self.pool else SharedData(run.storage)
         sizes = usable_sizes(run.job.program, self.config)
         expected, patience = self._look_back(previous)
         workers = self._wait_for_workers(run, previous, sizes, expected, patience)
@@ -109,15 +102,12 @@ class DaskPlace:
 
     def close(self, run: Run) -> None:
         """Remove the plugin from the workers and the copy of the data from the store."""
-        if self._latest:
-            # not to have it install the plugin after this
-            self._latest.growth.join(2 * ANSWER_TIMEOUT)
         if self._roll_call:
             asked = self._roll_call.known & set(listed_workers(self.client))
             call_workers(self.client, asked, worker.uninstall, run.name)
         if self.pool:
             self.pool.release(run.name)
-        if self._data:
+        elif self._data:
             self._data.close()
 
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
@@ -205,15 +195,6 @@ class DaskPlace:
         addresses = {node.address for node in nodes}
         if run.storage is None:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
-        installed: set[str] = set()
-
-        def prepare(address: str) -> bool:
-            modules = run.job.program.slow_imports
-            if modules and address not in installed:
-                call_workers(self.client, [address], worker.install, run.name, self._code)
-                installed.add(address)
-            call = (worker.call, run.name, "prepare", modules)
-            return not modules or call_workers(self.client, [address], *call)[address] is True
 
         def check_nodes(newcomers: Sequence[DaskNode]) -> None:
             probe = Storage(run.job.checkpoints, timeout=0)
@@ -225,19 +206,17 @@ class DaskPlace:
             sizes,
             self.config,
             self._roll_call,
-            prepare,
             check_nodes,
             not_before=self._grown_at + self.config.grow_interval,
-            grace=run.job.program.store_timeout,
         )
 
     def _make_jobs(
         self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
     ) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
-        # Not to another worker of the same host, which may be lost with it, if there is a choice.
-        distance = max(range(1, len(nodes)), key=functools.partial(_num_apart, nodes), default=0)
-        sees_data, archive_name = self._data.locate(directory, nodes) if self._data else (set(), "")
+        sees_data, archive_name = set[str](), ""
+        if self._data:
+            sees_data, archive_name = self._data.locate(self.client, directory, nodes)
         return [
             NodeJob(
                 job=job,
@@ -246,7 +225,7 @@ class DaskPlace:
                     run_id=run_id,
                     num_restarts=num_restarts,
                     max_restarts=self.max_restarts,
-                    copy_distance=distance,
+                    copy_distance=int(len(nodes) > 1),
                 ),
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,
@@ -260,11 +239,6 @@ class DaskPlace:
             )
             for node in nodes
         ]
-
-
-def _num_apart(nodes: Sequence[DaskNode], distance: int) -> int:
-    """Return how many nodes are on another host than the one that is so far behind them."""
-    return sum(node.host != nodes[(node.index + distance) % len(nodes)].host for node in nodes)
 
 
 def check(program: Program, config: ClusterConfig) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.attempt import Node
-from flyte_ddp.launch.dask.messages import Inbox
 from flyte_ddp.launch.devices import MISSING_GPUS_HINT
 from flyte_ddp.launch.failures import natural_key
 from flyte_ddp.launch.process.ranks import NodeRanks
@@ -42,10 +41,7 @@ class DaskNode(Node):
     environment: dict[str, str]
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
-    has_reported: bool = False
-    has_sent_end: bool = False
-    is_silent: bool = False  # it was lost without a report of its end
-    inbox: Inbox = field(default_factory=Inbox)
+    is_started: bool = False  # its supervisor has sent a message
 
 
 def assign_nodes(

@@ -7,15 +7,12 @@ begins until it has ended; a run that finds none free waits for its turn.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from flyte_ddp.launch.dask.data import SharedData
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 
 class Pool:
@@ -27,11 +24,9 @@ class Pool:
     """
 
     def __init__(self, shared: str) -> None:
-        self.shared = Storage(shared)
+        self.data = SharedData(Storage(shared))
         self._claims: dict[str, Worker] = {}  # by the run that holds it
         self._lock = threading.Lock()
-        self._archive = ""
-        self._archiving = threading.Lock()
 
     def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
         """Return an idle worker that is `run`'s own until it releases it; none if there is none.
@@ -63,22 +58,3 @@ class Pool:
     def is_in_use(self) -> bool:
         """Return whether any run has a worker, so that another may become free."""
         return bool(self._claims)
-
-    def archive(self, upload: Callable[[], str]) -> str:
-        """Return the URL of the copy of the data, which the first caller makes by `upload`."""
-        with self._archiving:
-            self._archive = self._archive or upload()
-            return self._archive
-
-    def close(self) -> None:
-        """Delete the copy of the data. Does not raise: a store that is away just keeps it."""
-        if self._archive:
-            delete_archive(self.shared, self._archive)
-
-
-def delete_archive(storage: Storage, url: str) -> None:
-    """Delete the copy of the data at `url`, or log one line that it is left behind."""
-    try:
-        Storage(storage.url, timeout=0).delete(os.path.basename(url))
-    except Exception as error:  # nothing that is left to clean up may fail a finished run
-        logger.warning("%s could not be deleted: %s", url, error)

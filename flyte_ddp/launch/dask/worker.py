@@ -5,7 +5,7 @@ It travels by value, code and all, because the worker may have another version o
 none. So it imports nothing from here but what travels alike, and a variable's name. All that knows
 of training runs in a process of its own (node.py) from the code that the plugin brings along. That
 process runs one attempt after another. It dies with the worker's: it reads its commands from a
-pipe, and the pipe ends.
+connection, and that ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import io
 import os
-import select
+import pickle
 import shutil
 import signal
 import socket
@@ -23,9 +23,10 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
+from typing import Any
 
 from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin, get_worker
@@ -52,47 +53,21 @@ BOOTSTRAP = (
 )
 
 
-class Sealed:
-    """A text with secrets in it, such as a node's job: Dask shows and logs the arguments of
-    tasks.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return "Sealed(...)"
-
-
 @dataclass
 class Supervisor:
-    """A process with node.py in it, and the ends of the pipes to it."""
+    """A process with node.py in it, which is ready for another attempt when it has ended one."""
 
     process: subprocess.Popen[bytes]
-    commands: BinaryIO
-    messages: BinaryIO
-    listeners: socket.socket  # takes the listening socket of a rendezvous over
-    has_run: bool = False  # an attempt
+    connection: Connection
 
-    @property
-    def is_prepared(self) -> bool:
-        """Its ranks start at once: it has run some, or has answered that it is prepared. For one
-        that is idle.
-        """
-        return self.has_run or bool(select.select([self.messages], [], [], 0)[0])
-
-    def begin(self, job: str, listener: socket.socket | None) -> None:
-        """Hand an attempt over. Raises BrokenPipeError if the process has ended."""
+    def begin(self, job: bytes, listener: socket.socket | None) -> None:
+        """Hand an attempt over."""
+        self.connection.send_bytes(job)
         if listener:
-            socket.send_fds(self.listeners, [b"\n"], [listener.fileno()])
-        self.commands.write(f"{job}\n".encode())
-        self.commands.flush()
+            send_handle(self.connection, listener.fileno(), self.process.pid)
 
     def end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.commands.close()  # its end makes the process kill its ranks
-        self.messages.close()
-        self.listeners.close()
+        self.connection.close()  # its end makes the process kill its ranks
         try:
             self.process.wait(END_GRACE)
         except subprocess.TimeoutExpired:
@@ -120,10 +95,10 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         # attempts whose supervisor has not been started yet
         self.admitted: dict[str, socket.socket | None] = {}
         self.supervisors: dict[str, Supervisor] = {}
-        self.idle: Supervisor | None = None  # ready for the next attempt
+        self.idle: Supervisor | None = None  # that has run an attempt, and waits for the next
         self.is_over = False
         self.leaves_at = float("inf")  # monotonic: when this worker closes
-        self.lock = threading.Lock()  # of the two above
+        self.lock = threading.Lock()  # of `idle` and `is_over`
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
@@ -155,22 +130,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             idle.end()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
 
-    def prepare(self, modules: Sequence[str]) -> bool:
-        """Start a supervisor with a server of ranks that imports `modules`, if there is none, for
-        the next attempt.
-
-        Returns:
-            True when it has imported them, or where an attempt runs already.
-        """
-        with self.lock:
-            if self.supervisors or self.admitted:
-                return True
-            if self.idle is None:
-                self.idle = self._start()
-                self.idle.commands.write(f"prepare {' '.join(modules)}\n".encode())
-                self.idle.commands.flush()
-            return self.idle.is_prepared
-
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
 
@@ -188,9 +147,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         self.admitted[attempt] = listener
         return host, listener.getsockname()[1] if listener else 0
 
-    def supervise(self, attempt: str, job: Sealed, topic: str) -> str:
-        """Let the supervisor run an attempt, pass its messages on as events of `topic`, and return
-        how it ended.
+    def supervise(self, attempt: str, job: bytes) -> str:
+        """Let the supervisor run an attempt, pass its messages on as events of a topic of this
+        name, and return how it ended.
 
         Raises:
             RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again
@@ -199,9 +158,12 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
+        supervisor = self._take_idle() or self._start()
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
-            supervisor = self._begin(job, listener)
-        # now, because the job is the first line that it reads
+            # it has died, which is reported by the end of its messages
+            with contextlib.suppress(OSError):
+                supervisor.begin(job, listener)
+        # now, because the job is the first that it reads
         self.supervisors[attempt] = supervisor
         if attempt != self.attempt:  # another one was admitted in the meantime
             supervisor.process.kill()
@@ -209,16 +171,11 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             self.announce_departure(self.leaves_at)
         is_ready = False  # for another attempt
         try:
-            for line in supervisor.messages:
-                if line == b"prepared\n":
-                    continue
-                is_ready = line == b"\n"
-                if is_ready:
-                    break
-                if line.endswith(b"\n"):  # else it died in the middle of it
-                    self.worker.log_event(topic, {"message": line.decode()})
-            else:
-                supervisor.process.wait()  # it has died
+            while message := supervisor.connection.recv_bytes():
+                self.worker.log_event(attempt, {"message": message})
+            is_ready = True
+        except (EOFError, OSError):
+            supervisor.process.wait()  # it has died
         finally:
             self.supervisors.pop(attempt, None)
             if not (is_ready and self._keep(supervisor)):
@@ -242,33 +199,22 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         ranks have ended.
         """
         self.leaves_at = leaves_at
+        command = pickle.dumps(("leave", leaves_at - time.monotonic()))
         for attempt in list(self.supervisors):
-            self.send_command(attempt, f"leave {leaves_at - time.monotonic():g}")
+            self.send_command(attempt, command)
 
-    def send_command(self, attempt: str, command: str) -> None:
+    def send_command(self, attempt: str, command: bytes) -> None:
         """Pass a command on to the supervisor, if it is there."""
         if supervisor := self.supervisors.get(attempt):
-            with contextlib.suppress(BrokenPipeError, ValueError):  # it has just ended
-                supervisor.commands.write(f"{command}\n".encode())
-                supervisor.commands.flush()
-
-    def _begin(self, job: Sealed, listener: socket.socket | None) -> Supervisor:
-        """Return a supervisor that has taken the attempt over: the idle one, or a new one."""
-        if idle := self._take_idle():
-            try:
-                idle.begin(job.text, listener)
-                return idle
-            except BrokenPipeError:  # it has just ended
-                idle.end()
-        supervisor = self._start()
-        # it has died, which is reported by the end of its messages
-        with contextlib.suppress(BrokenPipeError):
-            supervisor.begin(job.text, listener)
-        return supervisor
+            with contextlib.suppress(OSError):  # it has just ended
+                supervisor.connection.send_bytes(command)
 
     def _take_idle(self) -> Supervisor | None:
         with self.lock:
             idle, self.idle = self.idle, None
+        if idle and idle.process.poll() is not None:  # nobody needed it for long
+            idle.end()
+            return None
         return idle
 
     def _keep(self, supervisor: Supervisor) -> bool:
@@ -278,7 +224,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         with self.lock:
             if self.is_over or self.idle or supervisor.process.poll() is not None:
                 return False
-            supervisor.has_run = True
             self.idle = supervisor
         return True
 
@@ -289,11 +234,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment[OUTPUTS_VARIABLE] = self.outputs
         # Not its standard input and output, into which whatever it imports may print.
-        commands_in, commands = os.pipe()
-        messages, messages_out = os.pipe()
-        listeners, listeners_in = socket.socketpair()
-        handed_over = [commands_in, messages_out, listeners_in.fileno()]
-        try:
+        connection, handed_over = Pipe()
+        with handed_over:
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -301,20 +243,16 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                     BOOTSTRAP,
                     self.directory,
                     self.worker.local_directory,
-                    *map(str, handed_over),
+                    str(handed_over.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 env=environment,
-                pass_fds=handed_over,
+                pass_fds=[handed_over.fileno()],
                 # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
                 start_new_session=True,
             )
-        finally:
-            os.close(commands_in)
-            os.close(messages_out)
-            listeners_in.close()
-        return Supervisor(process, os.fdopen(commands, "wb"), os.fdopen(messages, "rb"), listeners)
+        return Supervisor(process, connection)
 
     def _clear(self) -> None:
         self.attempt = ""
@@ -334,13 +272,12 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
     """Return what the driver has to know of this worker: whether it leaves, and fields of
     `placement.Worker`.
     """
-    supervisor = getattr(dask_worker.plugins.get(plugin), "idle", None)
     return {
         "host": get_address_host(dask_worker.address),
         "num_cores": CPU_COUNT,
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
-        "has_run": supervisor is not None and supervisor.has_run,
+        "has_run": getattr(dask_worker.plugins.get(plugin), "idle", None) is not None,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
         "is_leaving": is_leaving(dask_worker),
     }
@@ -371,12 +308,12 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
     return getattr(dask_worker.plugins[plugin], method)(*arguments)
 
 
-def supervise(plugin: str, attempt: str, job: Sealed, topic: str) -> str:
+def supervise(plugin: str, attempt: str, job: bytes) -> str:
     """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
     node: NodePlugin | None = get_worker().plugins.get(plugin)
     if node is None:
         raise RuntimeError("this worker is not the one that was admitted to the attempt")
-    return node.supervise(attempt, job, topic)
+    return node.supervise(attempt, job)
 
 
 def holds_file(path: str, contents: bytes) -> bool:
