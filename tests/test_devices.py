@@ -18,16 +18,12 @@ from flyte_ddp.launch.dask.placement import Worker, assign_nodes
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
 
-SLICES = ("MIG-1a", "MIG-2b")
-
 
 class FakeNvml:
-    """The calls of libnvidia-ml. `gpus` holds, for each GPU, the names of its MIG slices; none
-    where MIG is off.
-    """
+    """The calls of libnvidia-ml on a machine with so many GPUs."""
 
-    def __init__(self, gpus):
-        self.gpus = gpus
+    def __init__(self, num_gpus):
+        self.num_gpus = num_gpus
 
     def nvmlInit_v2(self):
         return 0
@@ -36,29 +32,7 @@ class FakeNvml:
         return 0
 
     def nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = len(self.gpus)
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index, device):
-        device._obj.value = 100 + index
-        return 0
-
-    def nvmlDeviceGetMigMode(self, device, mode, pending):
-        mode._obj.value = bool(self.gpus[device.value - 100])
-        return 0
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, device, count):
-        count._obj.value = 7
-        return 0
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, device, index, mig):
-        if index >= len(self.gpus[device.value - 100]):
-            return 6  # not found
-        mig._obj.value = 1000 * (device.value - 99) + index
-        return 0
-
-    def nvmlDeviceGetUUID(self, device, uuid, size):
-        uuid.value = self.gpus[device.value // 1000 - 1][device.value % 1000].encode()
+        count._obj.value = self.num_gpus
         return 0
 
 
@@ -91,23 +65,19 @@ def machine(monkeypatch):
 POD = ["/dev/nvidiactl", "/dev/nvidia3"]  # the device plugin keeps the host's number
 
 
-def test_a_pod_with_the_hosts_fourth_gpu_has_gpu_0(machine):
-    machine(POD, cuda=1, nvidia_ml=FakeNvml([()]))
-    assert devices.visible_gpus() == ("0",)
-    machine(POD, cuda=1)  # where NVML is not mounted
-    assert devices.visible_gpus() == ("0",)
-
-
-def test_mig_slices_are_counted_one_by_one(machine, monkeypatch):
-    machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
-    assert devices.visible_gpus() == SLICES
-    machine(
-        ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1"], cuda=1, nvidia_ml=FakeNvml([(), SLICES])
-    )
-    assert devices.num_gpus() == 3
-    machine(["/dev/nvidiactl", "/dev/nvidia0"], cuda=1)
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(SLICES))
-    assert devices.visible_gpus() == SLICES
+@pytest.mark.parametrize(
+    ("files", "libraries", "expected"),
+    [
+        (POD, {"cuda": 1, "nvidia_ml": FakeNvml(1)}, ("0",)),
+        (POD, {"cuda": 1}, ("0",)),  # where NVML is not mounted
+        (["/dev/dxg"], {"cuda": 1}, ("0",)),  # WSL
+        (["/dev/dxg"], {"cuda": 1, "nvidia_ml": FakeNvml(2)}, ("0", "1")),
+        (POD, {"nvidia_ml": FakeNvml(1)}, ()),  # without the driver's library
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(machine, files, libraries, expected):
+    machine(files, **libraries)
+    assert devices.visible_gpus() == expected
 
 
 @pytest.mark.parametrize(
@@ -122,16 +92,9 @@ def test_mig_slices_are_counted_one_by_one(machine, monkeypatch):
     ],
 )
 def test_cuda_visible_devices_of_the_user_is_respected(machine, monkeypatch, given, expected):
-    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([(), ()]))
+    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml(2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert devices.visible_gpus() == expected
-
-
-def test_wsl_has_a_gpu_without_nvidias_device_files(machine):
-    machine(["/dev/dxg"], cuda=1)
-    assert devices.num_gpus() == 1
-    machine(["/dev/dxg"], cuda=1, nvidia_ml=FakeNvml([(), ()]))
-    assert devices.num_gpus() == 2
 
 
 def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):
@@ -146,17 +109,6 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
     assert "\n" not in str(caught.value)
 
 
-def test_mig_slices_cannot_be_connected_by_nccl(machine, tmp_path):
-    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml([SLICES]))
-    with pytest.raises(
-        ConfigError, match="^backend: expected gloo between MIG slices of a GPU, got nccl"
-    ):
-        LocalPlace(2).check(Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0))
-    LocalPlace(2).check(
-        Job(recipe_program("digits", TrainingConfig(backend="gloo")), str(tmp_path), 0.0)
-    )
-
-
 def worker(name, host, gpus=(), **values):
     return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False, **values)
 
@@ -168,7 +120,7 @@ def environments(config, *workers):
 def test_a_worker_alone_on_its_host_keeps_what_its_device_plugin_gave_it():
     config = ClusterConfig(num_nodes=2, gpus_per_node=1)
     assert environments(
-        config, worker("w-0", "10.0.0.1", ("0",)), worker("w-1", "10.0.0.2", SLICES)
+        config, worker("w-0", "10.0.0.1", ("0",)), worker("w-1", "10.0.0.2", ("0", "1"))
     ) == [{}, {}]
 
 

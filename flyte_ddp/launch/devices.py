@@ -6,6 +6,7 @@ so it uses nothing but the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import itertools
@@ -38,7 +39,7 @@ def check_requested_gpus() -> None:
 
 
 def num_gpus() -> int:
-    """Count the GPUs that this process may use; each MIG slice counts."""
+    """Count the GPUs that this process may use. CUDA uses one MIG slice of each."""
     return len(visible_gpus())
 
 
@@ -56,13 +57,6 @@ def default_num_processes() -> int:
     return num_gpus() or min(2, num_cores())
 
 
-def has_mig_slices() -> bool:
-    """Return whether the GPUs of this process are MIG slices, of which CUDA gives a process only
-    the first.
-    """
-    return any(name.startswith("MIG-") for name in visible_gpus())
-
-
 def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, named as CUDA_VISIBLE_DEVICES names them."""
     # the latter is WSL2's
@@ -72,66 +66,34 @@ def visible_gpus() -> tuple[str, ...]:
         ctypes.CDLL("libcuda.so.1")
     except OSError:  # the driver's library is missing, and CUDA without it has no GPU
         return ()
-    found = _nvml_gpus()
+    count = _count_gpus()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
-        return found
+        return tuple(map(str, range(count)))
     chosen = [name.strip() for name in given.split(",")]
     # As CUDA reads it: names of GPUs and MIG slices, or numbers, up to the first that is neither.
     return tuple(
         itertools.takewhile(
             lambda name: (
-                name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < len(found))
+                name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < count)
             ),
             chosen,
         )
     )
 
 
-def _nvml_gpus() -> tuple[str, ...]:
-    """Return the GPUs of this container: numbers, as CUDA counts them, or the names of their MIG
-    slices.
+def _count_gpus() -> int:
+    """Return the number of GPUs of this container, as CUDA counts them.
 
     The numbers in /dev are the host's: a container may have nothing but its host's /dev/nvidia3,
     which CUDA calls 0.
     """
-    try:
+    count = ctypes.c_uint()
+    with contextlib.suppress(OSError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        nvml = None
-    if nvml is None or nvml.nvmlInit_v2() != 0:
-        # Device plugins that do not mount the library name what they gave in this variable, or by
-        # the files.
-        given = os.environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
-        if all(name.startswith("MIG-") for name in given):
-            return tuple(given)
-        count = len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))
-        return tuple(str(index) for index in range(count))
-    names: list[str] = []
-    try:
-        num_devices = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(num_devices))
-        for index in range(num_devices.value):
-            device, mode, pending, num_slices = (
-                ctypes.c_void_p(),
-                ctypes.c_uint(),
-                ctypes.c_uint(),
-                ctypes.c_uint(),
-            )
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
-                continue
-            has_mode = (
-                nvml.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending)) == 0
-            )
-            if not has_mode or not mode.value:
-                names.append(str(len(names)))
-                continue
-            nvml.nvmlDeviceGetMaxMigDeviceCount(device, ctypes.byref(num_slices))
-            for number in range(num_slices.value):
-                mig, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-                if nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number, ctypes.byref(mig)) == 0:
-                    nvml.nvmlDeviceGetUUID(mig, uuid, len(uuid))
-                    names.append(uuid.value.decode())
-    finally:
-        nvml.nvmlShutdown()
-    return tuple(names)
+        if nvml.nvmlInit_v2() == 0:
+            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            nvml.nvmlShutdown()
+            return count.value
+    # device plugins may not mount the library
+    return len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))

@@ -86,7 +86,6 @@ class Program:
     batch: Batch | None = None  # that its ranks share; None where only the call knows it
     needs_compiler: bool = False  # it compiles its model
     needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
-    uses_nccl: bool = False  # its ranks with GPUs talk by NCCL, as far as is known
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it
@@ -218,7 +217,6 @@ def recipe_program(
         batch=config.batch,
         needs_compiler=config.compile,
         needs_gpus=needs_gpus,
-        uses_nccl=config.backend != "gloo",
     )
 
 
