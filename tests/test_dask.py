@@ -157,7 +157,7 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
     # the run's owner has a request of its own, which may end after the other was answered
     assert 1 <= len(gone) <= 2
     assert len(seen) == 3
-    assert "supervise" in seen[0]
+    assert "-node-1" in seen[0]
     assert secret not in "".join([*seen, caplog.text, *run.lines])
 
 

@@ -16,7 +16,6 @@ from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import (
     GangLost,
-    NodeLost,
     OutOfMemory,
     RankFailure,
     StorageUnavailable,
@@ -152,35 +151,6 @@ def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_p
     assert ends == [(step, 1, "this machine leaves") for step in steps]
     starts = [f"step {step}" if step else "its first step" for step in steps]
     assert all(each in caplog.text for each in starts)
-    assert "was lost" not in caplog.text
-
-
-@pytest.mark.parametrize("outcome", ["done", "killed"])
-def test_a_notice_in_the_last_step_costs_nothing_whether_the_ranks_finish_or_not(
-    tmp_path, outcome, caplog
-):
-    class Finishing(OwnPlace):
-        """Its node announces that it leaves, and its ranks have nothing more to do."""
-
-        def messages(self):
-            (node,) = self.nodes
-            if not (self.step == NUM_STEPS - 1 and self.faults):
-                return (yield from super().messages())
-            self.faults.clear()
-            yield node, ("beat", Beat(self.step, leaves_in=30.0))
-            if outcome == "done":
-                self.weights.append(self.weight)
-            yield node, ("end", None if outcome == "done" else NodeLost("its worker is gone"), [])
-
-    place, seen = Finishing((99, LEAVES)), []
-    place.max_restarts = 0
-    train(
-        place, tmp_path, listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)]
-    )
-    assert len(place.weights) == 1
-    ends = [event.num_leaving for event in seen if isinstance(event, AttemptEnded)]
-    assert ends == ([] if outcome == "done" else [1])
-    assert ("restarts from there" in caplog.text) is (outcome == "killed")
     assert "was lost" not in caplog.text
 
 

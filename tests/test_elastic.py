@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,10 +18,8 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.dask import calls, growth, place, roll_call
 from flyte_ddp.launch.node import Link
-from flyte_ddp.launch.policy import Ended
 from flyte_ddp.launch.process.programs import recipe_program
 from tests.support.dask_runs import (
-    LOCAL,
     dask_config,
     events_of,
     eventually,
@@ -233,35 +230,6 @@ def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_p
     seen = watch(present, names[:2], [4, 3, 2], check=refuse, grow_delay=0)
     assert [seen(1), seen(2)] == [0, 3]
     assert list(present.unfit.values()) == ["checkpoints: another directory on w-3"]
-
-
-def test_fewer_nodes_go_on_as_soon_as_the_others_time_to_return_is_over(monkeypatch):
-    clock = [0.0]
-    advance = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
-    monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=advance))
-    workers = SimpleNamespace(
-        _roll_call=Present(("w-1",)), pool=None, config=LOCAL, client=SimpleNamespace(status="ok")
-    )
-    run = SimpleNamespace(check_stop=lambda: None)
-    for patience in (0.0, 1.0, 60.0):
-        clock[:] = [0.0]
-        (left,) = place.DaskPlace._wait_for_workers(
-            workers, run, None, [2, 1], frozenset(), patience
-        )
-        assert (left.name, clock[-1]) == ("w-1", pytest.approx(patience))
-
-
-def test_a_worker_that_leaves_is_not_waited_for_while_it_closes():
-    nodes = [
-        SimpleNamespace(address=name, is_leaving=name == "leaving")
-        for name in ("leaving", "staying")
-    ]
-    latest = SimpleNamespace(nodes=nodes, growth=SimpleNamespace(members=frozenset()), plugin="")
-    workers = SimpleNamespace(
-        config=LOCAL, pool=None, _latest=latest, _roll_call=SimpleNamespace(silent=set())
-    )
-    expected, _ = place.DaskPlace._look_back(workers, Ended(None, 5, 0, is_announced=True))
-    assert (expected, workers._roll_call.silent) == ({"staying"}, {"leaving"})
 
 
 def test_a_gang_finds_replacements_for_workers_that_leave_it(watch, monkeypatch):

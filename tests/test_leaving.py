@@ -29,7 +29,7 @@ from tests.support.promises import NUM_STEPS, count
 from tests.support.runs import REPOSITORY, fork_functions, new_run
 
 RECIPE = "tests.support.promises.Steady"
-STEADY = {"checkpoint_interval": 1000, "recipe_options": {"faults": ""}}
+STEADY = {"checkpoint_interval": 5, "recipe_options": {"faults": ""}}
 
 
 @pytest.fixture
@@ -82,22 +82,43 @@ def check_no_step_was_lost(run):
     assert steps[-1] == NUM_STEPS
 
 
+class On(At):
+    """A listener that calls a function once, at the first event of a kind, from a step on."""
+
+    def __init__(self, kind, step, function):
+        super().__init__(step, function)
+        self.kind = kind
+
+    def handle(self, event):
+        if isinstance(event, self.kind):
+            super().handle(events.Reported(getattr(event, "step", 0), None, {}))
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "function"])
+@pytest.mark.parametrize(
+    ("kind", "notice", "step"),
+    [
+        ("ddp", events.Reported, 9),  # while the model is evaluated
+        ("function", events.Reported, 9),
+        slow("fsdp", events.Reported, 9),
+        slow("ddp", events.RunStarted, 0),  # before the first step
+        slow("ddp", events.CheckpointSaved, 5),  # while a checkpoint is written
+    ],
+)
 def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
-    pair, tmp_path, kind, monkeypatch, caplog
+    pair, tmp_path, kind, notice, step, monkeypatch, caplog
 ):
     config, nannies = pair
     fork_functions(monkeypatch)
-    slow = tmp_path / "faults"
-    slow.mkdir()
-    (slow / "9-kill-1000").touch()  # of no rank: steps take their time until the notice
-
-    def tell():
-        nannies[1].send_signal(signal.SIGTERM)
-        (slow / "9-kill-1000").unlink()
-
-    run = train(tmp_path, program_of(kind, str(slow)), config, at_steps=[(9, tell)])
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "9-kill-1000").touch()  # of no rank: steps take their time
+    tell = On(notice, step, lambda: nannies[1].send_signal(signal.SIGTERM))
+    run = train(tmp_path, program_of(kind, str(faults)), config, listeners=[tell])
     check_no_step_was_lost(run)
     first, second = events_of(run, events.RunStarted)
     assert (first.num_nodes, second.num_nodes) == (2, 1)
@@ -106,7 +127,8 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
     assert ended.reason.startswith("node 1 (node-1 at ")
     assert "restarts from there" in caplog.text
     resumed = events_of(run, events.CheckpointLoaded)[-1].step
-    assert resumed == ended.step >= 9
+    assert resumed == ended.step >= step
+    assert ended.step <= step + 6  # soon
     if kind == "function":  # its result depends on the number of ranks at each step
         sizes = [sum(range(1, 5))] * resumed + [sum(range(1, 3))] * (NUM_STEPS - resumed)
         assert result_of(run) == pytest.approx(
@@ -118,56 +140,6 @@ def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
         )
     assert nannies[1].wait() == 0
     assert nannies[0].poll() is None
-
-
-class On:
-    """A listener that calls a function once, at the first event of a kind, from a step on."""
-
-    def __init__(self, kind, step, function):
-        self.kind, self.step, self.function = kind, step, function
-
-    def handle(self, event):
-        if (
-            isinstance(event, self.kind)
-            and getattr(event, "step", 0) >= self.step
-            and self.function
-        ):
-            function, self.function = self.function, None
-            function()
-
-    def close(self, error):
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [(events.RunStarted, 0), (events.CheckpointSaved, 5), (events.Reported, 9)],
-    ids=["before the first step", "while a checkpoint is written", "while the model is evaluated"],
-)
-def test_a_notice_costs_no_step_whenever_it_comes(pair, tmp_path, kind, step):
-    config, nannies = pair
-    slow = tmp_path / "faults"
-    slow.mkdir()
-    (slow / "9-kill-1000").touch()
-    tell = On(kind, step, lambda: nannies[1].send_signal(signal.SIGTERM))
-    program = recipe_program(
-        RECIPE,
-        resolve(
-            get_recipe(RECIPE, {}).defaults,
-            {"checkpoint_interval": 5, "recipe_options": {"faults": str(slow)}},
-        ),
-    )
-    run = train(tmp_path, program, config, listeners=[tell])
-    check_no_step_was_lost(run)
-    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1]
-    (ended,) = events_of(run, events.AttemptEnded)
-    assert ended.num_leaving == 1
-    assert ended.step <= step + 6  # soon
-    assert len(events_of(run, events.EpochFinished)) == 3
-    torch.testing.assert_close(
-        run.state(), train(tmp_path / "undisturbed", program_of("ddp")).state()
-    )
 
 
 @pytest.mark.slow

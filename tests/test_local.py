@@ -474,25 +474,6 @@ def test_an_impossible_run_is_refused_before_any_process_starts(
         new_run(tmp_path).train(num_processes, **config)
 
 
-@pytest.mark.parametrize(
-    "place", ["a-file/below", "file://{}/a-file/below", "no-such-protocol://bucket/run"]
-)
-def test_a_place_that_cannot_be_written_to_is_refused_before_any_process_starts(
-    tmp_path, no_processes, place
-):
-    (tmp_path / "a-file").write_text("")
-    url = place.format(tmp_path) if "://" in place else str(tmp_path / place)
-
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"checkpoints: expected a .*, got "
-            r".*(a-file/below|no-such-protocol)"
-        ),
-    ):
-        new_run(tmp_path).train(2, checkpoints=url)
-
-
 def test_a_port_that_is_taken_is_refused(tmp_path, no_processes):
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), time.time())
     with socket.create_server(("127.0.0.1", 0)) as taken:

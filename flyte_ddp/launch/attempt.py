@@ -334,14 +334,12 @@ class Attempt:
         return not all(map(is_echo, self.failures)) or seconds > ECHO_GRACE
 
     def _make_stopped(self) -> TrainingStopped:
-        stopped = [
-            node.error for node in self.nodes.nodes if isinstance(node.error, TrainingStopped)
-        ]
-        for each in stopped:
-            if each.reason == self.stop.reason:  # else they had ended already, to grow
-                return each
-        how = "the run was stopped" if stopped else "the ranks were killed"
-        return TrainingStopped(f"{self.stop.reason}: {how} at step {self.step}", self.stop.reason)
+        reason = self.stop.reason
+        for error in (node.error for node in self.nodes.nodes):
+            if isinstance(error, TrainingStopped) and error.reason == reason:
+                return error  # else they had ended already, to grow, or were killed
+        how = "the ranks were killed" if self.stop.is_urgent else "the run was stopped"
+        return TrainingStopped(f"{reason}: {how} at step {self.step}", reason)
 
     def _end(self) -> None:
         """Kill what still runs, and wait until the nodes that can be reached confirm it."""

@@ -17,44 +17,42 @@ from flyte_ddp.launch.process.output import LogTail
 DEATH_GRACE = 2.0
 
 
+# what the kernel's letters mean for a process that something outside keeps from running
+HALTED = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
+
+
 @dataclass
 class Rank:
     """The supervisor's view of one rank."""
 
     number: int
     process: BaseProcess
-    up: Connection
-    down: Connection
+    pipe: Connection
     log: LogTail
     outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
     # the collectives that it has entered, once it was asked
     groups: list[dict[str, Any]] | None = None
     device: str = ""  # its GPU, for people
 
-    def is_running(self) -> bool:
-        return self.process.is_alive()
-
     def tell(self, *message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has just died, and the other pipe will report that
-            self.down.send(message)
+        with contextlib.suppress(OSError):  # it has just died
+            self.pipe.send(message)
 
-    def begin_to_kill(self) -> None:
-        """Kill it and all that it started, without waiting."""
-        if self.process.pid is not None:
-            # The rank makes itself the leader of a group early on. Until then it has no children.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            if self.process.is_alive():
-                self.process.kill()
+    def kill_group(self, number: int = signal.SIGKILL) -> bool:
+        """Kill it and all that it started, without waiting, or send them another signal. Return
+        whether there was any.
+        """
+        # The rank makes itself the leader of a group early on. Until then it has no children. The
+        # number of a group that is gone may belong to another user's now.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, number)
+            return True
+        return False
 
-
-def process_state(pid: int | None) -> str:
-    """Return the kernel's letter for what a process does, such as T for a stopped one and Z for one
-    that has ended.
-
-    "" where that is not known, as on macOS.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    def how_halted(self) -> str:
+        """Return how something outside keeps it from running; "" if nothing does, and on macOS."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in HALTED:
+                return f"rank {self.number} is {HALTED[state]}"
         return ""

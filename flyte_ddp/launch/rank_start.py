@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, process, resource_tracker, util
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -79,8 +79,14 @@ class _Server(forkserver.ForkServer):
         try:
             resource_tracker.ensure_running()  # now, because its start unblocks some of the signals
             signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-            with _starting, set_environment(path):
-                super().ensure_running()
+            with _starting:
+                own = dict(os.environ)
+                os.environ.update(path)
+                try:
+                    super().ensure_running()
+                finally:
+                    os.environ.clear()
+                    os.environ.update(own)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -132,21 +138,6 @@ def shorten_socket_paths() -> None:
     stack = contextlib.ExitStack()
     config["tempdir"] = stack.enter_context(own_directory("pymp-", next(short, None)))
     util.Finalize(None, stack.close, exitpriority=-100)  # as that of multiprocessing's own
-
-
-@contextlib.contextmanager
-def set_environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, for a child to inherit, for the length of the block."""
-    previous = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def start_rank(

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flyte_ddp.config.fields import finite_number
@@ -69,7 +69,7 @@ class StopRequest:
         return self.num_requests > 1
 
 
-_beside: list[StopRequest] = []  # of the runs beside the main thread, which share their handlers
+_stops: list[StopRequest] = []  # of the runs, which share their handlers
 _before: dict[int, Any] = {}  # the handlers that those have replaced
 _entering = threading.Lock()
 
@@ -83,24 +83,13 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     Without one no signal reaches the run, which a line says.
     """
     stop = StopRequest(grace)
-
-    def handle(number: int, frame: types.FrameType | None) -> None:
-        for each in {*_beside, stop}:
-            each.set(signal.Signals(number).name)
-
     numbers = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
-    if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            yield stop
-        finally:
-            _set_handlers(previous)
-        return
     with _entering:
+        _stops.append(stop)
         if not _before and not _call_in_main_thread(
-            lambda: _before.update({number: signal.signal(number, handle) for number in numbers})
+            lambda: _before.update({number: signal.signal(number, _handle) for number in numbers})
         ):
             logger.warning(
                 (
@@ -110,24 +99,29 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
                 ),
                 ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
             )
-        _beside.append(stop)
     try:
         yield stop
     finally:
         with _entering:
-            _beside.remove(stop)
-            if not _beside and _before:
-                _call_in_main_thread(lambda: _set_handlers(_before))
-                _before.clear()
+            _stops.remove(stop)
+            if not _stops or threading.current_thread() is threading.main_thread():
+                _call_in_main_thread(_restore)
 
 
-def _set_handlers(handlers: Mapping[Any, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def _handle(number: int, frame: types.FrameType | None) -> None:
+    for each in _stops:
+        each.set(signal.Signals(number).name)
+
+
+def _restore() -> None:
+    while _before:
+        signal.signal(*_before.popitem())
 
 
 def _call_in_main_thread(function: Callable[[], object]) -> bool:
-    """Call `function` in the asyncio loop of the main thread; return False if none runs there."""
+    """Call `function` in the main thread, there by the asyncio loop that runs; return False if none
+    does.
+    """
     called: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def call() -> None:
@@ -138,6 +132,9 @@ def _call_in_main_thread(function: Callable[[], object]) -> bool:
             function()
             called.set_result(None)
 
+    call()
+    if called.done():
+        return True
     loops = [each for each in gc.get_objects() if issubclass(type(each), asyncio.AbstractEventLoop)]
     running = [loop for loop in loops if loop.is_running()]
     for loop in running:

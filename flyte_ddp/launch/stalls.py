@@ -6,8 +6,7 @@ Pure functions of what the supervisors have found out about their ranks. Knows n
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,33 +90,28 @@ def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has
     entered.
     """
-    halted = ", ".join(rank.halted for rank in ranks if rank.halted)
     groups = (
         (group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ()
     )
     found = [
         culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why
     ]
-    by_number = {rank.number: rank for rank in ranks}
     # One that waits in another group's collective is waiting for a rank itself.
-    found.sort(
-        key=lambda each: any(
-            number in by_number and by_number[number].pending for number in each.numbers
-        )
-    )
-    if not found:
-        return Culprits(why=halted)
-    return dataclasses.replace(found[0], why=f"{halted}; {found[0].why}") if halted else found[0]
+    waiting = {rank.number for rank in ranks if rank.pending}
+    first = min(found, key=lambda each: any(map(waiting.__contains__, each.numbers)), default=None)
+    why = [*(rank.halted for rank in ranks if rank.halted), first.why if first else ""]
+    return Culprits(first.numbers if first else (), "; ".join(filter(None, why)))
 
 
 def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
     members = {rank.number: rank for rank in ranks if rank.number in name[1]}
-    states = {}  # of the group, by the number of the rank
-    for number, rank in members.items():
-        for group in rank.groups or ():
-            if (group["name"], tuple(group["ranks"])) == name:
-                states[number] = group
+    states = {  # of the group, by the number of the rank
+        rank.number: group
+        for rank in members.values()
+        for group in rank.groups or ()
+        if (group["name"], tuple(group["ranks"])) == name
+    }
     pending = {number: each for number, group in states.items() for each in group["pending"][:1]}
     if not pending:
         return Culprits()
@@ -130,13 +124,10 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
         number for number in members if number not in states or states[number]["entered"] < first
     ]
     if absent:
-        verb = "waits" if len(waiting) == 1 else "wait"
-        they = f"where {_name_ranks(waiting)} {verb}"
-        node = members[absent[0]].node
-        who = (
-            f"{_name_ranks(absent)} on {node}" if len(absent) == 1 and node else _name_ranks(absent)
-        )
-        return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they} ({where})")
+        node = members[absent[0]].node if len(absent) == 1 else ""
+        who = f"{_name_ranks(absent)} on {node}" if node else _name_ranks(absent)
+        they = f"where {_name_ranks(waiting, 'wait')} ({where})"
+        return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they}")
     kinds: dict[str, list[int]] = {}
     for number, each in waiting.items():
         differs = each["operation"] in ("all_reduce", "broadcast", "reduce")
@@ -179,10 +170,7 @@ def left_failure(ranks: Sequence[StalledRank], left: Sequence[int]) -> RankFailu
         for group, each in pending
     )
     what = next(named, "a call of torch.distributed")
-    waiting = (
-        f"{_name_ranks(rank.number for rank in ranks)} "
-        f"{'waits' if len(ranks) == 1 else 'wait'} in {what}"
-    )
+    waiting = f"{_name_ranks([rank.number for rank in ranks], 'wait')} in {what}"
     return program_failure(_say_left(missing, waiting, find_place(ranks[0].stack)), missing[0])
 
 
@@ -255,13 +243,13 @@ def head_line(owners: Sequence[StalledRank]) -> str:
     ago = f"{min(silences):.0f} s ago" if silences else "never"
     nodes = list(dict.fromkeys(rank.node for rank in owners if rank.node))
     on = f" on {nodes[0]}" if len(nodes) == 1 else f" on {len(nodes)} nodes" if nodes else ""
-    return f"--- {_name_ranks(rank.number for rank in owners)}{on}, {at}, last progress {ago}"
+    return f"--- {_name_ranks([rank.number for rank in owners])}{on}, {at}, last progress {ago}"
 
 
-def _name_ranks(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > MAX_NAMED:
-        return f"{len(found)} ranks"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+def _name_ranks(numbers: Collection[int], verb: str = "") -> str:
+    """Return the names of ranks, and what they do."""
+    first = sorted(numbers)
+    if len(first) == 1:
+        return f"rank {first[0]} {verb}s" if verb else f"rank {first[0]}"
+    names = f"ranks {', '.join(map(str, first[:-1]))} and {first[-1]}"
+    return f"{names if len(first) <= MAX_NAMED else f'{len(first)} ranks'} {verb}".rstrip()

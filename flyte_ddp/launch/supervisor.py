@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
@@ -51,7 +52,7 @@ from flyte_ddp.launch.process.memory import NodeMemory, count_oom_kills
 from flyte_ddp.launch.process.output import LogTail, rank_log, rank_stacks
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
-from flyte_ddp.launch.rank_handle import DEATH_GRACE, Rank, process_state
+from flyte_ddp.launch.rank_handle import DEATH_GRACE, Rank
 from flyte_ddp.launch.rank_start import ForkedProcess, start_rank
 from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.launch.stalls import (
@@ -139,29 +140,24 @@ def _check_interfaces() -> None:
         )
 
 
+@dataclass(eq=False)
 class _Ranks:
     """The rank processes of this node. The constructor starts them."""
 
-    def __init__(
-        self,
-        job: Job,
-        node: NodeRanks,
-        listener: socket.socket | None,
-        logs: str,
-        link: Link,
-        memory: NodeMemory,
-        relay: Callable[[str], None],
-    ) -> None:
-        self.job = job
-        self.node = node
-        self.logs = logs
-        self.link = link
-        self.relay = relay
+    job: Job
+    node: NodeRanks
+    listener: socket.socket | None
+    logs: str
+    link: Link
+    memory: NodeMemory
+    relay: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        node = self.node
         self.ranks: list[Rank] = []
         self.failures: list[RankFailure] = []  # in the order in which they were noticed
         self.failed_at = math.inf  # monotonic: when the first was
-        self.memory = memory
-        self.left_parts = memory.begin(node)
+        self.left_parts = self.memory.begin(node)
         self.num_oom_kills = count_oom_kills()
         self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its
@@ -179,37 +175,26 @@ class _Ranks:
         try:
             with hide_main_module():
                 for local_rank in range(node.num_ranks):
-                    self._start(local_rank, listener if local_rank == 0 else None)
+                    self._start(local_rank)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, local_rank: int, listener: socket.socket | None) -> None:
+    def _start(self, local_rank: int) -> None:
         number = self.node.first_rank + local_rank
-        # One pipe per rank and direction: a process killed while it writes to a queue takes the
-        # queue's lock with it.
-        up, rank_up = Pipe(duplex=False)
-        rank_down, down = Pipe(duplex=False)
+        # A pipe per rank: a process killed while it writes to a queue takes the queue's lock with
+        # it.
+        pipe, end = Pipe()
         source = self.node.rank_away(number, -self.node.copy_distance)
         copies = self.memory.slots_of(source) if self.node.copy_distance else []
         memory = (self.memory.slots_of(number), copies, self.left_parts)
-        arguments = (
-            self.job,
-            self.node,
-            local_rank,
-            listener,
-            rank_up,
-            rank_down,
-            self.beats,
-            self.logs,
-            memory,
-        )
-        process = start_rank(self.job.program, run_rank, arguments, f"rank-{number}")
-        # Only the rank holds its ends now, so that either side sees the other's death as the end of
-        # a pipe.
-        rank_up.close()
-        rank_down.close()
-        self.ranks.append(Rank(number, process, up, down, LogTail(rank_log(self.logs, number))))
+        listener = self.listener if local_rank == 0 else None
+        arguments = (self.job, self.node, local_rank, listener, end, end, self.beats, self.logs)
+        process = start_rank(self.job.program, run_rank, (*arguments, memory), f"rank-{number}")
+        # Only the rank holds it now, so that either side sees the other's death as the end of the
+        # pipe.
+        end.close()
+        self.ranks.append(Rank(number, process, pipe, LogTail(rank_log(self.logs, number))))
 
     def watch(self, prepared: Future[str] | None) -> None:
         """Pass data and events on until every rank has succeeded.
@@ -219,15 +204,15 @@ class _Ranks:
             TrainingStopped: the run was stopped.
         """
         has_data, stop = prepared is None, self.link.stop
-        while any(not rank.outcome or rank.is_running() for rank in self.ranks):
-            live = [rank for rank in self.ranks if not rank.up.closed or not rank.outcome]
-            pipes = [rank.up for rank in live if not rank.up.closed]
+        while any(not rank.outcome or rank.process.is_alive() for rank in self.ranks):
+            live = [rank for rank in self.ranks if not rank.pipe.closed or not rank.outcome]
+            pipes = [rank.pipe for rank in live if not rank.pipe.closed]
             ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
                 has_exited = rank.process.exitcode is not None
-                if not rank.up.closed and (has_exited or rank.up in ready):
+                if not rank.pipe.closed and (has_exited or rank.pipe in ready):
                     self._read(rank)
                 if has_exited:
                     self._note_death(rank)
@@ -282,17 +267,16 @@ class _Ranks:
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
         for rank in self.ranks:
-            rank.begin_to_kill()
+            rank.kill_group()
+            if rank.process.is_alive():
+                rank.process.kill()
         for rank in self.ranks:
             rank.process.join()
-            rank.up.close()
-            rank.down.close()
+            rank.pipe.close()
         # A loader process of a rank that died before it is no child of this process, so it cannot
         # be joined.
         deadline = time.monotonic() + DEATH_GRACE
-        while (
-            any(_has_group(rank.process.pid) for rank in self.ranks) and time.monotonic() < deadline
-        ):
+        while any(rank.kill_group(0) for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL / 10)
         for rank in self.ranks:
             with contextlib.suppress(ValueError):  # it hangs in the kernel
@@ -303,28 +287,27 @@ class _Ranks:
     def _read(self, rank: Rank) -> None:
         """Take in the messages of `rank`."""
         try:
-            while rank.up.poll():
-                kind, *values = rank.up.recv()
-                if kind == "event":
-                    self.link.emit(events.from_dict(values[0]))
-                    continue
-                if kind in ("collectives", "device"):
-                    setattr(rank, "groups" if kind == "collectives" else "device", values[0])
-                    continue
-                if kind == "part":
-                    self.memory.take(**values[0])
-                    continue
-                if kind == "resumed":
-                    self.memory.keep_only(*values)
-                    continue
-                rank.outcome = kind
-                if kind == "error":
-                    self._note_error(rank, *values)
+            while rank.pipe.poll():
+                match rank.pipe.recv():
+                    case ("event", event):
+                        self.link.emit(events.from_dict(event))
+                    case ("collectives", groups):
+                        rank.groups = groups
+                    case ("device", device):
+                        rank.device = device
+                    case ("part", part):
+                        self.memory.take(**part)
+                    case ("resumed", attempt, turn):
+                        self.memory.keep_only(attempt, turn)
+                    case (outcome, *error):
+                        rank.outcome = outcome
+                        if error:
+                            self._note_error(rank, *error)
         except (EOFError, OSError):
             deadline = time.monotonic() + DEATH_GRACE
             while rank.process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(POLL_INTERVAL / 10)
-            rank.up.close()
+            rank.pipe.close()
             if rank.process.exitcode is not None or not self.job.program.may_exit:
                 # else it has become another program, whose exit code tells how it ended
                 self._note_death(rank)
@@ -349,7 +332,7 @@ class _Ranks:
         self.failures.append(failure)
 
     def _note_death(self, rank: Rank) -> None:
-        rank.up.close()
+        rank.pipe.close()
         if rank.outcome:
             return
         if rank.process.exitcode == 0 and self.job.program.may_exit:
@@ -453,7 +436,7 @@ class _Ranks:
     def _inspect(self) -> Iterator[tuple[StalledRank, str]]:
         """Yield each rank with its collectives and the stacks of all its threads."""
         now = time.monotonic()
-        halted = {rank.number: how for rank in self.ranks if (how := _how_halted(rank))}
+        halted = {rank.number: how for rank in self.ranks if (how := rank.how_halted())}
         asked = [
             rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted
         ]
@@ -467,7 +450,7 @@ class _Ranks:
                     if not size and rank.process.is_alive() and rank.process.pid is not None:
                         os.kill(rank.process.pid, signal.SIGUSR1)  # no thread of it can answer
             for rank in self.ranks:
-                if not rank.up.closed:
+                if not rank.pipe.closed:
                     self._read(rank)
             # A stack that does not grow any more is whole: on a busy machine it is written line by
             # line for a while.
@@ -536,14 +519,6 @@ class _Ranks:
                 self.relay(f"{prefix}{line}")
 
 
-def _how_halted(rank: Rank) -> str:
-    """Return how something outside keeps the rank from running; "" if nothing does."""
-    what = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}.get(
-        process_state(rank.process.pid), ""
-    )
-    return f"rank {rank.number} is {what}" if what else ""
-
-
 def _remove_semaphores(prefix: str) -> None:
     """Remove the named semaphores that killed processes have left. Else they stay until this
     process ends.
@@ -556,17 +531,3 @@ def _remove_semaphores(prefix: str) -> None:
         # know the semaphore of a rank that was killed before it registered it.
         resource_tracker.register(name, "semaphore")
         resource_tracker.unregister(name, "semaphore")
-
-
-def _has_group(leader: int | None) -> bool:
-    """Return whether a process of the group of `leader`, which has exited, is left."""
-    if leader is None:
-        return False
-    try:
-        os.killpg(leader, 0)
-    except (
-        ProcessLookupError,
-        PermissionError,
-    ):  # the latter: the number belongs to a process of another user now
-        return False
-    return True

@@ -166,10 +166,7 @@ class DaskPlace:
                 return workers
             if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
                 break
-            # At first they are only about to be idle again. A smaller size is enough as soon as
-            # `patience` is over.
-            pause = min(ROLL_CALL_INTERVAL, 0.1 + waited)
-            time.sleep(min(pause, patience - waited) if waited < patience else pause)
+            time.sleep(min(ROLL_CALL_INTERVAL, 0.1 + waited))  # at first they are about to be idle
         message = (
             f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
             f"{waited:.0f} s"
