@@ -111,19 +111,6 @@ def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_pa
     assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
 
 
-def test_ranks_are_forked_with_the_client_of_their_store():
-    """Which each of them would import for itself, in 0.3 s, at each restart."""
-    started = []
-
-    class Noting(OwnPlace):
-        def start(self, job, num_restarts):
-            started.append(job.program.slow_imports)
-            super().start(job, num_restarts)
-
-    train(Noting(), "memory://ranks/run", Program("minimum", b"", slow_imports=("torch",)))
-    assert started == [("torch", "fsspec.implementations.memory")]
-
-
 @pytest.mark.parametrize(
     "steps",
     [(0,), (0, 0), (7,), (7, 7), (7, 8, 9), (NUM_STEPS - 1,)],
@@ -366,12 +353,7 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(
         ((3,), False),
         ((3,), True),
     ]
-    tokens = [job.owner.rpartition("-") for job in script.jobs]
-    assert [(run == tokens[0][0], number) for run, _, number in tokens] == [
-        (True, "1"),
-        (True, "2"),
-        (True, "3"),
-    ]
+    assert [job.owner.rpartition("-")[2] for job in script.jobs] == ["1", "2", "3"]
 
 
 def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():

@@ -16,7 +16,7 @@ from flyte_ddp.errors import (
     ConfigError,
 )
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch.dask import calls, growth, place, roll_call
+from flyte_ddp.launch.dask import growth, place
 from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.programs import recipe_program
 from tests.support.dask_runs import (
@@ -110,17 +110,9 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
         return_timeout=1,
         start_timeout=60,
     )
-    stopped, asked_briefly = [], []
-
-    def note_call(client, addresses, *arguments, **options):
-        if options.get("timeout", 60) < 1:
-            asked_briefly.extend(addresses)
-        return calls.call_workers(client, addresses, *arguments, **options)
-
-    monkeypatch.setattr(roll_call, "call_workers", note_call)
+    stopped = []
 
     def fall_silent():
-        assert not asked_briefly
         stopped.extend(
             [psutil.Process(silent.pid), *psutil.Process(silent.pid).children(recursive=True)]
         )
@@ -133,8 +125,6 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
         )
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
-        # the silent one: each look at the workers would wait 5 s for it
-        assert len(set(asked_briefly)) == 1
         for process in stopped:
             process.resume()
         assert eventually(lambda: not ranks_below(silent.pid))

@@ -61,33 +61,19 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
         "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
         "'w'); time.sleep(600)"
     )
-    others = []
-    for _ in range(2):
-        others.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, tmp_path],
-                cwd=REPOSITORY,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    killed, living = (Path(each.stdout.readline().strip()) for each in others)
-    mine = tmp_path / "ranks-mine"
-    mine.mkdir()
-    others[0].kill()
-    others[0].wait()
-    assert killed.is_dir()
-    with own_directory("ranks-", str(tmp_path)) as directory:
-        assert not killed.exists()
-        assert living.is_dir()
-        assert Path(directory).stat().st_mode & 0o777 == 0o700
-    others[1].kill()
-    others[1].wait()
+    (tmp_path / "ranks-mine").mkdir()  # whose owner is not known
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as other:
+        theirs = Path(other.stdout.readline().strip())
+        with own_directory("ranks-", str(tmp_path)) as directory:
+            assert theirs.is_dir()
+            assert Path(directory).stat().st_mode & 0o777 == 0o700
+        other.kill()
+    assert theirs.is_dir()
     with own_directory("ranks-", str(tmp_path)):
-        pass
-    assert list(tmp_path.iterdir()) == [mine]  # whose owner is not known
-    for each in others:
-        each.stdout.close()
+        assert not theirs.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["ranks-mine"]
 
 
 def test_a_forked_process_leaves_its_parents_directory(tmp_path):

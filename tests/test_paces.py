@@ -83,118 +83,98 @@ def test_a_slow_rank_of_a_function_that_only_reports_is_named(short, caplog):
 # The comparison, on a clock of the test's own
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
+EVEN, SLOW, SLOW_LOADING = [0.1, 0.1, 0.2], [0.1, 0.2, 0.4], [0.3, 0.1, 0.2]
+TWICE, A100, H200 = [2 * each for each in EVEN], "A100 (cuda:{})", "H200 (cuda:{})"
+
+
+class Gang:
+    """Ranks that train for a while, with their own seconds per step and phase; what a step takes
+    besides is the longest of them, or `pace`.
+    """
+
+    def __init__(self, monkeypatch, devices, pace=0.0):
+        self.now, self.pace, self.found = 1000.0, pace, []
+        self.rows = [
+            {"rank": rank, "num_steps": 0, "seconds": [0.0] * 3, "device": device.format(rank % 2)}
+            for rank, device in enumerate(devices)
+        ]
+        self.watch = PaceWatch(len(devices), self.found.append)
         monkeypatch.setattr(paces.time, "monotonic", lambda: self.now)
 
+    def train(self, seconds, *per_step):
+        pace = self.pace or max(map(sum, per_step))
+        for _ in range(seconds):
+            self.now += 1
+            steps = int(self.now / pace) - int((self.now - 1) / pace)
+            for row, phases in zip(self.rows, per_step, strict=True):
+                row["num_steps"] += steps
+                row["seconds"] = [
+                    before + steps * more
+                    for before, more in zip(row["seconds"], phases, strict=True)
+                ]
+            self.watch.note("", self.rows, self.rows[0]["num_steps"])
 
-def drive(watch, clock, seconds, per_step, devices=(), pace_of_gang=0.0):
-    """Let ranks with these seconds per step and phase train for a while; what a step takes else is
-    the longest.
-    """
-    totals = {rank: [0, [0.0] * 3] for rank in range(len(per_step))}
-    if watch._latest:
-        totals = {
-            rank: [pace.num_steps, list(pace.seconds)] for rank, pace in watch._latest.items()
-        }
-    pace_of_gang = pace_of_gang or max(map(sum, per_step))
-    for _ in range(int(seconds)):
-        clock.now += 1
-        steps = int(clock.now / pace_of_gang) - int((clock.now - 1) / pace_of_gang)
-        rows = []
-        for rank, each in enumerate(per_step):
-            totals[rank][0] += steps
-            totals[rank][1] = [
-                before + steps * more for before, more in zip(totals[rank][1], each, strict=True)
-            ]
-            device = devices[rank] if devices else ""
-            rows.append(
-                {
-                    "rank": rank,
-                    "num_steps": totals[rank][0],
-                    "seconds": totals[rank][1],
-                    "device": device,
-                }
-            )
-        watch.note("", rows, totals[0][0])
-
-
-EVEN, SLOW, SLOW_LOADING = [0.1, 0.1, 0.2], [0.1, 0.2, 0.4], [0.3, 0.1, 0.2]
-
-
-def new_watch(monkeypatch, num_ranks=2):
-    found = []
-    return PaceWatch(num_ranks, found.append), Clock(monkeypatch), found
-
-
-def named(found):
-    return [[(each.rank, each.phase) for each in event.stragglers] for event in found]
+    @property
+    def named(self):
+        return [[(each.rank, each.phase) for each in event.stragglers] for event in self.found]
 
 
 def test_a_rank_is_named_after_a_minute_and_again_only_when_it_changes(monkeypatch, caplog):
-    watch, clock, found = new_watch(monkeypatch)
-    drive(watch, clock, 48, [EVEN, SLOW])
-    assert found == []
-    drive(watch, clock, 10, [EVEN, SLOW])
-    assert named(found) == [[(1, "backward")]]
-    drive(watch, clock, 600, [EVEN, SLOW])
-    drive(watch, clock, 30, [EVEN, EVEN])  # not for a minute
-    drive(watch, clock, 300, [EVEN, SLOW])
-    assert len(found) == 1
-    drive(watch, clock, 200, [EVEN, SLOW_LOADING])
-    assert named(found[1:]) == [[(1, "data")]]
-    drive(watch, clock, 200, [EVEN, EVEN])
-    assert named(found[2:]) == [[]]
+    gang = Gang(monkeypatch, ["", ""])
+    gang.train(48, EVEN, SLOW)
+    assert gang.named == []
+    gang.train(10, EVEN, SLOW)
+    assert gang.named == [[(1, "backward")]]
+    for seconds, rank_1 in ((600, SLOW), (30, EVEN), (300, SLOW)):  # even, but not for a minute
+        gang.train(seconds, EVEN, rank_1)
+    assert len(gang.found) == 1
+    gang.train(200, EVEN, SLOW_LOADING)
+    assert gang.named[1:] == [[(1, "data")]]
+    gang.train(200, EVEN, EVEN)
+    assert gang.named[2:] == [[]]
     assert caplog.messages[-1] == "rank 1 is no longer slower than the others"
-    drive(watch, clock, 200, [SLOW, EVEN])
-    assert named(found[3:]) == [[(0, "backward")]]
-    assert RunState.of(found).stragglers == found
+    gang.train(200, SLOW, EVEN)
+    assert gang.named[3:] == [[(0, "backward")]]
+    assert RunState.of(gang.found).stragglers == gang.found
 
 
 @pytest.mark.parametrize(
-    "per_step",
+    ("per_step", "devices", "pace", "named"),
     [
-        [EVEN] * 4,
-        [EVEN, [0.1, 0.1, 0.3]],  # 1.25 x in all, but half as long again in a phase: named
-        [EVEN, [0.11, 0.11, 0.24]],
-        [[0.001, 0.1, 0.2], [0.01, 0.1, 0.2]],  # 10 x the other's, of a phase that is short
-        [[0.0, 0.1, 0.2], [0.0, 0.1, 0.2]],
+        ([EVEN] * 4, [""] * 4, 0, []),
+        # 1.25 x in all, but half as long again in a phase
+        ([EVEN, [0.1, 0.1, 0.3]], ["", ""], 0, [(1, "backward")]),
+        ([EVEN, [0.11, 0.11, 0.24]], ["", ""], 0, []),
+        # 10 x the other's, of a phase that is short
+        ([[0.001, 0.1, 0.2], [0.01, 0.1, 0.2]], ["", ""], 0, []),
+        ([[0.0, 0.1, 0.2], [0.0, 0.1, 0.2]], ["", ""], 0, []),
+        # steps that are longer than a window
+        ([[10.0, 10.0, 5.0], [10.0, 10.0, 20.0]], ["", ""], 0, [(1, "backward")]),
+        # with others of their kind of GPU alone
+        ([TWICE, TWICE, EVEN, EVEN], [A100, A100, H200, H200], 0, []),
+        ([TWICE, TWICE, EVEN, SLOW], [A100, A100, H200, H200], 0, [(3, "backward")]),
+        # where passes are not measured, because ranks wait in them: 6 ms of half a second
+        ([[0.002, 0, 0], [0.008, 0, 0]], ["", ""], 0.5, []),
+        ([[0.002, 0, 0], [0.1, 0, 0]], ["", ""], 0.5, [(1, "data")]),
     ],
 )
-def test_small_differences_are_not_named(monkeypatch, per_step):
-    watch, clock, found = new_watch(monkeypatch, len(per_step))
-    drive(watch, clock, 400, per_step)
-    assert named(found) == ([[(1, "backward")]] if per_step[1] == [0.1, 0.1, 0.3] else [])
+def test_what_counts_as_slow(monkeypatch, per_step, devices, pace, named):
+    gang = Gang(monkeypatch, devices, pace)
+    gang.train(600, *per_step)
+    assert gang.named == ([named] if named else [])
 
 
 def test_a_pause_of_all_ranks_and_one_of_one_rank_are_not_named(monkeypatch):
     """Such as an evaluation, or a checkpoint that rank 0 writes."""
-    watch, clock, found = new_watch(monkeypatch)
+    gang = Gang(monkeypatch, ["", ""])
     for _ in range(10):
-        drive(watch, clock, 30, [EVEN, EVEN])
-        clock.now += 50
-        drive(watch, clock, 20, [EVEN, SLOW_LOADING])
-    assert found == []
+        gang.train(30, EVEN, EVEN)
+        gang.now += 50
+        gang.train(20, EVEN, SLOW_LOADING)
+    assert gang.found == []
 
 
-def test_steps_that_are_longer_than_a_window_are_compared_too(monkeypatch):
-    watch, clock, found = new_watch(monkeypatch)
-    drive(watch, clock, 600, [[10.0, 10.0, 5.0], [10.0, 10.0, 20.0]])
-    assert named(found) == [[(1, "backward")]]
-
-
-def test_ranks_are_compared_with_those_on_the_same_kind_of_gpu(monkeypatch):
-    watch, clock, found = new_watch(monkeypatch, 4)
-    kinds = ["A100 (cuda:0)", "A100 (cuda:1)", "H200 (cuda:0)", "H200 (cuda:1)"]
-    twice = [2 * each for each in EVEN]
-    drive(watch, clock, 200, [twice, twice, EVEN, EVEN], kinds)
-    assert found == []
-    drive(watch, clock, 200, [twice, twice, EVEN, SLOW], kinds)
-    assert named(found) == [[(3, "backward")]]
-
-
-def test_a_phase_with_waits_in_it_is_not_compared(monkeypatch):
+def test_a_phase_with_waits_in_it_is_not_published(monkeypatch):
     """Such as a compiled backward pass: the faster rank waits in it for the other one, as if it was
     slow there.
     """
@@ -211,11 +191,6 @@ def test_a_phase_with_waits_in_it_is_not_compared(monkeypatch):
     assert min(published[0][:BACKWARD]) > 0
     assert published[0][BACKWARD] == 0
     assert pace.seconds[BACKWARD] > 0
-    watch, clock, found = new_watch(monkeypatch)
-    drive(watch, clock, 200, [[0.002, 0, 0], [0.008, 0, 0]], pace_of_gang=0.5)
-    assert found == [], "6 ms of half a second"
-    drive(watch, clock, 200, [[0.002, 0, 0], [0.1, 0, 0]], pace_of_gang=0.5)
-    assert named(found) == [[(1, "data")]]
 
 
 class Event:

@@ -80,7 +80,7 @@ def left(failure, step=5, resumed=0):
         (left(DENIED), {}, {}, ITSELF),
         (left(AWAY), {}, {}, WAIT),
         (left(AWAY, 5, 5), {"previous": after(AWAY, 5, 5)}, {}, STORE),
-        (left(OOM_POD, 8, 5), {"previous": after(OOM, 7, 5)}, {}, FINAL_OOM),
+        (left(OOM_POD, 8, 5), {"oom_step": 5}, {}, FINAL_OOM),
         (left(GPU_FULL), {}, {"can_shrink": True}, SHRINK),
         # Restarts while there are any
         (after(KILLED), {}, {"max_restarts": 1}, RESTART),
@@ -140,22 +140,8 @@ def left(failure, step=5, resumed=0):
         # Out of memory: once is a failure like others, twice without progress is the user's
         (after(OOM), {}, {"max_restarts": 1}, RESTART),
         (after(OOM), {}, {}, ITSELF),
-        (after(OOM, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
-        (after(OOM_POD, 8, 5), {"previous": after(OOM, 7, 5)}, {"max_restarts": 16}, FINAL_OOM),
-        (
-            after(OOM_POD, 7, -1),
-            {"previous": after(OOM_POD, 7, -1)},
-            {"max_restarts": 16},
-            FINAL_OOM,
-        ),
-        # it got further
-        (after(OOM, 12, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, RESTART),
-        # and reports no steps
-        (after(OOM, 0, 8), {"previous": after(OOM, 0, 4)}, {"max_restarts": 16}, RESTART),
-        # the same step again
-        (after(OOM, 7, 6), {"previous": after(OOM, 7, 0)}, {"max_restarts": 16}, FINAL_OOM),
+        (after(OOM_POD, 7, -1), {"oom_step": -1}, {"max_restarts": 16}, FINAL_OOM),
         (after(OOM, 8, 5), {"previous": after(KILLED, 7, 5)}, {"max_restarts": 16}, RESTART),
-        # also if another process drove the attempt before it
         (after(OOM, 8, 5), {"oom_step": 5}, {"max_restarts": 16}, FINAL_OOM),
         (after(OOM, 8, 6), {"oom_step": 5}, {"max_restarts": 16}, RESTART),
         (after(OOM, 8, 0), {"oom_step": 0}, {}, FINAL_OOM),

@@ -27,6 +27,7 @@ from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.observers.reports.drawing import INK, PALETTE
 from flyte_ddp.recipes.prepare import NOTE
+from flyte_ddp.storage import Storage
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
@@ -405,7 +406,7 @@ def worker(name, host="10.0.0.1", gpus=(), is_busy=False):
 
 
 def test_a_worker_belongs_to_one_run_at_a_time(tmp_path):
-    pool = Pool(str(tmp_path))
+    pool = Pool(None)
     workers = [worker("0"), worker("1", is_busy=True), worker("2", "10.0.0.2")]
 
     (first,) = pool.claim("a", workers, 0)
@@ -421,7 +422,7 @@ def test_a_worker_belongs_to_one_run_at_a_time(tmp_path):
 
 
 def test_runs_share_the_cores_and_the_gpus_of_a_host(tmp_path):
-    pool = Pool(str(tmp_path))
+    pool = Pool(None)
     workers = [worker(str(number), gpus=("0", "1", "2")) for number in range(4)]
     workers.append(worker("4", "10.0.0.2", ("0",)))
 
@@ -439,11 +440,11 @@ def test_the_copy_of_the_data_is_shared_by_all_runs_and_removed_at_the_end(tmp_p
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / NOTE).write_text(json.dumps({"fingerprint": "1"}))
     monkeypatch.setattr(data, "call_workers", lambda client, *arguments: {"w": False})
-    shared = Pool(str(tmp_path / "store")).data
+    shared = data.SharedData(Storage(str(tmp_path / "store")))
     with ThreadPoolExecutor() as threads:
         node = SimpleNamespace(address="w")
         locate = lambda run: shared.locate(None, str(tmp_path / "prepared"), [node])  # noqa: E731
-        assert list(threads.map(locate, range(3))) == [(set(), "data-1.zip")] * 3
+        assert list(threads.map(locate, range(3))) == [set()] * 3
     assert [file.name for file in (tmp_path / "store").iterdir()] == ["data-1.zip"]
     shared.close()
     assert not list((tmp_path / "store").iterdir())

@@ -115,20 +115,22 @@ class Attempt:
     stop: StopRequest
     shows_nodes: bool = False  # a line of a rank's begins with its node
 
+    larger: int = 0  # nodes of the gang that follows this one
+    step: int = 0  # that the gang has reached
+    progress_at: float = field(default_factory=time.monotonic)  # when it did
+    is_killed: bool = False
+    has_stalled: bool = False  # its ranks wait for one another, and were ordered to end
+    # in the order in which they were noticed
+    failures: list[RankFailure | NodeLost] = field(default_factory=list)
+    failed_at: float = float("inf")  # monotonic: when the first was
+    # The node that has each part of the states that are in memory when it has ended.
+    _parts: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+    # Ranks that have ended, of which the nodes were asked whether the others wait for them.
+    _left: list[int] = field(default_factory=list)
+    # where ranks lost a peer in a collective, by their numbers
+    _lost_peers: dict[int, str] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
-        self.larger = 0  # nodes of the gang that follows this one
-        self.step = 0  # that the gang has reached
-        self.progress_at = time.monotonic()  # when it did
-        # The node that has each part of the states that are in memory when it has ended.
-        self._parts: dict[tuple[int, ...], dict[int, int]] = {}
-        self.is_killed = False
-        # Ranks that have ended, of which the nodes were asked whether the others wait for them.
-        self._left: list[int] = []
-        # where ranks lost a peer in a collective, by their numbers
-        self._lost_peers: dict[int, str] = {}
-        self.has_stalled = False  # its ranks wait for one another, and were ordered to end
-        self.failures: list[RankFailure | NodeLost] = []  # in the order in which they were noticed
-        self.failed_at = float("inf")  # monotonic: when the first was
         self.paces = PaceWatch(self.nodes.world_size, self.emit)
 
     def train(self, job: Job, num_restarts: int) -> bool:

@@ -210,6 +210,7 @@ class _Driver:
     num_attempts: int = 0
     num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
     previous: Ended | None = None  # the last attempt that failed
+    oom_step: int | None = None  # see `_oom_step`
 
     def look_back(self, failure: RankFailure) -> None:
         """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
@@ -382,28 +383,27 @@ class _Driver:
         """Return the step from which the last attempt that ran out of memory had started, whatever
         process drove it.
         """
-        if not self.run.storage:
-            return None
         with contextlib.suppress(FileNotFoundError, StorageUnavailable):
-            return int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
-        return None
+            if self.oom_step is None and self.run.storage:
+                self.oom_step = int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
+        return self.oom_step
 
     def _note_oom(self, resumed_step: int, is_over: bool) -> None:
         """Note a lack of memory for the next attempt of the run; forget it for another run, which
         differs somehow.
         """
-        if not self.run.storage:
-            return
+        self.oom_step = resumed_step
         with contextlib.suppress(StorageUnavailable):
-            if is_over:
+            if self.run.storage and is_over:
                 self._notes().delete(OOM_NOTE)
-            else:
+            elif self.run.storage:
                 self._notes().write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
 
     def _notes(self) -> Storage:
         return Storage(self.run.job.checkpoints, timeout=0)
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Passes events to listeners, in a thread, so that a slow one delays neither the run nor its
     rescue.
@@ -416,13 +416,14 @@ class Dispatcher:
     Deck finds its task.
     """
 
-    def __init__(self, listeners: Sequence[events.Listener]) -> None:
-        self._listeners = list(listeners)
-        self._queue: queue.SimpleQueue[events.Event | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        context = contextvars.copy_context()
+    listeners: Sequence[events.Listener]
+    _queue: queue.SimpleQueue[events.Event | None] = field(default_factory=queue.SimpleQueue)
+    _error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        run = contextvars.copy_context().run
         self._thread = threading.Thread(
-            target=context.run, args=(self._deliver,), name="listeners", daemon=True
+            target=run, args=(self._deliver,), name="listeners", daemon=True
         )
 
     def emit(self, event: events.Event) -> None:
@@ -448,7 +449,7 @@ class Dispatcher:
             )
 
     def _deliver(self) -> None:
-        active = list(self._listeners)
+        active = list(self.listeners)
         while (event := self._queue.get()) is not None:
             with log_failures(f"event {type(event).__name__}"):
                 event = _redact(event)
@@ -458,7 +459,7 @@ class Dispatcher:
                     except BaseException as error:
                         _log("%s failed and receives no more events of this run", listener, error)
                         active.remove(listener)
-        for listener in self._listeners:
+        for listener in self.listeners:
             try:
                 listener.close(self._error)
             except BaseException as error:

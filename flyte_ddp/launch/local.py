@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import ConfigError
@@ -89,23 +89,25 @@ class LocalPlace:
         self.memory.close()
 
 
+@dataclass(eq=False)
 class LocalNodes(Nodes):
     """The driver's machine in one attempt, which never announces that it leaves: its driver is
     stopped. Its ranks are supervised in a thread.
     """
 
-    def __init__(self, place: LocalPlace, run: Run) -> None:
-        self.nodes = [Node()]
-        self.world_size = place.num_processes
-        self._place = place
-        self._run = run
-        self._arrivals: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    place: LocalPlace
+    run: Run
+    nodes: list[Node] = field(default_factory=lambda: [Node()])
+    _arrivals: queue.SimpleQueue[tuple[Any, ...]] = field(default_factory=queue.SimpleQueue)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.world_size = self.place.num_processes
         self._link = Link(self._arrivals.put)
-        self._stack = contextlib.ExitStack()
-        self._thread: threading.Thread | None = None
 
     def start(self, job: Job, num_restarts: int) -> None:
-        place = self._place
+        place = self.place
         listener = self._stack.enter_context(listening_socket(LOOPBACK, place.port))
         ranks = NodeRanks(
             first_rank=0,
@@ -116,11 +118,11 @@ class LocalNodes(Nodes):
             interface="lo0" if sys.platform == "darwin" else "lo",
             use_gpus=num_gpus() > 0,
             num_threads=max(1, num_cores() // place.num_processes),
-            run_id=self._run.name,
+            run_id=self.run.name,
             num_restarts=num_restarts,
             max_restarts=place.max_restarts,
         )
-        data = self._run.prepared.result if self._run.prepared else None
+        data = self.run.prepared.result if self.run.prepared else None
         arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
         context = contextvars.copy_context()
         self._thread = threading.Thread(

@@ -58,27 +58,24 @@ class Beat:
         return self.is_writing, self.is_stoppable, self.ended
 
 
+@dataclass(eq=False)
 class Link:
-    """An attempt's link to its driver.
+    """An attempt's link to its driver."""
 
-    Args:
-        put: passes a message on. Called from any thread, one call at a time.
-    """
-
-    def __init__(self, put: Callable[[tuple[Any, ...]], None]) -> None:
-        self.stop = StopRequest()
-        self.is_killed = False  # ordered to end at once, or left alone
-        self.beat = Beat()
-        self.leaves_at = float("inf")  # monotonic: when this machine is gone
-        # seconds for which the gang stands still, as the driver has noticed
-        self.stalled_for: float | None = None
-        # ranks that have ended, for which the others wait, as the driver has noticed
-        self.left: tuple[int, ...] = ()
-        self._put = put
-        self._previous: tuple[Any, ...] = ()  # command
-        self._lines: list[str] = []
-        self._lock = threading.Lock()
-        self.is_over = threading.Event()
+    # passes a message on; called from any thread, one call at a time
+    put: Callable[[tuple[Any, ...]], None]
+    stop: StopRequest = field(default_factory=StopRequest)
+    is_killed: bool = False  # ordered to end at once, or left alone
+    beat: Beat = field(default_factory=Beat)
+    leaves_at: float = float("inf")  # monotonic: when this machine is gone
+    # seconds for which the gang stands still, as the driver has noticed
+    stalled_for: float | None = None
+    # ranks that have ended, for which the others wait, as the driver has noticed
+    left: tuple[int, ...] = ()
+    is_over: threading.Event = field(default_factory=threading.Event)
+    _previous: tuple[Any, ...] = ()  # command
+    _lines: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def obey(self, *command: Any) -> None:
         """Do what a command says, which may be repeated. After the end of the attempt, do
@@ -112,7 +109,7 @@ class Link:
             if not self.is_over.is_set():
                 if kind == "end":
                     self.is_over.set()
-                self._put((kind, *values))
+                self.put((kind, *values))
 
     def emit(self, event: events.Event) -> None:
         self.send_lines()

@@ -121,7 +121,8 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]
         return Next.RAISE
     if previous is not None and _repeats_crash(ended, previous):
         return ProgramError
-    if ended.is_out_of_memory and _repeats_lack_of_memory(ended, before):
+    is_again = before.oom_step is not None and ended.resumed_step <= before.oom_step
+    if ended.is_out_of_memory and is_again:  # nothing was saved since then
         return OutOfMemory
     if ended.is_announced:  # what fails while a node leaves fails because of that
         return Next.MOVE
@@ -160,13 +161,3 @@ def _repeats_crash(ended: Ended, previous: Ended) -> bool:
     is_same = previous.cause == ended.cause and len(places) == 1 and any(places)
     has_progress = ended.got_further_than(previous) or ended.step > previous.step
     return is_same and ended.cause in CRASHES and not has_progress
-
-
-def _repeats_lack_of_memory(ended: Ended, before: Before) -> bool:
-    # nothing was saved since then
-    if before.oom_step is not None and ended.resumed_step <= before.oom_step:
-        return True
-    previous = before.previous
-    return (
-        previous is not None and previous.is_out_of_memory and not ended.got_further_than(previous)
-    )

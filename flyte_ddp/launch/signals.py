@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.config.fields import finite_number
@@ -24,20 +25,18 @@ LOOP_TIMEOUT = 2.0  # seconds for a loop of asyncio to call a function in
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StopRequest:
     """A request, possibly repeated, to end a run early. Set from a signal handler or another
     thread.
-
-    Args:
-        grace: seconds from the request until the run is killed; by default as long as this process
-            has after SIGTERM.
     """
 
-    def __init__(self, grace: float | None = None) -> None:
-        self.grace = stop_grace() if grace is None else grace
-        self.reason = ""
-        self.num_requests = 0
-        self.deadline = float("inf")  # monotonic; the run is killed then if it has not ended
+    # seconds from the request until the run is killed; by default as long as this process has after
+    # SIGTERM
+    grace: float = field(default_factory=stop_grace)
+    reason: str = ""
+    num_requests: int = 0
+    deadline: float = float("inf")  # monotonic; the run is killed then if it has not ended
 
     def set(self, reason: str) -> None:
         """Request the end of the run. The second request is urgent."""
@@ -82,7 +81,7 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     main thread. Beside it, as in a task of Flyte 2, the asyncio loop that runs there sets them.
     Without one no signal reaches the run, which a line says.
     """
-    stop = StopRequest(grace)
+    stop = StopRequest() if grace is None else StopRequest(grace)
     numbers = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)

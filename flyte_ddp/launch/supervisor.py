@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
@@ -151,15 +151,16 @@ class _Ranks:
     link: Link
     memory: NodeMemory
     relay: Callable[[str], None]
+    ranks: list[Rank] = field(default_factory=list)
+    # in the order in which they were noticed
+    failures: list[RankFailure] = field(default_factory=list)
+    failed_at: float = math.inf  # monotonic: when the first was
+    sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
 
     def __post_init__(self) -> None:
         node = self.node
-        self.ranks: list[Rank] = []
-        self.failures: list[RankFailure] = []  # in the order in which they were noticed
-        self.failed_at = math.inf  # monotonic: when the first was
         self.left_parts = self.memory.begin(node)
         self.num_oom_kills = count_oom_kills()
-        self.sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
         # Two numbers per local rank: the time of its last progress, 0 before the first, and its
         # step. Then one per local rank: not 0 when its function has ended. One more: since when it
         # waits for other ranks, or 0. Then its steps and the seconds of their phases. After all
@@ -205,9 +206,13 @@ class _Ranks:
         """
         has_data, stop = prepared is None, self.link.stop
         while any(not rank.outcome or rank.process.is_alive() for rank in self.ranks):
-            live = [rank for rank in self.ranks if not rank.pipe.closed or not rank.outcome]
-            pipes = [rank.pipe for rank in live if not rank.pipe.closed]
-            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], timeout=POLL_INTERVAL)
+            live = [
+                rank
+                for rank in self.ranks
+                if not rank.pipe.closed or not rank.outcome or rank.process.is_alive()
+            ]
+            ends = [rank.process.sentinel for rank in live]
+            ready = wait([rank.pipe for rank in live if not rank.pipe.closed] + ends, POLL_INTERVAL)
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
@@ -227,12 +232,11 @@ class _Ranks:
             self.link.note_beat(self._beat())
             if self.link.left and not self.failures and (left := self._describe_left()):
                 raise left
-            has_stalled = self.link.stalled_for is not None
-            if (
-                has_data
-                and not self.failures
-                and (has_stalled or self._silence() >= self.job.program.stall_timeout)
-            ):
+            has_stalled = (
+                self.link.stalled_for is not None
+                or self._silence() >= self.job.program.stall_timeout
+            )
+            if has_stalled and has_data and not self.failures:
                 raise self._describe_stall()
             if stop.is_set() and not has_data:
                 raise TrainingStopped(
@@ -248,20 +252,18 @@ class _Ranks:
                     # other ranks' ends, for which the driver ends these, may be due to it
                     raise self._error()
                 raise TrainingStopped(
-                    f"{stop.reason}: the ranks were killed {self._position()}", stop.reason
+                    f"{stop.reason}: the ranks were killed at step {self._step()}", stop.reason
                 )
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
                 for rank in self.ranks:
                     rank.tell("stop", int(stop.forwarded), stop.deadline - time.monotonic())
-            if not live and not self.failures:
-                time.sleep(POLL_INTERVAL / 10)  # every pipe has ended, the processes are about to
         self._relay_logs()
         if self.failures:
             raise self._error()
         if any(rank.outcome == "stopped" for rank in self.ranks):
             raise TrainingStopped(
-                f"{stop.reason}: the run was stopped {self._position()}", stop.reason
+                f"{stop.reason}: the run was stopped at step {self._step()}", stop.reason
             )
 
     def kill(self) -> None:
@@ -403,7 +405,7 @@ class _Ranks:
         if self.sent_deadline is None or cause.is_user_error:
             return cause
         stop = self.link.stop
-        text = f"{stop.reason}: the run was stopped {self._position()} ({first_line(cause)})"
+        text = f"{stop.reason}: the run was stopped at step {self._step()} ({first_line(cause)})"
         return TrainingStopped(text, stop.reason)
 
     def _silence(self) -> float:
@@ -441,22 +443,21 @@ class _Ranks:
             rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted
         ]
         for rank in asked:
+            rank.groups = None
             rank.tell("inspect")
-        sizes, before = [0], [-1]
         for look in range(NUM_STACK_LOOKS):
             time.sleep(STACK_SECONDS / NUM_STACK_LOOKS)
-            if look == NUM_STACK_LOOKS // 2:
-                for rank, size in zip(asked, sizes, strict=True):
-                    if not size and rank.process.is_alive() and rank.process.pid is not None:
-                        os.kill(rank.process.pid, signal.SIGUSR1)  # no thread of it can answer
             for rank in self.ranks:
                 if not rank.pipe.closed:
                     self._read(rank)
-            # A stack that does not grow any more is whole: on a busy machine it is written line by
-            # line for a while.
-            sizes, before = [len(self._stacks_of(rank)) for rank in asked], sizes
-            if all(sizes) and sizes == before and all(rank.groups is not None for rank in asked):
+            # They are sent when the stacks are written.
+            unanswered = [each for each in asked if each.groups is None]
+            if not unanswered:
                 break
+            if look == NUM_STACK_LOOKS // 2:
+                for rank in unanswered:
+                    if rank.process.is_alive() and not self._stacks_of(rank):
+                        os.kill(rank.process.pid or 0, signal.SIGUSR1)  # no thread of it can answer
         for index, rank in enumerate(self.ranks):
             stacks = self._stacks_of(rank)
             stacks = stacks or (
@@ -508,9 +509,6 @@ class _Ranks:
 
     def _step(self) -> int:
         return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
-
-    def _position(self) -> str:
-        return f"at step {self._step()}"
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import pickle
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -23,20 +24,20 @@ for module in (worker, leaving, devices):
     cloudpickle.register_pickle_by_value(module)
 
 
+@dataclass
 class ByValue:
     """An object of worker.py in a task, which arrives there as itself.
 
     Dask pickles a task's function and arguments by reference, whatever cloudpickle was told.
     """
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    value: Any
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._value(*arguments)
+        return self.value(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (cloudpickle.dumps(self._value),)
+        return pickle.loads, (cloudpickle.dumps(self.value),)
 
 
 def call_workers(

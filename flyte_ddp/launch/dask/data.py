@@ -43,23 +43,19 @@ class SharedData:
     archive: str = ""  # URL of the copy
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def locate(
-        self, client: Client, directory: str, nodes: Sequence[DaskNode]
-    ) -> tuple[set[str], str]:
-        """Return the addresses of the nodes that see `directory`, and the file name of the copy for
-        the others.
-
-        Uploads the copy if any node needs it.
+    def locate(self, client: Client, directory: str, nodes: Sequence[DaskNode]) -> set[str]:
+        """Return the addresses of the nodes that see `directory`. Uploads the copy for the
+        others.
         """
         note = Path(directory, NOTE)
         addresses = [node.address for node in nodes]
         answers = call_workers(client, addresses, worker.holds_file, str(note), note.read_bytes())
-        name = f"data-{describe_data(directory)['fingerprint'][:16]}.zip"
         sees_data = {address for address in addresses if answers[address] is True}
         with self._lock:
             if not self.archive and len(sees_data) < len(addresses):
-                self._upload(Path(directory), name)
-        return sees_data, name
+                fingerprint = describe_data(directory)["fingerprint"]
+                self._upload(Path(directory), f"data-{fingerprint[:16]}.zip")
+        return sees_data
 
     def close(self) -> None:
         """Delete the copy, or log one line that it is left behind. Does not raise."""

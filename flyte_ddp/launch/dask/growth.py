@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
@@ -39,15 +39,16 @@ class GrowthWatch:
     check_nodes: Callable[[Sequence[DaskNode]], None]
     not_before: float  # monotonic time before which the gang may not grow
 
+    # addresses of the workers of the next gang, once it is possible
+    members: frozenset[str] = frozenset()
+    # addresses of workers of the gang that the next one goes without
+    leaving: frozenset[str] = frozenset()
+    # when each idle worker was first seen, of those seen ever since
+    _first_seen: dict[str, float] = field(default_factory=dict)
+    _problem: str = ""  # the latest, to log each once
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
     def __post_init__(self) -> None:
-        # addresses of the workers of the next gang, once it is possible
-        self.members: frozenset[str] = frozenset()
-        # addresses of workers of the gang that the next one goes without
-        self.leaving: frozenset[str] = frozenset()
-        # when each idle worker was first seen, of those seen ever since
-        self._first_seen: dict[str, float] = {}
-        self._problem = ""  # the latest, to log each once
-        self._is_over = threading.Event()
         threading.Thread(target=self._run, name="growth", daemon=True).start()
 
     def replace(self, leaving: frozenset[str]) -> None:
@@ -101,10 +102,10 @@ class GrowthWatch:
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:
-            why = (
+            self.roll_call.mark_unfit(
+                each.address,
                 f"gpus_per_node: expected {self.config.gpus_per_node}, got {len(each.gpus)} on "
-                f"worker {each.name}"
+                f"worker {each.name}",
             )
-            self.roll_call.mark_unfit(each.address, why)
             return False
         return not each.is_busy

@@ -24,8 +24,6 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
 
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
 POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
-NO_CLIENTS = {"fire-and-forget"}  # what a scheduler has besides its clients
-IDLE_TIME = 2.0  # seconds without an attempt after which a scheduler that has to go closes
 
 
 async def announce_departures(dask_worker: Worker) -> None:
@@ -56,15 +54,13 @@ def _leave_scheduler(dask_scheduler: Scheduler) -> None:
 
 
 async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
-    seconds, busy_at = _time_to_leave(), time.monotonic()
-    leaves_at = busy_at + seconds
+    seconds = _time_to_leave()
+    leaves_at = time.monotonic() + seconds
     call = {"function": cloudpickle.dumps(_announce), "args": cloudpickle.dumps((seconds,))}
     await dask_scheduler.broadcast(msg={"op": "run", **call}, on_error="ignore")
-    while (now := time.monotonic()) < leaves_at:
-        if any(each.processing for each in dask_scheduler.workers.values()):
-            busy_at = now
-        elif now > busy_at + IDLE_TIME or not dask_scheduler.clients.keys() - NO_CLIENTS:
-            break
+    while time.monotonic() < leaves_at and any(
+        each.processing for each in dask_scheduler.workers.values()
+    ):
         await asyncio.sleep(POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGTERM)  # the second one, for Dask's own handler
 

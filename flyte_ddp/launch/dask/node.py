@@ -57,7 +57,6 @@ class NodeJob:
     storage: dict[str, str] = field(repr=False)
     data: str  # directory of the prepared data if this machine has it
     data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
-    data_name: str  # of the unpacked copy, which later attempts find again
     prints_lines: bool  # print the ranks' output into the worker's own log as well
     # seconds for which the next attempt may wait for nodes, while this one keeps its memory
     start_timeout: float = 0.0
@@ -212,7 +211,7 @@ def local_data(node_job: NodeJob, directory: Path) -> str:
     """
     if node_job.data:
         return node_job.data
-    unpacked = directory / node_job.data_name
+    unpacked = directory / os.path.basename(node_job.data_archive).removesuffix(".zip")
     if not unpacked.exists():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             archive = os.path.join(scratch, "data.zip")

@@ -16,7 +16,7 @@ import pickle
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Client, Future
@@ -65,15 +65,18 @@ class DaskNodes(Nodes):
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: GrowthWatch  # the watch for a larger gang
 
+    _name: str = ""  # of the attempt, also of the topic of its messages
+    _command: bytes = b""
+    _next_command_at: float = 0.0
+    _futures: list[Future] = field(default_factory=list)
+    # of the attempt and of the scheduler: when they arrived here, and the events
+    _arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = field(
+        default_factory=queue.SimpleQueue
+    )
+
     def __post_init__(self) -> None:
         self.world_size = self.nodes[0].ranks.world_size
         self.scheduler_id = scheduler_id(self.client)
-        self._name = ""  # of the attempt, also of the topic of its messages
-        self._command = b""
-        self._next_command_at = 0.0
-        self._futures: list[Future] = []
-        # of the attempt and of the scheduler: when they arrived here, and the events
-        self._arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = queue.SimpleQueue()
 
     @property
     def larger(self) -> int:

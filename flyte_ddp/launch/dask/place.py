@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distributed import Client
@@ -51,6 +51,13 @@ class DaskPlace:
     # client of its own, because a client has one handler for each kind of Dask's events.
     pool: Pool | None = None
     is_cluster = True
+    _code: bytes = b""
+    _data: SharedData | None = None
+    _roll_call: RollCall | None = None
+    _latest: DaskNodes | None = None
+    # addresses of workers that have the directory of the checkpoints
+    _checked: set[str] = field(default_factory=set)
+    _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
 
     def __post_init__(self) -> None:
         config = self.config
@@ -60,13 +67,6 @@ class DaskPlace:
         self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
         memory = config.kubernetes.worker_memory
         self.larger_memory = f"cluster.kubernetes.worker_memory: expected more than {memory}"
-        self._code = b""
-        self._data: SharedData | None = None
-        self._roll_call: RollCall | None = None
-        self._latest: DaskNodes | None = None
-        # addresses of workers that have the directory of the checkpoints
-        self._checked: set[str] = set()
-        self._grown_at = -math.inf  # monotonic: when a gang last ended to grow
 
     def check(self, job: Job) -> None:
         check(job.program, self.config)
@@ -127,9 +127,9 @@ class DaskPlace:
         if previous.is_announced:
             leaving = {node.address for node in self._latest.nodes if node.is_leaving}
             own = frozenset(node.address for node in self._latest.nodes)
-            self._roll_call.silent |= leaving  # one that is just closing does not answer
+            # one that is just closing does not answer
+            self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
             return (self._latest.growth.members or own) - leaving, patience
-        self._roll_call.silent |= {node.address for node in self._latest.nodes if node.is_silent}
         # Without the loss of a node the same ones go on: for a larger gang the watch waits.
         return frozenset(node.address for node in self._latest.nodes), patience
 
@@ -211,9 +211,7 @@ class DaskPlace:
         self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
     ) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
-        sees_data, archive_name = set[str](), ""
-        if self._data:
-            sees_data, archive_name = self._data.locate(self.client, directory, nodes)
+        sees_data = self._data.locate(self.client, directory, nodes) if self._data else ()
         return [
             NodeJob(
                 job=job,
@@ -229,7 +227,6 @@ class DaskPlace:
                 storage=storage_environment(),
                 data=directory if node.address in sees_data else "",
                 data_archive=self._data.archive if self._data else "",
-                data_name=archive_name.removesuffix(".zip"),
                 start_timeout=self.config.start_timeout,
                 # whose workers have this process's terminal
                 prints_lines=self.config.resolved_kind != "local",

@@ -9,24 +9,19 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from flyte_ddp.launch.dask.data import SharedData
 from flyte_ddp.launch.dask.placement import Worker
-from flyte_ddp.storage import Storage
 
 
+@dataclass(eq=False)
 class Pool:
-    """The workers of a cluster, of which each run takes one, and the place for the data that all
-    runs need.
+    """The workers of a cluster, of which each run takes one, and the data that all runs need."""
 
-    Args:
-        shared: URL of a directory that every worker reaches.
-    """
-
-    def __init__(self, shared: str) -> None:
-        self.data = SharedData(Storage(shared))
-        self._claims: dict[str, Worker] = {}  # by the run that holds it
-        self._lock = threading.Lock()
+    data: SharedData
+    _claims: dict[str, Worker] = field(default_factory=dict)  # by the run that holds it
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
         """Return an idle worker that is `run`'s own until it releases it; none if there is none.

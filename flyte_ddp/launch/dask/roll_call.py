@@ -15,8 +15,6 @@ from flyte_ddp.launch.dask import worker
 from flyte_ddp.launch.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.dask.placement import Worker
 
-SILENT_ANSWER_TIMEOUT = 0.5  # seconds for a worker that has been silent before to answer
-
 logger = logging.getLogger(__name__)
 
 
@@ -31,8 +29,6 @@ class RollCall:
     # raise for a worker with other versions; later, in mid-run, leave it out
     is_strict: bool = True
     known: set[str] = field(default_factory=set)  # were found to have our versions
-    # were lost without a report; asked with less patience
-    silent: set[str] = field(default_factory=set)
     # why a worker cannot take part, by its address
     unfit: dict[str, str] = field(default_factory=dict)
 
@@ -51,20 +47,11 @@ class RollCall:
         }
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()
-        answers = call_workers(self.client, asked - self.silent, worker.introduce, self.plugin)
-        answers |= call_workers(
-            self.client,
-            asked & self.silent,
-            worker.introduce,
-            self.plugin,
-            timeout=SILENT_ANSWER_TIMEOUT,
-        )
+        answers = call_workers(self.client, asked, worker.introduce, self.plugin)
         present = {
-            address: facts for address, facts in answers.items() if not isinstance(facts, Exception)
-        }
-        self.silent -= present.keys()
-        present = {
-            address: facts for address, facts in present.items() if not facts.pop("is_leaving")
+            address: facts
+            for address, facts in answers.items()
+            if not isinstance(facts, Exception) and not facts.pop("is_leaving")
         }
         hosts = [facts["host"] for facts in present.values()]
         return [

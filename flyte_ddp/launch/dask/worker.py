@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 from typing import Any
@@ -75,30 +75,23 @@ class Supervisor:
             self.process.wait()
 
 
+@dataclass(eq=False, repr=False)
 class NodePlugin(WorkerPlugin):  # type: ignore[misc]
-    """One run's presence in one worker.
+    """One run's presence in one worker."""
 
-    Args:
-        name: of the run, and of the plugin.
-        code: a zip of packages and modules, what the supervisor and the ranks import before all
-            else.
-    """
-
-    directory: str
-    outputs: str  # where ranks leave the files of `outputs_directory` in launch/run.py
-    worker: Worker
-
-    def __init__(self, name: str, code: bytes) -> None:
-        self.name = name
-        self.code = code
-        self.attempt = ""  # the latest, the only one that may run
-        # attempts whose supervisor has not been started yet
-        self.admitted: dict[str, socket.socket | None] = {}
-        self.supervisors: dict[str, Supervisor] = {}
-        self.idle: Supervisor | None = None  # that has run an attempt, and waits for the next
-        self.is_over = False
-        self.leaves_at = float("inf")  # monotonic: when this worker closes
-        self.lock = threading.Lock()  # of `idle` and `is_over`
+    name: str  # of the run, and of the plugin
+    # a zip of packages and modules, what the supervisor and the ranks import before all else
+    code: bytes
+    directory: str = ""
+    outputs: str = ""  # where ranks leave the files of `outputs_directory` in launch/run.py
+    attempt: str = ""  # the latest, the only one that may run
+    # attempts whose supervisor has not been started yet
+    admitted: dict[str, socket.socket | None] = field(default_factory=dict)
+    supervisors: dict[str, Supervisor] = field(default_factory=dict)
+    idle: Supervisor | None = None  # that has run an attempt, and waits for the next
+    is_over: bool = False
+    leaves_at: float = float("inf")  # monotonic: when this worker closes
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `idle` and `is_over`
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
@@ -180,9 +173,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             self.supervisors.pop(attempt, None)
             if not (is_ready and self._keep(supervisor)):
                 supervisor.end()
-        code = supervisor.process.returncode
-        if code is None:
-            return "has ended the attempt"
+        code = supervisor.process.returncode or 0
         return (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
