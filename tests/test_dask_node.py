@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from multiprocessing.connection import Pipe
 
@@ -88,14 +87,12 @@ def test_files_from_before_1980_can_be_packed(tmp_path):
 
 
 def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):
+    flowers, packed = Program("flowers", b"", packages=("flowers",)), []
     for name in ("here", "there"):
         package = tmp_path / name / "flowers"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("x = 1")
         (package / "names.txt").write_text("rose")
-        time.sleep(0.01)
-    flowers, packed = Program("flowers", b"", packages=("flowers",)), []
-    for name in ("here", "there"):
         monkeypatch.syspath_prepend(tmp_path / name)
         packed.append(packed_code(flowers))
         importlib.invalidate_caches()

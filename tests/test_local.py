@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -19,14 +18,12 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch import driver, local, rank_start, supervisor
-from flyte_ddp.launch.local import LocalPlace
+from flyte_ddp.launch import local, rank_start, supervisor
 from flyte_ddp.launch.node import Link
 from flyte_ddp.launch.process.memory import UNLIMITED, NodeMemory, free_in
-from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.launch.stalls import StalledRank, find_culprits
@@ -467,13 +464,3 @@ def test_an_impossible_run_is_refused_before_any_process_starts(
     monkeypatch.setattr(local, "num_gpus", lambda: num_gpus)
     with pytest.raises(ConfigError, match=message):
         new_run(tmp_path).train(num_processes, **config)
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path, no_processes):
-    job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), time.time())
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"master_port: expected a port that is free, or 0, got {port}"
-        ):
-            driver.run(job, LocalPlace(2, port=port))

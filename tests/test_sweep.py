@@ -440,6 +440,7 @@ def test_the_copy_of_the_data_is_shared_by_all_runs_and_removed_at_the_end(tmp_p
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / NOTE).write_text(json.dumps({"fingerprint": "1"}))
     monkeypatch.setattr(data, "call_workers", lambda client, *arguments: {"w": False})
+    (tmp_path / "store").mkdir()
     shared = data.SharedData(Storage(str(tmp_path / "store")))
     with ThreadPoolExecutor() as threads:
         node = SimpleNamespace(address="w")
