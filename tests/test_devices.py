@@ -5,6 +5,7 @@ none here.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import types
 
@@ -14,9 +15,10 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import devices
-from flyte_ddp.launch.dask.placement import Worker, assign_nodes
+from flyte_ddp.launch.dask.placement import assign_nodes
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, recipe_program
+from tests.support.dask_runs import worker
 
 
 class FakeNvml:
@@ -109,10 +111,6 @@ def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, mon
     assert "\n" not in str(caught.value)
 
 
-def worker(name, host, gpus=(), **values):
-    return Worker(f"tcp://{host}:1{name[-1]}", name, host, 8, gpus, False, **values)
-
-
 def environments(config, *workers):
     return [node.environment for node in assign_nodes(workers, config.num_nodes, config)]
 
@@ -135,7 +133,7 @@ def test_workers_of_one_host_share_its_gpus():
     ]
     # of a sweep: other runs have the neighbours
     config = ClusterConfig(num_nodes=1, gpus_per_node=1)
-    claimed = worker("w-1", "10.0.0.1", ("GPU-77aa",), shares_host=True)
+    claimed = dataclasses.replace(worker("w-1", "10.0.0.1", ("GPU-77aa",)), shares_host=True)
     assert environments(config, claimed) == [{"CUDA_VISIBLE_DEVICES": "GPU-77aa"}]
 
 

@@ -82,11 +82,9 @@ class Nodes:
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Start the ranks. Raises NodeLost if a node does not answer."""
-        raise NotImplementedError
 
     def send(self, *command: Any) -> None:
         """Give all nodes a command; see launch/node.py. Those that were not started have ended."""
-        raise NotImplementedError
 
     def messages(self) -> Iterable[tuple[Node, tuple[Any, ...]]]:
         """Return what has arrived, as launch/node.py has it, with its node, waiting a moment for it
@@ -102,7 +100,6 @@ class Nodes:
 
     def close(self) -> None:
         """Release what the attempt has used. Called when its nodes have ended, or do not answer."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

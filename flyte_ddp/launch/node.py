@@ -40,7 +40,7 @@ KILLED = "killed"  # cause of a NodeLost whose ranks were killed by such a comma
 
 @dataclass
 class Beat:
-    """What the ranks of a node are at."""
+    """The state of a node's ranks."""
 
     step: int = 0  # that they have reached
     is_writing: bool = False  # rank 0 writes a checkpoint
@@ -54,7 +54,7 @@ class Beat:
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """What the driver must know at once."""
+        """The part of it that the driver must know at once."""
         return self.is_writing, self.is_stoppable, self.ended
 
 

@@ -211,8 +211,8 @@ class _Ranks:
                 for rank in self.ranks
                 if not rank.pipe.closed or not rank.outcome or rank.process.is_alive()
             ]
-            ends = [rank.process.sentinel for rank in live]
-            ready = wait([rank.pipe for rank in live if not rank.pipe.closed] + ends, POLL_INTERVAL)
+            pipes = [rank.pipe for rank in live if not rank.pipe.closed]
+            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], POLL_INTERVAL)
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
