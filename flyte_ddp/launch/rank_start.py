@@ -80,12 +80,13 @@ class _Server(forkserver.ForkServer):
             resource_tracker.ensure_running()  # now, because its start unblocks some of the signals
             signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
             with _starting:
-                own = dict(os.environ)
+                own = {name: os.environ[name] for name in path if name in os.environ}
                 os.environ.update(path)
                 try:
                     super().ensure_running()
                 finally:
-                    os.environ.clear()
+                    for name in path:
+                        del os.environ[name]
                     os.environ.update(own)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
