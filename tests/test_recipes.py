@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import struct
 from pathlib import Path
 
@@ -38,47 +37,30 @@ def test_a_built_in_recipe_is_found_and_its_defaults_are_a_valid_config(name):
     resolve(recipe.defaults, {})
 
 
-@pytest.mark.parametrize("name", ["tests.support.recipes.Tiny", "tests.support.recipes:Tiny"])
-def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name(name):
-    assert type(get_recipe(name)).__name__ == "Tiny"
-
-
-@pytest.mark.parametrize(
-    "name", ["mnits", "", " mnist", "a..b", ".mnist", "mnist.", "/etc/passwd", "os", "--help"]
-)
-def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError) as caught:
-        get_recipe(name)
-
-    assert str(caught.value).startswith("recipe: expected digits, image_folder, mnist")
-    assert f"got {name!r}" in str(caught.value)
+def test_a_recipe_of_the_users_own_module_is_found_by_dotted_name():
+    assert type(get_recipe("tests.support.recipes:Tiny")).__name__ == "Tiny"
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mnits", r"got 'mnits' \(did you mean mnist\?\)"),
-        ("no_such_module.Recipe", "there is no module 'no_such_module'"),
-        ("tests.no_such_module.Recipe", "there is no module 'tests.no_such_module'"),
+        ("mnits", r" \(did you mean mnist\?\)"),
+        ("", "$"),
+        ("/etc/passwd", "$"),
+        ("os", "$"),
+        ("no_such_module.Recipe", ": there is no module 'no_such_module'"),
         (
             "tests.support.recipe.Tiny",
-            (
-                r"no module 'tests.support.recipe' \(did you mean "
-                r"recipes\?\)"
-            ),
+            r": there is no module 'tests.support.recipe' \(did you mean recipes\?\)",
         ),
-        ("tests.support.recipes.Missing", "which is no Recipe in module tests.support.recipes"),
-        ("tests.support.recipes.not_a_recipe", "which is no Recipe"),
-        ("tests.support.recipes.NUM_CLASSES", "which is no Recipe"),
-        ("tests.support.recipes.tiny", r"\(did you mean Tiny\?\)"),
+        ("tests.support.recipes.Missing", ", which is no Recipe in module tests.support.recipes"),
+        ("tests.support.recipes.not_a_recipe", ", which is no Recipe"),
+        ("tests.support.recipes.tiny", r", which .* \(did you mean Tiny\?\)"),
     ],
 )
-def test_a_dotted_name_that_leads_nowhere_is_refused_with_the_reason(name, reason):
-    with pytest.raises(ConfigError, match=reason) as caught:
+def test_a_name_that_leads_nowhere_is_refused_with_the_known_ones_and_the_reason(name, reason):
+    with pytest.raises(ConfigError, match=f"^recipe: expected digits, .*, got {name!r}{reason}"):
         get_recipe(name)
-
-    assert str(caught.value).startswith("recipe: expected digits, ")
-    assert f"got {name!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,19 +166,14 @@ def test_the_config_of_a_run_names_every_option_given_or_not():
 # digits
 
 
-def test_digits_are_real_whole_and_split_the_same_way_each_time(tmp_path):
-    fingerprints = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        prepare_data(Digits(), "", tmp_path / name)
-        fingerprints.append(describe_data(tmp_path / name)["fingerprint"])
-    train, test = Digits().datasets(tmp_path / "one")
+def test_digits_are_real_whole_and_split_once_and_take_no_data(tmp_path):
+    prepare_data(Digits(), "", tmp_path)
+    train, test = Digits().datasets(tmp_path)
 
     assert (len(train), len(test)) == (1437, 360)
-    assert describe_data(tmp_path / "one")["description"].startswith(
+    assert describe_data(tmp_path)["description"].startswith(
         "scikit-learn's handwritten digits: 1,437 train"
     )
-    assert fingerprints[0] == fingerprints[1]
     images = np.concatenate([train.tensors[0].numpy(), test.tensors[0].numpy()])
     labels = np.concatenate([train.tensors[1].numpy(), test.tensors[1].numpy()])
     assert (images.dtype, images.min(), images.max()) == (np.uint8, 0, 255)
@@ -204,9 +181,6 @@ def test_digits_are_real_whole_and_split_the_same_way_each_time(tmp_path):
     assert sorted(np.bincount(labels)) == sorted([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
     # no sample is in both parts
     assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)
-
-
-def test_digits_refuse_data_of_the_user(tmp_path):
     with pytest.raises(DataError, match="expected none, got '/some/where'; recipe digits"):
         prepare_data(Digits(), "/some/where", tmp_path)
 
@@ -249,32 +223,35 @@ def idx_files(monkeypatch):
     for name, shape in IDX_FILES.items():
         header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
         files[name] = header + random_state.randint(10, size=shape, dtype=np.uint8).tobytes()
-    monkeypatch.setattr(
-        mnist, "CHECKSUMS", {name: _md5(contents) for name, contents in files.items()}
-    )
+    checksums = {name: hashlib.md5(contents).hexdigest() for name, contents in files.items()}
+    monkeypatch.setattr(mnist, "CHECKSUMS", checksums)
     return files
 
 
-def _md5(contents):
-    return hashlib.md5(contents, usedforsecurity=False).hexdigest()
+def _lay_out(files, directory, name="{}", packed=False):
+    for stem, contents in files.items():
+        file = directory / name.format(stem, dotted=stem.replace("-idx", ".idx"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(contents) if packed else contents)
 
 
-def _lay_out(files, directory, packed):
-    directory.mkdir(parents=True)
-    for name, contents in files.items():
-        if packed:
-            (directory / f"{name}.gz").write_bytes(gzip.compress(contents))
-        else:
-            (directory / name).write_bytes(contents)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("below", [".", "raw", "MNIST/raw"])
-@pytest.mark.parametrize("prefix", ["", "file://"], ids=["path", "url"])
-def test_mnist_is_read_packed_or_unpacked_from_any_subdirectory(
-    idx_files, tmp_path, prepared, packed, below, prefix
+@pytest.mark.parametrize(
+    ("name", "packed", "prefix"),
+    [
+        ("{}", False, "file://"),
+        ("{}.gz", True, ""),
+        ("raw/{}.gz", False, ""),
+        ("MNIST/raw/{}", True, ""),
+        ("{dotted}", False, ""),
+        ("{dotted}.gz", True, ""),
+    ],
+)
+def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
+    idx_files, tmp_path, prepared, name, packed, prefix
 ):
-    _lay_out(idx_files, tmp_path / "given" / below, packed)
+    _lay_out(idx_files, tmp_path / "given", name, packed)
+    if "dotted" in name:
+        _lay_out(idx_files, tmp_path / "given", "{}/folder")  # as one archive on the web has it
 
     prepare_data(mnist.Mnist(), f"{prefix}{tmp_path}/given", prepared)
 
@@ -286,107 +263,49 @@ def test_mnist_is_read_packed_or_unpacked_from_any_subdirectory(
     assert describe_data(prepared)["description"].endswith(f"read from {prefix}{tmp_path}/given")
 
 
-def test_a_directory_without_one_of_the_files_is_refused_naming_it(idx_files, tmp_path, prepared):
-    del idx_files["t10k-labels-idx1-ubyte"]
-    _lay_out(idx_files, tmp_path / "given", packed=True)
-
-    with pytest.raises(
-        DataError,
-        match=(
-            rf"got {tmp_path}/given, which holds no "
-            r"t10k-labels-idx1-ubyte"
-        ),
-    ):
-        prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
-
-
-def test_a_directory_that_does_not_exist_is_refused_naming_it(idx_files, tmp_path, prepared):
-    with pytest.raises(DataError, match=r"/nowhere, which holds no train-images"):
-        prepare_data(mnist.Mnist(), f"{tmp_path}/nowhere", prepared)
-
-
-def _cut(contents):
-    return contents[:-7]
-
-
-def _flip(contents):
-    return contents[:100] + bytes([contents[100] ^ 1]) + contents[101:]
-
-
 @pytest.mark.parametrize(
-    "damage", [_cut, _flip, lambda contents: b"", lambda contents: b"<html>Not found</html>"]
-)
-@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-def test_a_damaged_file_is_refused_naming_it(idx_files, tmp_path, prepared, packed, damage):
-    _lay_out(idx_files, tmp_path / "given", packed)
-    file = tmp_path / "given" / ("train-images-idx3-ubyte" + (".gz" if packed else ""))
-    file.write_bytes(damage(file.read_bytes()))
-
-    with pytest.raises(DataError, match=f"^data: {file} is damaged"):
-        prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
-
-
-@pytest.mark.parametrize(
-    ("dotted", "suffix", "packed"),
+    "damage",
     [
-        (True, "", False),
-        (True, ".gz", True),
-        (False, ".gz", False),
-        (False, "", True),
-        (True, ".gz", False),
+        lambda contents: contents[:-7],
+        lambda contents: contents[:100] + bytes([contents[100] ^ 1]) + contents[101:],
+        lambda contents: b"<html>Not found</html>",
     ],
 )
-def test_mnist_is_known_by_its_contents_whatever_its_files_are_called(
-    idx_files, tmp_path, prepared, dotted, suffix, packed
-):
-    (tmp_path / "given").mkdir()
-    for name, contents in idx_files.items():
-        called = (name.replace("-idx", ".idx") if dotted else name) + suffix
-        (tmp_path / "given" / called).write_bytes(gzip.compress(contents) if packed else contents)
-        if dotted:  # as one archive on the web has it
-            (tmp_path / "given" / name).mkdir()
-    prepare_data(mnist.Mnist(), f"{tmp_path}/given", prepared)
+@pytest.mark.parametrize("name", ["{}", "{}.gz"])
+def test_a_damaged_or_missing_file_is_named(idx_files, tmp_path, prepared, name, damage):
+    _lay_out(idx_files, tmp_path, name, packed=name != "{}")
+    file = tmp_path / name.format("train-images-idx3-ubyte")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DataError, match=f"^data: {file} is damaged"):
+        prepare_data(mnist.Mnist(), str(tmp_path), prepared)
 
-    train, test = mnist.Mnist().datasets(prepared)
-    assert train.tensors[0].numpy().tobytes() == idx_files["train-images-idx3-ubyte"][16:]
-    assert test.tensors[1].tolist() == list(idx_files["t10k-labels-idx1-ubyte"][8:])
+    file.unlink()
+    with pytest.raises(DataError, match=f"got {tmp_path}, which holds no train-images"):
+        prepare_data(mnist.Mnist(), str(tmp_path), prepared)
 
 
-def test_mnist_is_downloaded_by_torchvision_once_and_kept_whole(
+def test_mnist_is_downloaded_by_torchvision_into_the_users_cache(
     idx_files, tmp_path, prepared, monkeypatch
 ):
     from torchvision import datasets
 
-    def download(self):
-        calls.append(self.raw_folder)
-        os.makedirs(self.raw_folder)
-        if len(calls) == 1:
-            (Path(self.raw_folder) / "train-images-idx3-ubyte").write_bytes(b"a part")
-            raise RuntimeError(
-                "Error downloading train-images:\nTried a mirror, got:\nno route to host"
-            )
-        for name, contents in idx_files.items():
-            (Path(self.raw_folder) / name).write_bytes(contents)
+    def fail(self):
+        raise RuntimeError("Error downloading:\nTried a mirror, got:\nno route to host")
 
-    calls = []
-    monkeypatch.setattr(datasets.MNIST, "download", download)
     monkeypatch.setattr(datasets.MNIST, "_load_data", lambda self: (None, None))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cache = tmp_path / "cache" / "flyte-ddp" / "mnist"
+    monkeypatch.setattr(datasets.MNIST, "download", fail)
     with pytest.raises(
         DataError,
         match="^data: MNIST could not be downloaded: .*a mirror, got: no route to host; give a",
     ):
         prepare_data(mnist.Mnist(), "", prepared)
-    assert list(cache.parent.iterdir()) == []
-    for name in ("second", "third"):
-        (prepared / name).mkdir()
-        prepare_data(mnist.Mnist(), "", prepared / name)
-        assert (
-            "downloaded from torchvision's mirrors" in describe_data(prepared / name)["description"]
-        )
-    assert len(calls) == 2
-    assert {file.name: file.read_bytes() for file in cache.iterdir()} == idx_files
+    monkeypatch.setattr(
+        datasets.MNIST, "download", lambda self: _lay_out(idx_files, Path(self.raw_folder))
+    )
+    prepare_data(mnist.Mnist(), "", prepared)
+    assert "downloaded from torchvision's mirrors" in describe_data(prepared)["description"]
+    assert (tmp_path / "cache/flyte-ddp/MNIST/raw/train-images-idx3-ubyte").exists()
 
 
 def test_other_data_have_another_fingerprint(tmp_path):

@@ -5,10 +5,14 @@ Imports no torch.
 from __future__ import annotations
 
 import codecs
+import gzip
 import logging
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
+
+from flyte_ddp.errors import DataError
 
 HEAD = 1 << 16  # bytes that tell text from other contents; every other kind shows in the first 512
 
@@ -57,6 +61,18 @@ def kind_of(head: bytes) -> str:
     except UnicodeDecodeError:
         return NO_UTF8
     return "utf-8"
+
+
+def unpack(contents: bytes, place: str) -> bytes:
+    """Return what was read from `place`, unpacked if gzip has packed it. Raises DataError if it is
+    damaged.
+    """
+    try:
+        return gzip.decompress(contents) if kind_of(contents[:HEAD]) == GZIP else contents
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"data: {place} is damaged: {error}; delete it and fetch it again"
+        ) from error
 
 
 def report_left_out(counts: Mapping[str, int], what: str = "file") -> str:

@@ -4,7 +4,6 @@ data, no download.
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 from collections import OrderedDict
 from pathlib import Path
@@ -50,13 +49,7 @@ class Digits(Recipe):
         if package is None or package.origin is None:
             raise DataError(f"data: scikit-learn carries the digits: {how_to_install('sklearn')}")
         file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-        try:
-            with gzip.open(file, "rt", encoding="utf-8") as lines:
-                table = np.loadtxt(lines, delimiter=",", dtype=np.int16)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"data: {file} cannot be read: {error}; reinstall scikit-learn"
-            ) from error
+        table = np.loadtxt(file, delimiter=",", dtype=np.int16)
         # levels 0 to 16 in the file
         images = (table[:, :64].reshape(-1, 8, 8) * 255 // 16).astype(np.uint8)
         labels = table[:, 64].astype(np.int64)

@@ -7,24 +7,20 @@ Either way their contents must have the published checksums.
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import hashlib
 import os
-import tempfile
-import zlib
 from collections import OrderedDict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.errors import DataError
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.contents import GZIP, HEAD, kind_of
+from flyte_ddp.recipes.contents import unpack
 from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
@@ -57,12 +53,17 @@ class Mnist(Recipe):
         """
         import numpy as np
 
-        origin = source or str(_download())
-        contents = {name: _read(origin, name) for name in CHECKSUMS}
+        storage = Storage(source or _download(), "data")
         for split, prefix in (("train", "train"), ("test", "t10k")):
-            images = _idx(contents[f"{prefix}-images-idx3-ubyte"])
-            labels = _idx(contents[f"{prefix}-labels-idx1-ubyte"]).astype(np.int64)
-            np.savez(directory / f"{split}.npz", images=images, labels=labels)
+            images, labels = (
+                np.frombuffer(_read(storage, name), dtype=np.uint8, offset=4 + 4 * num_dimensions)
+                for name, num_dimensions in (
+                    (f"{prefix}-images-idx3-ubyte", 3),
+                    (f"{prefix}-labels-idx1-ubyte", 1),
+                )
+            )
+            images = images.reshape(-1, 28, 28)
+            np.savez(directory / f"{split}.npz", images=images, labels=labels.astype(np.int64))
         where = f"read from {source}" if source else "downloaded from torchvision's mirrors"
         return f"MNIST, 60,000 training and 10,000 held-out images of 28x28, {where}"
 
@@ -94,86 +95,41 @@ class Mnist(Recipe):
         )
 
 
-def _download() -> Path:
-    """Return the directory in the user's cache that has the four files, after torchvision has
-    fetched them into it.
+def _download() -> str:
+    """Return a directory in the user's cache, after torchvision has fetched the files into it if
+    they were not there.
     """
     from torchvision import datasets
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyte-ddp" / "mnist"
-    if not cache.exists():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        # no other process sees a part of it
-        with tempfile.TemporaryDirectory(dir=cache.parent) as directory:
-            try:
-                datasets.MNIST(directory, download=True)
-            except Exception as error:  # of any kind: a connection may break anywhere
-                why = " ".join(str(error).split())
-                raise DataError(
-                    f"data: MNIST could not be downloaded: {why}; give a directory of its files"
-                ) from error
-            with contextlib.suppress(OSError):  # another process was quicker
-                os.replace(Path(directory, "MNIST", "raw"), cache)
-    return cache
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flyte-ddp")
+    try:
+        datasets.MNIST(cache, download=True)
+    except Exception as error:  # of any kind: a connection may break anywhere
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"data: MNIST could not be downloaded: {why}; give a directory of its files"
+        ) from error
+    return str(cache)
 
 
-def _file_names(name: str) -> list[str]:
-    """Return what the file may be called; the dotted names come first, as one archive has both, and
-    one is a folder.
-    """
-    return [
-        f"{stem}{packing}"
-        for stem in (name.replace("-idx", ".idx"), name)
-        for packing in ("", ".gz")
-    ]
-
-
-def _read(origin: str, name: str) -> bytes:
-    """Return the unpacked contents of the IDX file `name`, wherever below the directory or URL
-    `origin` it lies.
-    """
-    storage = Storage(origin, "data")
-    for file in (
-        f"{folder}{file}" for folder in ("", "raw/", "MNIST/raw/") for file in _file_names(name)
-    ):
+def _read(storage: Storage, name: str) -> bytes:
+    """Return the unpacked contents of the IDX file `name`, once they are what MNIST has."""
+    # The dotted names come first: one archive has both, and one is a folder.
+    stems = (name.replace("-idx", ".idx"), name)
+    for folder, stem, packing in product(("", "raw/", "MNIST/raw/"), stems, ("", ".gz")):
+        file = f"{folder}{stem}{packing}"
         try:
-            contents = storage.read(file)
+            contents = unpack(storage.read(file), storage.join(file))
         except FileNotFoundError:
             continue
-        return _unpack(contents, name, storage.join(file))
-    raise DataError(
-        f"data: expected a directory with the four IDX files of MNIST, got {origin}, which holds "
-        f"no {name} "
-        f"or {name}.gz, nor do raw/ and MNIST/raw/ in it"
-    )
-
-
-def _unpack(contents: bytes, name: str, place: str) -> bytes:
-    """Return `contents`, packed or not, which were read from `place`, once they are what MNIST has
-    as `name`.
-    """
-    try:
-        contents = gzip.decompress(contents) if kind_of(contents[:HEAD]) == GZIP else contents
-    except (OSError, EOFError, zlib.error) as error:
+        found = hashlib.md5(contents, usedforsecurity=False).hexdigest()
+        if found == CHECKSUMS[name]:
+            return contents
         raise DataError(
-            f"data: {place} is damaged: {error}; delete it and fetch it again"
-        ) from None
-    found = hashlib.md5(contents, usedforsecurity=False).hexdigest()
-    if found != CHECKSUMS[name]:
-        raise DataError(
-            f"data: {place} is damaged or not of MNIST: expected contents with the MD5 sum "
-            f"{CHECKSUMS[name]}, "
-            f"got {found}; delete it and fetch it again"
+            f"data: {storage.join(file)} is damaged or not of MNIST: expected contents with the "
+            f"MD5 sum {CHECKSUMS[name]}, got {found}; delete it and fetch it again"
         )
-    return contents
-
-
-def _idx(contents: bytes) -> NDArray[Any]:
-    """Return the array in an IDX file: a big-endian header of 4 + 4 * dimensions bytes, then one
-    byte a value.
-    """
-    import numpy as np
-
-    num_dimensions = contents[3]
-    shape = np.frombuffer(contents, dtype=">u4", count=num_dimensions, offset=4)
-    return np.frombuffer(contents, dtype=np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)
+    raise DataError(
+        f"data: expected a directory with the four IDX files of MNIST, got {storage.url}, which "
+        f"holds no {name} or {name}.gz, nor do raw/ and MNIST/raw/ in it"
+    )
