@@ -16,10 +16,10 @@ from flyte_ddp.recipes.pet_names.generate import (
 from flyte_ddp.recipes.pet_names.model import NameModel
 
 
-def new_model(window=0):
+def new_model():
     """A model that has learnt no more than that names are short."""
     torch.manual_seed(0)
-    model = NameModel(window)
+    model = NameModel()
     with torch.no_grad():
         model.fc.bias[END] += 2
     return model
@@ -29,11 +29,11 @@ def parrot(*letters):
     """A model that makes of its last letter only the one `letters` has after it; `letters` start
     with a blank.
     """
-    model = new_model(window=1)
+    model = new_model()
     logits = torch.full((31, 31), -1e3)
     for one, other in itertools.pairwise(letters):
         logits[ALPHABET.index(one), ALPHABET.index(other)] = 0.0
-    model.forward = lambda rows: logits[rows]
+    model.next_letter = lambda letters, _: (logits[letters], (torch.zeros(1, len(letters), 1),))
     return model
 
 
@@ -50,9 +50,8 @@ def leaning(**weights):
     return model
 
 
-@pytest.mark.parametrize("window", [0, 8])
-def test_names_are_new_distinct_in_title_case_and_short_enough(window):
-    model = new_model(window)
+def test_names_are_new_distinct_in_title_case_and_short_enough():
+    model = new_model()
     known = [name.upper() for name in generate_names(model, 50)]
     names = generate_names(model, CHUNK, known=known)
     assert len(names) == len(set(names)) == CHUNK
@@ -67,9 +66,8 @@ def test_title_case_starts_every_part_of_a_name():
     assert generate_names(parrot(*"*mr. o-x+"), 1) == ["Mr. O-X"]
 
 
-@pytest.mark.parametrize("window", [0, 8])
-def test_a_seed_gives_the_same_names_and_a_smaller_count_a_prefix(window):
-    model = new_model(window)
+def test_a_seed_gives_the_same_names_and_a_smaller_count_a_prefix():
+    model = new_model()
     names = generate_names(model, 40, seed=3)
     random.seed(1)
     torch.manual_seed(9)
@@ -88,9 +86,8 @@ def test_chunks_drawn_in_any_order_give_the_same_names():
     assert pick_new((drawn[chunk] for chunk in range(4)), count, ()) == expected
 
 
-@pytest.mark.parametrize("window", [0, 8])
-def test_every_name_begins_with_the_prefix(window):
-    names = generate_names(new_model(window), 30, prefix="Mr. B-")
+def test_every_name_begins_with_the_prefix():
+    names = generate_names(new_model(), 30, prefix="Mr. B-")
     assert len(names) == 30
     assert all(name.startswith("Mr. B-") for name in names)
 
@@ -146,9 +143,8 @@ def test_generating_leaves_the_model_as_it_was():
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-@pytest.mark.parametrize("window", [0, 8])
-def test_model_loads_from_its_state_alone(window):
-    model = new_model(window)
+def test_model_loads_from_its_state_alone():
+    model = new_model()
     assert generate_names(load_model(model.state_dict()), 20) == generate_names(model, 20)
 
 
@@ -159,7 +155,7 @@ def test_model_loads_from_its_state_alone(window):
 def test_state_of_another_model_is_refused(state):
     with pytest.raises(
         ConfigError,
-        match="model_state: expected the state of recipe pet_names or pet_name_windows",
+        match="model_state: expected the state of recipe pet_names",
     ):
         load_model(state)
 

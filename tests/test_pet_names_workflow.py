@@ -96,7 +96,7 @@ def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
     with pytest.raises(
         InputError,
-        match="^model_state: expected .* of recipe pet_names or pet_name_windows, got .+",
+        match="^model_state: expected .* of recipe pet_names, got .+",
     ):
         generated(file)
 

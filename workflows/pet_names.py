@@ -30,7 +30,7 @@ def generate_names_wf(
     The same seed gives the same names, and a smaller count returns a prefix of a larger one.
 
     Args:
-        model_state: the model_state.pt of a run of recipe pet_names or pet_name_windows
+        model_state: the model_state.pt of a run of recipe pet_names
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more
             unusual
@@ -71,7 +71,7 @@ def train_and_generate_names_wf(
     training list.
 
     Args:
-        recipe: pet_names or pet_name_windows
+        recipe: pet_names
         config: hyperparameters that differ from the recipe's, as JSON or the name of a JSON or YAML
             file, for example '{"epochs": 3}'; flyte_ddp/config/training.py lists all fields with
             units

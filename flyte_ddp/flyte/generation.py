@@ -31,7 +31,7 @@ def generate_names(
     known = (
         Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
     )
-    model = generator.load_model(_read_state(model_state, "pet_names or pet_name_windows"))
+    model = generator.load_model(_read_state(model_state, "pet_names"))
     return generator.generate_names(model, count, temperature, seed, prefix, known, max_length)
 
 

@@ -45,7 +45,6 @@ BUILTIN = {
     "image_folder": "flyte_ddp.recipes.image_folder.recipe.ImageFolder",
     "mnist": "flyte_ddp.recipes.mnist.Mnist",
     "pet_names": "flyte_ddp.recipes.pet_names.recipe.PetNames",
-    "pet_name_windows": "flyte_ddp.recipes.pet_names.recipe.PetNameWindows",
     "text": "flyte_ddp.recipes.text.recipe.Text",
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself

@@ -1,4 +1,4 @@
-"""Generate new names with a trained model of the pet-name recipes, in batches. Imports torch.
+"""Generate new names with a trained model of recipe `pet_names`, in batches. Imports torch.
 
 Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and
 the chunk's number.
@@ -79,7 +79,7 @@ def generate_names(
 
 
 def load_model(state: Mapping[str, Any]) -> NameModel:
-    """Return the model, on the CPU, of a state that a pet-name recipe wrote. Raises ConfigError for
+    """Return the model, on the CPU, of a state of recipe `pet_names`. Raises ConfigError for
     another model's.
     """
     model = NameModel()
@@ -88,8 +88,7 @@ def load_model(state: Mapping[str, Any]) -> NameModel:
     except (RuntimeError, TypeError, KeyError) as error:
         gaps = " ".join(str(error).split())  # torch lists them on many lines
         raise ConfigError(
-            "model_state: expected the state of recipe pet_names or pet_name_windows, got "
-            f"another model's: {gaps}"
+            f"model_state: expected the state of recipe pet_names, got another model's: {gaps}"
         ) from error
     return model
 
@@ -113,12 +112,12 @@ def draw_chunk(
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        state = None
-        for letter in (BLANK, *beginning):  # the beginning is the same for all names
+        logits, state = model.next_letter(torch.tensor([BLANK], device=device), None)
+        for letter in beginning:  # the same for all names
             logits, state = model.next_letter(torch.tensor([letter], device=device), state)
         logits, state = (
             logits.expand(CHUNK, -1),
-            tuple(part.expand(-1, CHUNK, -1) for part in state or ()),
+            tuple(part.expand(-1, CHUNK, -1).contiguous() for part in state),
         )
         for place in range(len(beginning), max_length + 1):
             letters = _sample(logits, temperature, draws[growing, place])

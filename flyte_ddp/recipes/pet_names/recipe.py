@@ -1,21 +1,15 @@
-"""Recipes `pet_names` and `pet_name_windows`: the pet-name tutorial's letter-by-letter LSTM on its
-data in two forms.
+"""Recipe `pet_names`: the pet-name tutorial's letter-by-letter LSTM on whole names.
 
-`pet_names` takes names whole, so that every letter is a target exactly once. `pet_name_windows`
-takes them as the tutorial does, one window of eight letters for every letter, and computes each
-letter up to eight times. Both measure the same on the held-out names: nats per letter, each letter
-and each end of a name counted once, so that their runs compare.
+Every letter and every end of a name is a target exactly once, so that losses are nats per letter.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import importlib.resources
 import json
 import re
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +19,7 @@ from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
-from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, GZIP, NO_UTF8, kind_of, report_left_out
+from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, NO_UTF8, kind_of, report_left_out, unpack
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
 
@@ -35,7 +29,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 IGNORED = 255  # in the targets: no target at this position
-WINDOW = 8  # letters that the tutorial's model sees
 
 # written by `prepare`: the distinct training names, one a line
 TRAINING_NAMES = "training_names.txt"
@@ -87,9 +80,7 @@ class PetNames(Recipe):
         bundled = importlib.resources.files(__package__).joinpath("names.txt")
         raw = _read(source) if source else bundled.read_text(encoding="utf-8")
         left_out: Counter[str] = Counter()
-        names = _select_usable(
-            _parse_names(raw, source, left_out) if source else raw.splitlines(), left_out
-        )
+        names = _select_usable(_parse_names(raw, source, left_out), left_out)
         distinct = sorted(set(names), key=lambda name: hashlib.sha256(name.encode()).digest())
         where, others = (
             source or "names.txt, the recipe's own list",
@@ -103,13 +94,13 @@ class PetNames(Recipe):
                 f"{where}{others}"
             )
         held_out = distinct[: len(distinct) // HELD_OUT_RATIO]
-        training = distinct[len(held_out) :]
-        kept = set(training)
-        for file, rows in (
-            ("train.npz", self.encoded([name for name in names if name in kept], held_out=False)),
-            ("test.npz", self.encoded(held_out, held_out=True)),
+        training = set(distinct) - set(held_out)
+        for file, chosen in (
+            ("train.npz", [name for name in names if name in training]),
+            ("test.npz", held_out),
         ):
-            np.savez(directory / file, inputs=rows[0], targets=rows[1])
+            inputs, targets = whole_names(chosen)
+            np.savez(directory / file, inputs=inputs, targets=targets)
         (directory / TRAINING_NAMES).write_text(
             "\n".join(sorted(training)) + "\n", encoding="utf-8"
         )
@@ -117,10 +108,6 @@ class PetNames(Recipe):
             f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
             f"{len(held_out):,} of these held out{others}"
         )
-
-    def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the inputs and targets of `names` as `datasets` has them."""
-        return whole_names(names)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
@@ -175,75 +162,19 @@ class PetNames(Recipe):
         return shown
 
 
-class PetNameWindows(PetNames):
-    """The same LSTM on the tutorial's windows of eight letters, one for each letter of a name and
-    one for its end.
-
-    Samples are rows of `WINDOW` bytes, with `BLANK` on the left. Targets are the inputs shifted by
-    one position. As in the tutorial all eight are targets in training, also the blanks. Of held-out
-    names only the last one is.
-    """
-
-    defaults: ClassVar[dict[str, Any]] = {
-        "epochs": 8,
-        "global_batch_size": 256,
-        "learning_rate": 2e-3,
-    } | {name: PetNames.defaults[name] for name in ("schedule", "gradient_clip_norm")}
-
-    def encoded(self, names: Sequence[str], held_out: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-        inputs, targets = windows(names)
-        if held_out:
-            targets[:, :-1] = IGNORED
-        return inputs, targets
-
-    def model(self) -> nn.Module:
-        from flyte_ddp.recipes.pet_names.model import NameModel
-
-        return NameModel(window=WINDOW)
-
-
 def whole_names(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return inputs and targets of `names`, both (N, longest + 1) bytes, as `PetNames` describes
     them.
     """
     import numpy as np
 
-    letters, lengths = _encode_letters(names)
-    has_letter = np.arange(lengths.max()) < lengths[:, None]
-    inputs = np.full((len(names), lengths.max() + 1), BLANK, dtype=np.uint8)
+    inputs = np.full((len(names), max(map(len, names)) + 1), BLANK, dtype=np.uint8)
     targets = np.full_like(inputs, IGNORED)
-    inputs[:, 1:][has_letter] = letters
-    targets[:, :-1][has_letter] = letters
-    targets[np.arange(len(names)), lengths] = END
+    for row, name in enumerate(names):
+        letters = [ALPHABET.index(letter) for letter in name]
+        inputs[row, 1 : len(name) + 1] = letters
+        targets[row, : len(name) + 1] = [*letters, END]
     return inputs, targets
-
-
-def windows(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return inputs and targets of every prefix of `names`, name by name: both (letters + ends,
-    `WINDOW`) bytes.
-    """
-    import numpy as np
-
-    letters, lengths = _encode_letters(names)
-    place = np.arange(lengths.max() + 1)
-    rows = np.full((len(names), WINDOW + len(place)), BLANK, dtype=np.uint8)
-    rows[:, WINDOW:-1][place[:-1] < lengths[:, None]] = letters
-    rows[np.arange(len(names)), WINDOW + lengths] = END
-    every = np.lib.stride_tricks.sliding_window_view(rows, WINDOW + 1, axis=1)
-    used = every[place <= lengths[:, None]]
-    return used[:, :-1].copy(), used[:, 1:].copy()
-
-
-def _encode_letters(names: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return all letters of `names` in one array, as indices into `ALPHABET`, and the lengths of
-    the names.
-    """
-    import numpy as np
-
-    index_of = np.zeros(128, dtype=np.uint8)
-    index_of[np.frombuffer(ALPHABET.encode(), dtype=np.uint8)] = np.arange(len(ALPHABET))
-    lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
-    return index_of[np.frombuffer("".join(names).encode("ascii"), dtype=np.uint8)], lengths
 
 
 def _select_usable(raw: Sequence[str], left_out: Counter[str]) -> list[str]:
@@ -270,13 +201,9 @@ def _read(source: str) -> str:
     """
     expected = "data: expected a CSV, JSON or text file with names"
     try:
-        contents = read_file(source, "data")
+        contents = unpack(read_file(source, "data"), source)
     except FileNotFoundError:
         raise DataError(f"{expected}, got {source}, which does not exist") from None
-    try:
-        contents = gzip.decompress(contents) if kind_of(contents) == GZIP else contents
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"data: {source} is damaged: {error}; fetch it again") from error
     kind = kind_of(contents)
     if kind not in (*ENCODINGS, EMPTY, NO_UTF8):
         raise DataError(f"{expected}, got {source}: {kind}")
@@ -338,17 +265,10 @@ def _parse_rows(
 
 def _parse_json(text: str, source: str) -> list[str]:
     try:
-        names = json.loads(text)
+        names: list[str] = json.loads(text)
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+        reason = "it has other values"
     except ValueError as error:
-        raise DataError(f"data: expected a JSON list of strings, got {source}: {error}") from error
-    if not isinstance(names, list):
-        raise DataError(
-            f"data: expected a JSON list of strings, got a JSON {type(names).__name__} in {source}"
-        )
-    for index, name in enumerate(names):
-        if not isinstance(name, str):
-            raise DataError(
-                f"data: expected only strings in {source}, got {name!r} as element "
-                f"{index} of the list"
-            )
-    return names
+        reason = str(error)
+    raise DataError(f"data: expected a JSON list of strings, got {source}: {reason}")
