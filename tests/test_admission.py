@@ -411,7 +411,7 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
     options = {
         "tokens": "bpe",
         "prompt": "ROMEO: a/b",
-        "vocabulary_of": "s3://bucket/state.pt",
+        "pretrained": "s3://bucket/state.pt",
         "steps": [1, 2],
     }
     check_options(options)
@@ -426,18 +426,16 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
             with pytest.raises(
                 ConfigError,
                 match=(
-                    r"^recipe_options\.vocabulary_of.*: expected "
+                    r"^recipe_options\.pretrained.*: expected "
                     r"one of allowed\.urls"
                 ),
             ):
-                check_options({**options, "vocabulary_of": given})
-    config = TrainingOverrides(
-        recipe_options={"tokens": "bpe", "vocabulary_of": "http://elsewhere/x"}
-    )
+                check_options({**options, "pretrained": given})
+    config = TrainingOverrides(recipe_options={"tokens": "bpe", "pretrained": "http://elsewhere/x"})
     with pytest.raises(
         UserError,
         match=(
-            r"^recipe_options\.vocabulary_of: expected one of "
+            r"^recipe_options\.pretrained: expected one of "
             r"allowed\.urls"
         ),
     ):

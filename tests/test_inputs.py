@@ -391,11 +391,11 @@ TEXTS = {  # name: (how the story is stored, its reason to be left out, "" where
 
 def documents(corpus):
     """The documents of a corpus, whole."""
-    found = [b""]
+    found = [""]
     for piece in corpus.pieces():
         found[-1] += piece.text
-        found += [b""] * piece.ends
-    return [text.decode() for text in found[:-1]]
+        found += [""] * piece.ends
+    return found[:-1]
 
 
 def test_text_is_read_in_any_packing_and_encoding_and_nothing_else_is_trained(tmp_path, caplog):

@@ -23,26 +23,19 @@ from tests.support.text_recipe import prepared
 CPU = torch.device("cpu")
 
 
-def test_fresh_model_is_as_good_as_guessing_and_learns(tmp_path):
+def test_fresh_model_is_as_good_as_guessing_and_its_figures_are_means_over_a_windows_tokens(
+    tmp_path,
+):
     recipe, (train, _), _ = prepared(tmp_path)
-    torch.manual_seed(0)
     model = recipe.model()
-    inputs, targets = recipe.inputs(train.tensors[0][:16]), train.tensors[1][:16]
+    outputs, targets = model(recipe.inputs(train.tensors[0][:16])).detach(), train.tensors[1][:16]
     expected = functional.cross_entropy(
-        model(inputs).detach().transpose(1, 2), targets.long(), reduction="none"
+        outputs.transpose(1, 2), targets.long(), reduction="none"
     ).mean(dim=1)
-    torch.testing.assert_close(recipe.losses(model(inputs).detach(), targets), expected)
+    torch.testing.assert_close(recipe.losses(outputs, targets), expected)
     assert float(expected.mean()) == pytest.approx(np.log(256), abs=0.1)
-    optimizer = build_optimizer(
-        model, TrainingConfig(learning_rate=1e-2), recipe.optimizer_groups(model)
-    )
-    for _ in range(30):
-        optimizer.zero_grad()
-        recipe.losses(model(inputs), targets).mean().backward()
-        optimizer.step()
-    assert recipe.losses(model(inputs), targets).mean() < 3.5
-    right = (model(inputs).argmax(dim=2) == targets).float().mean(dim=1)
-    torch.testing.assert_close(recipe.num_correct(model(inputs), targets), right)
+    right = (outputs.argmax(dim=2) == targets).float().mean(dim=1)
+    torch.testing.assert_close(recipe.num_correct(outputs, targets), right)
 
 
 def test_a_machine_imports_transformers_once_for_its_ranks():

@@ -151,12 +151,7 @@ def test_a_text_goes_on_beyond_the_context_and_ends_where_the_model_ends_it(mode
     with torch.no_grad():
         # the likeliest token alone
         assert text == generate_text(model, "The list is ", 50, top_p=1e-6)
-        assert (
-            len(
-                model.tokenizer.encode([generate_text(model, "", 50).encode("utf-8", "replace")])[0]
-            )
-            > 8
-        )
+        assert len(model.tokenizer.encode([generate_text(model, "", 50)])[0]) > 8
         logits = torch.full((1, 1, 256), -1.0)
         logits[..., model.tokenizer.end] = 1.0
         model.model.lm_head.register_forward_hook(

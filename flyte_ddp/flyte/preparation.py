@@ -30,7 +30,6 @@ from flyte_ddp.launch.process.programs import slow_imports
 from flyte_ddp.launch.rank_start import start_server
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
-from flyte_ddp.storage.weights import split_pin
 
 
 def _contents_hash(directory: FlyteDirectory) -> str:
@@ -66,9 +65,8 @@ def prepare(
     """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's
     own.
 
-    `initial_model_state` is what the training starts from: a text is read by the tokenizer of its
-    model. In a local run `trains_here` says that the ranks are processes of this machine: what they
-    import is imported meanwhile.
+    In a local run `trains_here` says that the ranks are processes of this machine: what they import
+    is imported meanwhile.
     """
     if trains_here and not is_flyte_task():
         # to import another may take as long
@@ -80,8 +78,6 @@ def prepare(
     check_options(resolved.recipe_options)
     directory = Path(flytekit.current_context().working_directory, "data")
     directory.mkdir(parents=True)
-    prepared = get_recipe(recipe, resolved.recipe_options)
-    if state := check_initial_state(initial_model_state):
-        prepared = prepared.adapt_to(split_pin(state)[0])
-    prepare_data(prepared, location(source), directory)
+    state = check_initial_state(initial_model_state)
+    prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
     return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput(), state)

@@ -158,7 +158,6 @@ def train_recipe(
     """
     program = recipe_program(recipe, config, initial_model_state)
     prepared = get_recipe(recipe, config.recipe_options)
-    prepared = prepared.adapt_to(initial_model_state) if initial_model_state else prepared
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(own_directory("data-"))
 

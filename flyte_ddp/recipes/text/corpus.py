@@ -1,13 +1,12 @@
 """The documents of a source, piece by piece: of a file, directory or URL with text or Parquet, or
 Python's own topics.
 
-Nothing here holds more than a piece in memory, however long a document is. Knows nothing of tokens;
-imports no torch.
+Nothing here holds more than some pieces in memory, however long a document is. Knows nothing of
+tokens; imports no torch.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import fnmatch
 import gzip
@@ -15,10 +14,10 @@ import io
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import DataError
@@ -27,7 +26,7 @@ from flyte_ddp.storage import Storage
 
 # of the files read in a directory, by default; .gz may follow
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".parquet")
-MAX_PIECE = 1 << 18  # bytes; several are tokenized at once
+MAX_PIECE = 1 << 18  # characters of a part of a document; several are tokenized at once
 PARQUET_ROWS = 64  # read at once
 
 OWN = "the reference topics that come with Python (pydoc_data.topics)"
@@ -35,7 +34,7 @@ OWN = "the reference topics that come with Python (pydoc_data.topics)"
 
 @dataclass(frozen=True)
 class Piece:
-    text: bytes
+    text: str
     ends: bool  # the document ends with it
 
 
@@ -45,7 +44,7 @@ class Corpus:
 
     A document is a file, a row of a Parquet file, or what lies between two `separator`s in a text
     file. What a file is, its contents tell, not its name. Text is UTF-8, or UTF-16 or UTF-32 with a
-    byte order mark, and comes as UTF-8.
+    byte order mark.
     """
 
     source: str = ""  # path or URL of a file or a directory; "" for Python's own topics
@@ -63,7 +62,7 @@ class Corpus:
     def num_bytes(self) -> int:
         """Return the size of all files as they are stored. Raises DataError if there are none."""
         return (
-            sum(len(text) for text in _topics())
+            sum(map(len, _topics()))
             if not self.source
             else sum(size for _, size in self._list_files())
         )
@@ -88,7 +87,7 @@ class Corpus:
                 name = path if storage.is_local else str(storage.file_system.unstrip_protocol(path))
                 try:
                     reason = yield from self._read_pieces(file, name)
-                except (OSError, EOFError, zlib.error) as error:
+                except (OSError, EOFError, zlib.error, UnicodeError) as error:
                     raise DataError(
                         f"data: {name} cannot be read: {type(error).__name__}: {error}"
                     ) from error
@@ -100,32 +99,27 @@ class Corpus:
     def _list_files(self) -> list[tuple[str, int]]:
         """Return path and size of each file, sorted by path."""
         storage = Storage(self.source, "data")
-        try:
-            found: dict[str, Any] = storage.retry(lambda: storage.file_system.info(storage.root))
-        except FileNotFoundError:
+        system, root = storage.file_system, storage.root
+        if system.isfile(root):
+            return [(root, storage.retry(lambda: system.size(root)) or 0)]
+        found = storage.find()
+        if not found:
             raise DataError(
                 "data: expected a file, directory or URL with text or Parquet, got "
-                f"{self.source}, which does not exist"
-            ) from None
-        if found["type"] == "file":
-            return [(storage.root, found.get("size") or 0)]
-        listed = storage.find()
+                f"{self.source}, which does not exist or has no files"
+            )
         files = sorted(
-            (f"{storage.root}/{name}", info.get("size") or 0)
-            for name, info in listed.items()
+            (f"{root}/{name}", info.get("size") or 0)
+            for name, info in found.items()
             if self._is_read(name) and info["type"] != "other"
         )
         if not files:
-            expected = (
-                f"files like {self.files}"
-                if self.files
-                else f"files of text ({', '.join(SUFFIXES)})"
-            )
+            expected = self.files or f"text ({', '.join(SUFFIXES)})"
             raise DataError(
-                f"data: expected {expected}, got {len(listed):,} other files in {self.source}; "
-                "the recipe's option files gives another pattern"
+                f"data: expected files of {expected}, got {len(found):,} other files in "
+                f"{self.source}; the recipe's option files gives another pattern"
             )
-        self.left_out["hidden or of other names"] = len(listed) - len(files)
+        self.left_out["hidden or of other names"] = len(found) - len(files)
         return files
 
     def _is_read(self, path: str) -> bool:
@@ -144,56 +138,42 @@ class Corpus:
             kind = kind_of(stream.read(HEAD))
         if kind == PARQUET:
             for text in self._read_rows(file, name):
-                yield from _cut(io.BytesIO(text).read, b"")
+                yield from _cut(io.StringIO(text), "")
             return ""
-        with (
-            cast(io.BufferedReader, gzip.open(file)) if kind == GZIP else open(file, "rb") as stream
-        ):
-            if kind == GZIP:
+        opened: Any = gzip.open if kind == GZIP else open
+        if kind == GZIP:
+            with opened(file) as stream:
                 kind = kind_of(stream.read(HEAD))
-            if kind not in ENCODINGS:
-                return kind
-            stream.seek(len(codecs.BOM_UTF8) if kind == "utf-8-sig" else 0)
-            read: Callable[[int], bytes] = stream.read
-            if kind in ("utf-16", "utf-32"):
-                decoded = io.TextIOWrapper(stream, kind, errors="replace", newline="")
-                read = lambda size: decoded.read(size // 4).encode()  # noqa: E731
-            yield from _cut(read, self.separator.encode())
+        if kind not in ENCODINGS:
+            return kind
+        with opened(file, "rt", encoding=kind, newline="") as lines:
+            yield from _cut(lines, self.separator)
         return ""
 
-    def _read_rows(self, file: Path, name: str) -> Iterator[bytes]:
+    def _read_rows(self, file: Path, name: str) -> Iterator[str]:
         require(f"data: {name}", "pyarrow")
         import pyarrow
         from pyarrow import parquet
 
         try:
             table = parquet.ParquetFile(file, buffer_size=MAX_PIECE, pre_buffer=False)
-            if self.column not in table.schema_arrow.names:
+            types = dict(zip(table.schema_arrow.names, table.schema_arrow.types, strict=True))
+            if types.get(self.column) not in (pyarrow.string(), pyarrow.large_string()):
+                got = ", ".join(f"{column} ({kind})" for column, kind in types.items())
                 raise DataError(
                     f"data: expected a column {self.column!r} with text in {name}, got the columns "
-                    f"{', '.join(table.schema_arrow.names)}; the recipe's option column names "
-                    "another one"
-                )
-            kind = table.schema_arrow.field(self.column).type
-            if not any(
-                is_text(kind)
-                for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)
-            ):
-                raise DataError(
-                    f"data: expected text in column {self.column!r} of {name}, got {kind}"
+                    f"{got}; the recipe's option column names another one"
                 )
             for batch in table.iter_batches(PARQUET_ROWS, columns=[self.column]):
-                for row in batch.column(0):
-                    if (text := row.as_py()) is not None:
-                        yield text.encode("utf-8")
+                yield from filter(None, batch.column(0).to_pylist())
         except pyarrow.ArrowException as error:
             raise DataError(f"data: {name} is no Parquet file that can be read: {error}") from error
 
 
-def _topics() -> list[bytes]:
+def _topics() -> list[str]:
     from pydoc_data.topics import topics
 
-    return [topics[name].encode() for name in sorted(topics)]
+    return [topics[name] for name in sorted(topics)]
 
 
 @contextlib.contextmanager
@@ -218,34 +198,13 @@ def _local_copy(storage: Storage, path: str, size: int) -> Iterator[Path]:
         yield copy
 
 
-def _cut(read: Callable[[int], bytes], separator: bytes) -> Iterator[Piece]:
-    """Yield the documents of a stream's `read`, which `separator` ends; pieces end with a line
-    where they can.
-
-    No piece ends within a character of UTF-8.
-    """
-    kept = b""
-    while block := read(MAX_PIECE):
-        kept += block
-        if separator:
-            *documents, kept = kept.split(separator)
-            for text in documents:
-                yield from (
-                    _cut(io.BytesIO(text).read, b"")
-                    if len(text) > MAX_PIECE
-                    else (Piece(text, ends=True),)
-                )
-        # what is left may end with the beginning of a separator
-        while len(kept) > MAX_PIECE + len(separator):
-            end = kept.rfind(b"\n", 0, MAX_PIECE) + 1 or _end_of_character(kept, MAX_PIECE)
-            yield Piece(kept[:end], ends=False)
-            kept = kept[end:]
+def _cut(text: TextIO, separator: str) -> Iterator[Piece]:
+    """Yield the documents, which `separator` ends, each as a whole or in pieces of `MAX_PIECE`."""
+    kept = ""
+    while block := text.read(MAX_PIECE):
+        *documents, kept = (kept + block).split(separator) if separator else (kept + block,)
+        yield from (Piece(document, ends=True) for document in documents)
+        if len(kept) > MAX_PIECE + len(separator):  # its end may begin a separator
+            yield Piece(kept[:MAX_PIECE], ends=False)
+            kept = kept[MAX_PIECE:]
     yield Piece(kept, ends=True)
-
-
-def _end_of_character(text: bytes, end: int) -> int:
-    """Return `end`, or the place a little before it where no character of UTF-8 goes on."""
-    for place in range(end, end - 4, -1):
-        if text[place] & 0xC0 != 0x80:
-            return place
-    return end  # it is not UTF-8

@@ -57,7 +57,8 @@ class TextModel(nn.Module):
         """
         if state["tokenizer"] != self.tokenizer.files:
             raise ConfigError(
-                "vocabulary: expected a state with the tokenizer of this data, got one with another"
+                "vocabulary: expected a state with the tokenizer of this data, got one with "
+                "another; recipe_options.pretrained starts from a run's export with its tokenizer"
             )
 
 
@@ -91,17 +92,28 @@ def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
     return TextModel(model, tokenizer)
 
 
-def load_model(state: Mapping[str, Any]) -> TextModel:
-    """Return the model, on the CPU, of a state that recipe `text` wrote. Raises ConfigError for
-    another model's.
+def load_model(state: Mapping[str, Any], assign: bool = False) -> TextModel:
+    """Return the model, on the CPU, of a state that recipe `text` wrote.
+
+    Args:
+        assign: its weights are the state's own memory.
+
+    Raises:
+        ConfigError: it is another model's.
     """
+    from transformers import AutoModelForCausalLM
+
     try:
-        return _fill(state, assign=False)
+        extra = state["_extra_state"]
+        config = make_config(extra["config"], "model_state")
+        model = TextModel(AutoModelForCausalLM.from_config(config), Tokenizer(extra["tokenizer"]))
+        model.load_state_dict(state, assign=assign)
     except (TypeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())  # torch lists the gaps on many lines
         raise ConfigError(
             f"model_state: expected the state of recipe text, got another model's: {reason}"
         ) from error
+    return model
 
 
 def export_model(state: Mapping[str, Any], directory: Path) -> None:
@@ -109,20 +121,10 @@ def export_model(state: Mapping[str, Any], directory: Path) -> None:
     memory.
     """
     with torch.device("meta"):
-        model = _fill(state, assign=True)
+        model = load_model(state, assign=True)
     model.model.tie_weights()
     model.model.save_pretrained(directory)
     model.tokenizer.save(directory)
-
-
-def _fill(state: Mapping[str, Any], assign: bool) -> TextModel:
-    from transformers import AutoModelForCausalLM
-
-    extra = state["_extra_state"]
-    config = make_config(extra["config"], "model_state")
-    model = TextModel(AutoModelForCausalLM.from_config(config), Tokenizer(extra["tokenizer"]))
-    model.load_state_dict(state, assign=assign)
-    return model
 
 
 def generate_text(
@@ -154,7 +156,10 @@ def generate_text(
     check("top_p", top_p, float, Limits(above=0, maximum=1))
     check("seed", seed, int, Limits(minimum=0))
     end = model.tokenizer.end
-    tokens = [end, *model.tokenizer.encode([prompt.encode("utf-8", "replace")])[0].tolist()]
+    tokens = [
+        end,
+        *model.tokenizer.encode([prompt.encode("utf-8", "replace").decode()])[0].tolist(),
+    ]
     first, is_over, device = len(tokens), False, next(model.parameters()).device
     context = (
         getattr(model.model.config.get_text_config(), "max_position_embeddings", None)

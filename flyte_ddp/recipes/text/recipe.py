@@ -7,7 +7,6 @@ tokenizers.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import warnings
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Prediction
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
@@ -63,8 +62,6 @@ class Text(Recipe):
         "auto", choices=("auto", "bytes", "bpe")
     )  # bpe: trained on the data; auto: bytes, or pretrained's
     vocabulary: int = field(4096, minimum=300)  # tokens of a bpe
-    # path or URL of a model state whose bpe is used instead of a new one
-    vocabulary_of: str = field("")
     held_out: float = field(0.1, above=0, below=1)  # share of the documents
     # between two documents in a text file; "" makes each file a document
     separator: str = field("")
@@ -73,7 +70,7 @@ class Text(Recipe):
     column: str = field("text")  # of Parquet files
     prompt: str = field("")  # beginning of the text shown after each epoch
 
-    changeable_options = ("prompt", "vocabulary_of")  # the tokenizer is part of the data
+    changeable_options = ("prompt",)
     # most of it is what all models need
     slow_imports = ("transformers.models.llama.modeling_llama",)
     defaults = {
@@ -100,17 +97,11 @@ class Text(Recipe):
             raise ConfigError(
                 f"recipe_options: expected one of pretrained, architecture and sizes, got {given}"
             )
-        if self.vocabulary_of and self.tokens != "bpe":
+        if has_password(self.pretrained):
             raise ConfigError(
-                f'recipe_options.vocabulary_of: expected {{"tokens": "bpe"}} with it, got '
-                f"{self.tokens!r}"
+                "recipe_options.pretrained: expected a URL without a password, got "
+                f"{redact_url(self.pretrained)!r}"
             )
-        for name in ("pretrained", "vocabulary_of"):
-            if has_password(url := getattr(self, name)):
-                raise ConfigError(
-                    f"recipe_options.{name}: expected a URL without a password, got "
-                    f"{redact_url(url)!r}"
-                )
 
     def prepare(self, source: str, directory: Path) -> str:
         """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
@@ -127,35 +118,24 @@ class Text(Recipe):
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
         config = pretrained.fetch_model(self.pretrained, model) if self.pretrained else {}
-        try:
-            if self.tokens == "auto" and self.pretrained:
-                tokenizer = tokens.read_tokenizer(model)
-            elif self.tokens != "bpe":
-                tokenizer = tokens.byte_tokenizer()
-            elif self.vocabulary_of:
-                tokenizer = tokens.load_tokenizer(self.vocabulary_of)
-            else:
-                tokenizer = tokens.train_tokenizer(
-                    sample_texts(corpus, self.held_out), self.vocabulary
-                )
-            if not self.pretrained:
-                config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
-                config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-                model.mkdir()
-                (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
-            # others are known to fit, and the import takes seconds
-            if self.pretrained or self.architecture:
-                name = "pretrained" if self.pretrained else "architecture"
-                pretrained.make_config(
-                    config, f"recipe_options.{name}", tokenizer.size, self.context
-                )
-            tokenizer.save(directory / TOKENIZER)
-            return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f'data: expected UTF-8, which tokens other than "bytes" need, got the byte '
-                f"0x{error.object[error.start]:02x} in {corpus.name}; convert it"
-            ) from error
+        if self.tokens == "auto" and self.pretrained:
+            tokenizer = tokens.read_tokenizer(model)
+        elif self.tokens == "bpe":
+            texts = sample_texts(corpus, self.held_out)
+            tokenizer = tokens.train_tokenizer(texts, self.vocabulary)
+        else:
+            tokenizer = tokens.byte_tokenizer()
+        if not self.pretrained:
+            config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
+            config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+            model.mkdir()
+            (model / pretrained.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        # others are known to fit, and the import takes seconds
+        if self.pretrained or self.architecture:
+            name = "pretrained" if self.pretrained else "architecture"
+            pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
+        tokenizer.save(directory / TOKENIZER)
+        return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
 
     def _llama(self) -> dict[str, Any]:
         return {
@@ -173,14 +153,6 @@ class Text(Recipe):
 
     def data_license(self, source: str) -> str:
         return "" if source else "PSF-2.0"  # Python's documentation
-
-    def adapt_to(self, initial_state: str) -> Text:
-        """Return the recipe with the vocabulary of the model with this state, unless one is
-        named.
-        """
-        if self.tokens != "bpe" or self.vocabulary_of:
-            return self
-        return dataclasses.replace(self, vocabulary_of=initial_state)
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         import torch

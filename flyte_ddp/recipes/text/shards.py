@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.contents import report_left_out
-from flyte_ddp.recipes.text.corpus import Corpus, Piece
+from flyte_ddp.recipes.text.corpus import MAX_PIECE, Corpus, Piece
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
 FACTS = "text.json"  # bytes of text per token of either file
-BATCH = 1 << 20  # bytes of text that are tokenized at once
+BATCH = 1 << 20  # characters of text that are tokenized at once
 BPE_SAMPLE = 64 << 20  # bytes of text from which a BPE is made
 BLOCK = 1 << 20  # tokens of a file that are looked at at once
 
@@ -44,7 +45,6 @@ def prepare_shards(
 
     Raises:
         DataError: the corpus is empty.
-        UnicodeDecodeError: it is not UTF-8, which the tokenizer needs.
         ConfigError: the window is longer than one of the files.
     """
     paths = directory / TRAIN, directory / HELD_OUT
@@ -57,7 +57,7 @@ def prepare_shards(
             ):
                 (train_file, held_out_file)[side].write(tokens.tobytes() + end * piece.ends)
                 num_documents[side] += piece.ends
-                num_bytes[side] += len(piece.text)
+                num_bytes[side] += len(piece.text.encode())
     if not sum(num_documents):
         raise DataError(
             f"data: expected text, got {corpus.name}, which is "
@@ -89,18 +89,14 @@ def prepare_shards(
 
 
 def sample_texts(corpus: Corpus, held_out: float) -> Iterator[str]:
-    """Yield training texts, some `BPE_SAMPLE` bytes from all over a large corpus.
-
-    Raises:
-        UnicodeDecodeError: one is not UTF-8.
-    """
+    """Yield training texts, some `BPE_SAMPLE` bytes from all over a large corpus."""
     share = min(1.0, BPE_SAMPLE / max(1, corpus.num_bytes()))
     texts = (
         piece.text for batch in _batches(corpus, held_out) for piece, side in batch if not side
     )
     for number, text in enumerate(texts):
         if int((number + 1) * share) > int(number * share):
-            yield text.decode()
+            yield text
 
 
 def read_windows(
@@ -126,7 +122,7 @@ def _batches(corpus: Corpus, held_out: float) -> Iterator[list[tuple[Piece, bool
     side, first, size = None, b"", 0  # the side of the current document, from its first text on
     for piece in corpus.pieces():
         if side is None and piece.text:
-            digest = hashlib.sha256(piece.text).digest()
+            digest = hashlib.sha256(piece.text[:MAX_PIECE].encode()).digest()
             first = first or digest  # the first document trains, so that there is one
             side = digest != first and int.from_bytes(digest[:8], "big") < held_out * 2**64
         if side is not None:
@@ -164,12 +160,8 @@ def _hold_out_end(
     how = "the last documents held out" if place else "the end of the last one held out"
     place = place or wanted
     with open(held_out, "ab") as file:
-        for first in range(place, len(tokens), BLOCK):
-            file.write(tokens[first : first + BLOCK].tobytes())
-    size = tokens.itemsize
-    del tokens
-    with open(train, "r+b") as file:
-        file.truncate(place * size)
+        tokens[place:].tofile(file)
+    os.truncate(train, place * tokens.itemsize)
     return how
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
-from flyte_ddp.storage import read_file
+from flyte_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,17 +57,11 @@ class Tokenizer:
         )
         self._is_bytes = files[TOKENIZER] == _byte_library().to_str()
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
-        """Return the tokens of each text, without `end`, as `dtype`.
-
-        Raises:
-            UnicodeDecodeError: a text is not UTF-8, and tokens are more than bytes.
-        """
-        if self._is_bytes:
-            return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-        encoded = self._library.encode_batch_fast(
-            [text.decode() for text in texts], add_special_tokens=False
-        )
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Return the tokens of each text, without `end`, as `dtype`."""
+        if self._is_bytes:  # a hundred times faster
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=self.dtype) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -119,24 +112,6 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     return _with_settings(library)
 
 
-def load_tokenizer(url: str) -> Tokenizer:
-    """Return the tokenizer of the model with the state at `url`. Raises ConfigError if it has
-    none.
-    """
-    from flyte_ddp.storage.weights import from_bytes  # imports torch
-
-    field = "recipe_options.vocabulary_of"
-    expected = f"{field}: expected the model_state.pt of a run of recipe text, got {url!r}, which"
-    try:
-        return Tokenizer(from_bytes(read_file(url, field))["_extra_state"]["tokenizer"])
-    except FileNotFoundError:
-        raise ConfigError(f"{expected} does not exist") from None
-    except (StorageDenied, StorageUnavailable):
-        raise
-    except Exception as error:  # of any kind: the bytes of another file may look like anything
-        raise ConfigError(f"{expected} is another file") from error
-
-
 def _byte_library() -> Any:
     from tokenizers import models, pre_tokenizers
 
@@ -162,10 +137,10 @@ def _byte_level(model: Any) -> Any:
 
 
 def _with_settings(library: Any) -> Tokenizer:
-    settings: dict[str, Any] = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
         "eos_token": END,
+        "clean_up_tokenization_spaces": False,
     }
-    settings |= {"clean_up_tokenization_spaces": False}
     return Tokenizer({TOKENIZER: library.to_str(), SETTINGS: json.dumps(settings)})
