@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flyte_ddp.errors import DataError, StorageUnavailable
+from flyte_ddp.errors import StorageUnavailable
 from flyte_ddp.recipes.image_folder import files
 from flyte_ddp.recipes.image_folder.files import FileReader, UnreadableImage, list_images
 from tests.support.image_store import (
@@ -17,7 +17,6 @@ from tests.support.image_store import (
     image_tree,
     prepare,
     running_store,
-    write_tree,
 )
 from tests.support.runs import REPOSITORY
 
@@ -51,14 +50,9 @@ def test_a_prefix_of_many_files_is_listed_page_by_page_and_judged_by_names(
     assert sum("continuation-token" in query for query in pages) == 2
 
 
-def test_an_image_costs_one_request_and_a_process_opens_one_client(store, prepared, monkeypatch):
-    clients = []
+def test_an_image_costs_one_request(store, prepared):
     url = store.fill(image_tree())
     _, train, _, _ = prepare(url, prepared)
-    opened = FileReader._open_once
-    monkeypatch.setattr(
-        FileReader, "_open_once", lambda self: clients.append(opened(self)) or clients[-1]
-    )
     before = len(store.requests)
 
     train.prefetch(range(12))
@@ -66,15 +60,6 @@ def test_an_image_costs_one_request_and_a_process_opens_one_client(store, prepar
 
     assert len(images) == 12
     assert [method for method, *_ in store.requests[before:]] == ["GET"] * 12
-    assert len({id(storage) for storage, _ in clients}) == 1
-
-
-def test_neither_index_nor_note_nor_config_holds_credentials(store, prepared):
-    prepare(store.fill(image_tree()), prepared)
-
-    for file in prepared.iterdir():
-        assert b"the-access-key" not in file.read_bytes()
-        assert b"the-secret-key" not in file.read_bytes()
 
 
 @pytest.mark.parametrize("anonymous", [False, True])
@@ -85,20 +70,10 @@ def test_requests_are_signed_unless_anonymous(store, prepared, anonymous):
     _, train, _, _ = prepare(url, prepared, anonymous=anonymous)
     train[0]
 
+    assert not any(b"the-secret-key" in file.read_bytes() for file in prepared.iterdir())
     signatures = [bool(signature) for *_, signature in store.requests[before:]]
     assert len(signatures) >= 2
     assert set(signatures) == {not anonymous}
-
-
-def test_options_of_object_stores_are_refused_elsewhere(tmp_path, prepared):
-    with pytest.raises(
-        DataError,
-        match=(
-            r"anonymous: expected none with .* for s3:// and gs:// "
-            r"only"
-        ),
-    ):
-        prepare(write_tree(image_tree(), tmp_path / "tree"), prepared, anonymous=True)
 
 
 # With patience
@@ -122,44 +97,32 @@ def test_transient_errors_are_retried(store, fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "reason"),
+    ("fault", "error", "reason", "num_requests"),
     [
-        (
-            "throttle",
-            StorageUnavailable,
-            (
-                r".* could not be reached for 1 s: .*reduce your request "
-                r"rate"
-            ),
-        ),
+        ("throttle", StorageUnavailable, "could not be reached for 1 s: .*reduce your request", 2),
         (
             "short",
             UnreadableImage,
-            (
-                r"/a.png cannot be read: expected the listed \d+ bytes, got "
-                r"\d+"
-            ),
+            r"/a.png cannot be read: expected the listed \d+ bytes, got \d+",
+            3,
         ),
+        ("gone", UnreadableImage, "/a.png cannot be read: FileNotFoundError", 1),
     ],
 )
-def test_retries_end_with_the_files_name_and_the_reason(store, monkeypatch, fault, error, reason):
+def test_retries_end_with_the_files_name_and_the_reason(
+    store, monkeypatch, fault, error, reason, num_requests
+):
     reader, file, _ = _one_file(store)
     monkeypatch.setattr(files, "STORE_TIMEOUT", 1.0)
     store.faults["images/a.png"] = [fault] * 20
+    if fault == "gone":
+        store.delete(reader.url, "a.png")
 
     with pytest.raises(error, match=f"^data: .*{reason}"):
         reader.read(file)
     store.faults.clear()
-    assert fault != "short" or len(store.asked_for("a.png")) == 3
-
-
-def test_a_missing_file_is_requested_once(store):
-    reader, file, _ = _one_file(store)
-    store.delete(reader.url, "a.png")
-
-    with pytest.raises(UnreadableImage, match="a.png cannot be read: FileNotFoundError"):
-        reader.read(file)
-    assert len(store.asked_for("a.png")) == 1
+    assert len(store.asked_for("a.png")) >= num_requests
+    assert fault == "throttle" or len(store.asked_for("a.png")) == num_requests
 
 
 IN_A_FORK = """

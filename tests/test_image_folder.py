@@ -4,6 +4,7 @@ missing.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import models
+from torchvision.transforms import functional
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.data import SeededDataset, open_samples
-from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.files import (
     decode_image,
 )
@@ -73,23 +75,6 @@ def test_classes_are_the_folders_and_both_directories_are_used_as_they_are(tmp_p
         )
 
 
-def test_validation_images_are_preferred_and_other_files_are_counted(tmp_path, prepared):
-    tree = image_tree(("train", "test", "val"), ("blue", "red")) | {
-        "train/blue/.DS_Store": b"",
-        "train/blue/._000.png": b"",
-        "train/red/notes.txt": b"red",
-        "train/stray.png": image_bytes(COLOURS["red"]),
-    }
-    *_, description = prepare(write_tree(tree, tmp_path / "tree"), prepared)
-
-    assert description.startswith(
-        "8 training and 8 held-out images (in val/) of 2 classes (blue, red), read from"
-    )
-    assert description.endswith(
-        "; 12 files left out: 9 outside of the folders used (test/), 2 hidden, 1 no image"
-    )
-
-
 def test_without_split_directories_a_share_is_held_out_that_stays_when_images_are_added(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for directory, count in ((first, 50), (second, 70)):
@@ -105,28 +90,22 @@ def test_without_split_directories_a_share_is_held_out_that_stays_when_images_ar
     assert test < more_test
 
 
+LACKING = r"at least two classes, each with at least 2 training images .*, got "
 BROKEN_TREES = {
     "empty": ({}, "holds no files"),
     "no images": (
         {"train/a/readme.txt": b"-", "val/a/b.csv": b"-"},
         "expected images in a folder for each class, got none in .*; 2 files left out: 2 no image",
     ),
-    "no folders": ({"a.png": image_bytes(COLOURS["red"])}, "at least two classes, got no class in"),
-    "one class": (image_tree(classes=("red",)), "at least two classes, got 'red' in"),
-    "train alone": (
-        image_tree(("train",)),
-        (
-            r"one folder of training images, such as train/, and beside it .* val/ or test/, got "
-            r"train/ in"
-        ),
-    ),
+    "no folders": ({"a.png": image_bytes(COLOURS["red"])}, f"{LACKING}no class in"),
+    "one class": (image_tree(classes=("red",)), f"{LACKING}'red' in"),
     "class only held out": (
         {name: each for name, each in image_tree().items() if not name.startswith("train/green")},
-        "got no training images of class 'green' in",
+        f"{LACKING}0 and 4 of class 'green' in",
     ),
     "class not held out": (
         {name: each for name, each in image_tree().items() if not name.startswith("val/green")},
-        r"got no held-out \(in val/\) images of class 'green' in",
+        rf"{LACKING}4 and 0 of class 'green' in",
     ),
     "too few": (
         {
@@ -134,7 +113,7 @@ BROKEN_TREES = {
             for name, each in image_tree().items()
             if name[:10] != "train/blue" or name.endswith("000.png")
         },
-        "expected at least 2 training images of each class .*, got 1 of class 'blue'",
+        f"{LACKING}1 and 4 of class 'blue' in",
     ),
 }
 
@@ -145,86 +124,46 @@ def test_an_unusable_tree_is_refused_with_the_reason(tmp_path, prepared, name):
     (tmp_path / "tree").mkdir()
     source = write_tree(tree, tmp_path / "tree")
 
-    with pytest.raises((ConfigError, DataError), match=reason) as caught:
+    with pytest.raises(DataError, match=rf"^data: [^\n]*{reason}[^\n]*$") as caught:
         prepare(source, prepared)
 
-    assert str(caught.value).startswith("data: ")
     assert source in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "reason"),
+    ("source", "options", "reason"),
     [
         (
             "s3://no-such-bucket/images",
+            {},
             "data: .*got s3://no-such-bucket/images: .*; create the bucket or correct",
         ),
-        ("nope://images", "data: expected a path or a URL that fsspec knows, got 'nope://images'"),
+        (
+            "{url}/nothing",
+            {},
+            "expected a directory or a prefix .* got .*/nothing, which holds no files",
+        ),
         (
             "s3://somebody:secret@bucket/images",
+            {},
             "without a user name or a password; give them in the environment",
         ),
-    ],
-)
-def test_a_source_that_cannot_be_listed_is_refused(store, prepared, source, reason):
-    with pytest.raises((ConfigError, DataError), match=reason) as caught:
-        prepare(source, prepared)
-
-    assert "secret@" not in str(caught.value)
-
-
-def test_an_empty_prefix_is_refused(store, prepared):
-    url = store.fill(image_tree(classes=("blue", "red")))
-
-    with pytest.raises(
-        DataError,
-        match=f"expected a directory or a prefix .* got {url}/nothing, which holds no files",
-    ):
-        prepare(f"{url}/nothing", prepared)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"trainable": "tail"}, "recipe_options.trainable: expected one of all, head, got 'tail'"),
+        ("/images", {"anonymous": True}, "anonymous: expected none with /images; it is for s3"),
+        ("", {"architecture": "resnet19"}, "expected one of .*, resnet18.*, got 'resnet19'"),
+        ("", {"trainable": "tail"}, "trainable: expected one of all, head, got 'tail'"),
         (
-            {"unreadable": "ignore"},
-            "recipe_options.unreadable: expected one of fail, skip, got 'ignore'",
-        ),
-        (
-            {"held_out": 1.0},
-            "recipe_options.held_out: expected a finite number above 0 and below 1, got 1.0",
-        ),
-        ({"image_size": 8}, "recipe_options.image_size: expected 0, or at least 16 pixels, got 8"),
-        (
+            "",
             {"architecture": "vit_b_16", "image_size": 100},
             "recipe_options.image_size: expected a multiple of 16, got 100",
         ),
-        (
-            {"endpoint_url": "https://host"},
-            "expected one of .*, got 'endpoint_url': the store is the task's env",
-        ),
-        (
-            {"cache": "/tmp/images"},
-            "expected one of .*, got 'cache': the store is the task's environment's",
-        ),
-        (
-            {"weights": "default"},
-            "got 'weights': give initial_model_state, such as torchvision:resnet18",
-        ),
     ],
 )
-def test_an_option_outside_its_range_is_refused(options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        get_recipe("image_folder", options)
+def test_what_cannot_be_prepared_is_refused(store, prepared, source, options, reason):
+    source = source.replace("{url}", store.fill({"a/a.png": b"-"}))
+    with pytest.raises((ConfigError, DataError), match=reason) as caught:
+        prepare(source, prepared, **options)
 
-
-def test_an_unknown_architecture_is_refused_with_the_known_ones(prepared):
-    with pytest.raises(
-        DataError, match="architecture: expected one of .*resnet152, resnet18.*, got 'resnet19'"
-    ):
-        prepare("", prepared, architecture="resnet19")
+    assert "secret@" not in str(caught.value)
 
 
 def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
@@ -236,10 +175,10 @@ def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
 
     assert len(fingerprints) == 1
     assert description == (
-        "240 training and 80 held-out images (in val/) of 4 classes (circle, cross, square, "
+        "240 training and 80 held-out images (in val/) of 4 classes (circle, pentagon, square, "
         "triangle), drawn here"
     )
-    assert recipe.class_names == ["circle", "cross", "square", "triangle"]
+    assert recipe.class_names == ["circle", "pentagon", "square", "triangle"]
     (tmp_path / "two").rename(tmp_path / "elsewhere")  # as on another machine
     train, _ = recipe.datasets(tmp_path / "elsewhere")
     assert train[0][0].shape == (3, 64, 64)
@@ -254,15 +193,8 @@ def _saved(image, kind, **options):
     return file.getvalue()
 
 
-def _exif(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return exif
-
-
 HALF_RED = Image.new("RGBA", (4, 2), (255, 0, 0, 255))
 HALF_RED.paste((0, 0, 0, 0), (2, 0, 4, 2))
-SIXTEEN_BITS = Image.fromarray(np.full((2, 4), 200 << 8, dtype=np.uint16))
 PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
 
 
@@ -282,8 +214,6 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
             None,
             (255,) * 3,
         ),
-        (_saved(SIXTEEN_BITS, "PNG"), (200,) * 3, (200,) * 3),
-        (_saved(SIXTEEN_BITS, "TIFF"), (200,) * 3, (200,) * 3),
     ],
     ids=[
         "grey",
@@ -293,8 +223,6 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
         "webp",
         "palette",
         "gif",
-        "16 bit png",
-        "16 bit tiff",
     ],
 )
 def test_every_kind_of_image_becomes_rgb(contents, first, last):
@@ -317,7 +245,9 @@ def test_cmyk_becomes_rgb():
 def test_an_image_is_rotated_by_its_exif_orientation():
     wide = Image.new("RGB", (16, 8), "white")
     wide.paste("black", (0, 0, 8, 8))
-    upright = decode_image(_saved(wide, "PNG", exif=_exif(6)))  # a quarter turn to the right
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn to the right
+    upright = decode_image(_saved(wide, "PNG", exif=exif))
 
     assert upright.size == (8, 16)
     assert (upright.getpixel((4, 2)), upright.getpixel((4, 13))) == ((0,) * 3, (255,) * 3)
@@ -341,16 +271,10 @@ def test_augmentation_is_drawn_from_seed_epoch_and_sample_alone(tmp_path, prepar
 
 
 def test_pixels_are_normalized_as_torchvisions_weights_want():
-    batch = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
-    batch[1] = 0
-    inputs = ImageFolder().inputs(batch)
-
-    assert inputs[0, :, 0, 0].tolist() == pytest.approx(
-        [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
-    )
-    assert inputs[1, :, 0, 0].tolist() == pytest.approx(
-        [-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225]
-    )
+    batch = torch.arange(96, dtype=torch.uint8).view(2, 3, 4, 4)
+    preset = models.ResNet18_Weights.DEFAULT.transforms()
+    expected = functional.normalize(batch / 255, preset.mean, preset.std)
+    torch.testing.assert_close(ImageFolder().inputs(batch), expected)
 
 
 # Unreadable images
@@ -391,15 +315,7 @@ def _prepare_broken(tmp_path, prepared, kind, names=("train/green/001.png",), **
 
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
-def test_an_unreadable_image_is_named_and_fatal_by_default(tmp_path, prepared, kind):
-    _, train, _, _ = _prepare_broken(tmp_path, prepared, kind)
-
-    with pytest.raises(DataError, match=f"^data: .*/train/green/001.png {BROKEN_IMAGES[kind][1]}"):
-        [train[sample] for sample in range(len(train))]
-
-
-@pytest.mark.parametrize("kind", BROKEN_IMAGES)
-def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(
+def test_an_unreadable_image_is_fatal_or_replaced_by_the_next_of_its_class(
     tmp_path, prepared, kind, caplog
 ):
     _, train, test, _ = _prepare_broken(tmp_path, prepared, kind, unreadable="skip", augment=False)
@@ -413,11 +329,11 @@ def test_an_unreadable_image_may_be_replaced_by_the_next_of_its_class(
     assert (train.num_replaced, test.num_replaced) == (1, 0)
     train[5]
     assert train.num_replaced == 2
-    lines = [
-        record.getMessage() for record in caplog.records if "replaces it" in record.getMessage()
-    ]
-    assert len(lines) == 1
-    assert "train/green/001.png" in lines[0]
+    (line,) = [each for each in caplog.messages if "replaces it" in each]
+    assert "train/green/001.png" in line
+    fatal = dataclasses.replace(train, skips=False)
+    with pytest.raises(DataError, match=f"^data: .*/train/green/001.png {BROKEN_IMAGES[kind][1]}"):
+        fatal[5]
 
 
 def test_a_class_without_readable_images_is_always_fatal(tmp_path, prepared):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 import uuid
 from collections import defaultdict
 from urllib.parse import parse_qs
@@ -65,8 +64,7 @@ class ImageStore:
     """The server's requests and faults, by the name of the object.
 
     `faults[name]` is a list of what happens to the next requests for it, one each: "throttle",
-    "cut" (the connection ends early), "short" (a whole answer with fewer bytes), "slow" (3 s) or
-    "fine".
+    "cut" (the connection ends early), "short" (a whole answer with fewer bytes) or "fine".
     """
 
     def __init__(self, app):
@@ -113,8 +111,6 @@ class ImageStore:
                 [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],
             )
             return [body]
-        if fault == "slow":
-            time.sleep(3)
         if fault not in ("cut", "short"):
             return self.app(environ, start_response)
         answer = []

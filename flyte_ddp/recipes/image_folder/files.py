@@ -6,13 +6,13 @@ Knows neither classes nor models, and imports no torch. Credentials come from th
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flyte_ddp.errors import DataError, StorageDenied
 from flyte_ddp.recipes.contents import IMAGE, kind_of
@@ -40,6 +40,7 @@ SUFFIXES = (
     ".pgm",
     ".avif",
 )
+VERSIONS = ("ETag", "etag", "mtime", "last_modified")  # keys of what file systems report
 # of images with more than 8 bits a pixel
 WHITES = (255, (1 << 12) - 1, (1 << 16) - 1, (1 << 31) - 1)
 
@@ -84,66 +85,48 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
         )
     others: Counter[str] = Counter()
     files = []
-    for name in sorted(found):
+    for name, info in sorted(found.items()):
         if any(part.startswith((".", "__MACOSX")) for part in name.split("/")):
             others["hidden"] += 1
-        elif found[name]["type"] == "other":
+        elif info["type"] == "other":
             others["no regular file"] += 1
-        elif found[name].get("size") == 0:
+        elif info.get("size") == 0:
             others["empty"] += 1
         else:
-            files.append(_file(name, found[name]))
+            version = next(filter(None, map(info.get, VERSIONS)), "")
+            files.append(File(name, info.get("size") or -1, str(version)))
     if storage.is_local or len(files) <= MAX_LOOKS:
         heads = storage.read_heads([file.name for file in files], HEAD)
-        kinds = [kind_of(head) if head else "unreadable" for head in heads]
-        others.update(
-            "unreadable" if kind == "unreadable" else "no image" for kind in kinds if kind != IMAGE
-        )
-        images = [file for file, kind in zip(files, kinds, strict=True) if kind == IMAGE]
+        images = [file for file, head in zip(files, heads, strict=True) if kind_of(head) == IMAGE]
+        others["unreadable"] += heads.count(b"")
+        others["no image"] += len(heads) - heads.count(b"") - len(images)
     else:
         images = [file for file in files if file.name.lower().endswith(SUFFIXES)]
         others["no image by their names"] += len(files) - len(images)
     return storage.file_system.unstrip_protocol(storage.root.rstrip("/")), images, others
 
 
+@dataclass(frozen=True)
 class FileReader:
     """Reads files below `url`, each process through one client of its own.
 
-    A client has connections and threads, which do not survive a fork. So it is opened at the first
-    read, and is not part of a pickle.
-
-    Args:
-        anonymous: read without credentials, from a public bucket.
+    A client has connections and threads, which survive neither a fork nor a pickle. So it is opened
+    at the first read of a process.
     """
 
-    def __init__(self, url: str, anonymous: bool = False) -> None:
-        self.url = url
-        self.anonymous = anonymous
-        # of the process with this id
-        self._client: tuple[int, Storage, ThreadPoolExecutor] | None = None
+    url: str
+    anonymous: bool = False  # without credentials, from a public bucket
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None}
-
-    def read_all(self, files: Sequence[File]) -> list[bytes | UnreadableImage]:
-        """Return the contents of each file, several read at once, or why it has none. Raises
-        StorageUnavailable.
-        """
-
-        def read(file: File) -> bytes | UnreadableImage:
-            try:
-                return self.read(file)
-            except UnreadableImage as error:
-                return error
-
-        _, threads = self._open_once()
-        return list(threads.map(read, files))
+    def begin(self, file: File) -> Future[bytes]:
+        """Begin to `read` a file while others are read."""
+        _, threads = _open_client(os.getpid(), self.url, self.anonymous)
+        return threads.submit(self.read, file)
 
     def read(self, file: File) -> bytes:
         """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after
         `STORE_TIMEOUT`.
         """
-        storage, _ = self._open_once()
+        storage, _ = _open_client(os.getpid(), self.url, self.anonymous)
         for _ in range(MAX_SHORT_READS):
             try:
                 contents = storage.read(file.name)
@@ -157,14 +140,14 @@ class FileReader:
         reason = f"expected the listed {file.size} bytes, got {len(contents)}"
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
-    def _open_once(self) -> tuple[Storage, ThreadPoolExecutor]:
-        if self._client is None or self._client[0] != os.getpid():
-            threads = ThreadPoolExecutor(CONCURRENT_READS, thread_name_prefix="read-images")
-            self._client = os.getpid(), _open(self.url, self.anonymous), threads
-        return self._client[1:]
-
     def join(self, file: File) -> str:
         return f"{self.url}/{file.name}"
+
+
+@functools.lru_cache(maxsize=8)
+def _open_client(process: int, url: str, anonymous: bool) -> tuple[Storage, ThreadPoolExecutor]:
+    threads = ThreadPoolExecutor(CONCURRENT_READS, thread_name_prefix="read-images")
+    return _open(url, anonymous), threads
 
 
 def decode_image(contents: bytes) -> Image:
@@ -216,11 +199,3 @@ def _open(url: str, anonymous: bool) -> Storage:
         # More would cost each image a second request, which asks for its size.
         **({"max_concurrency": 1} if url.startswith(("s3://", "s3a://")) else {}),
     )
-
-
-def _file(name: str, info: dict[str, Any]) -> File:
-    size = info.get("size")
-    version = next(
-        (info[key] for key in ("ETag", "etag", "mtime", "last_modified") if info.get(key)), ""
-    )
-    return File(name, -1 if size is None else int(size), str(version))

@@ -184,23 +184,17 @@ def _check_classes(
     """Return the number of training images of each class, after checking both splits."""
     counts, held_out = (Counter(label for label, _ in images) for images in (train, test))
     found = sorted({*counts, *held_out})
-    if len(found) < 2:
-        names = ", ".join(map(repr, found)) or "no class"
+    lacking = [
+        f"{counts[name]} and {held_out[name]} of class {name!r}"
+        for name in found
+        if counts[name] < min_images or not held_out[name]
+    ]
+    if len(found) < 2 or lacking:
+        got = _list(lacking or [repr(name) for name in found]) or "no class"
         raise DataError(
-            f"data: expected folders with images of at least two classes, got {names} in {where}"
-        )
-    for lacking, kind in ((counts, "training"), (held_out, f"held-out ({how})")):
-        if missing := [repr(name) for name in found if name not in lacking]:
-            more = f" and {len(missing) - 5} others" if len(missing) > 5 else ""
-            raise DataError(
-                f"data: expected training and held-out images of each class, got no {kind} images "
-                "of class "
-                f"{', '.join(missing[:5])}{more} in {where}"
-            )
-    if few := [name for name in found if counts[name] < min_images]:
-        raise DataError(
-            f"data: expected at least {min_images} training images of each class (min_images), got "
-            f"{counts[few[0]]} of class {few[0]!r} in {where}"
+            "data: expected folders with images of at least two classes, each with at least "
+            f"{min_images} training images (min_images) and a held-out one ({how}), got {got} in "
+            f"{where}"
         )
     return counts
 

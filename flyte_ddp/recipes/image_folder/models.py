@@ -57,8 +57,3 @@ def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[n
         if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.shape[0] == num_classes
     ]
     return model, with_logits[-1]
-
-
-def freeze_all_but(model: nn.Module, head: str) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.startswith(head + ".")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError, DataError
@@ -31,7 +32,6 @@ from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_im
 from flyte_ddp.recipes.image_folder.models import (
     build_model,
     check_architecture,
-    freeze_all_but,
     patch_size,
 )
 
@@ -76,13 +76,6 @@ class ImageFolder(Recipe):
     anonymous: bool = False
 
     changeable_options = ("min_images", "anonymous")
-    replaced_options: ClassVar[Mapping[str, str]] = {
-        "weights": "give initial_model_state, such as torchvision:resnet18",
-        **dict.fromkeys(
-            ("endpoint_url", "timeout", "store_timeout", "concurrent_reads", "cache"),
-            "the store is the task's environment's",
-        ),
-    }
     defaults = {
         "epochs": 5,
         "global_batch_size": 32,
@@ -95,17 +88,11 @@ class ImageFolder(Recipe):
 
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
-        if 0 < self.image_size < 16:
-            raise ConfigError(
-                "recipe_options.image_size: expected 0, or at least 16 pixels, got "
-                f"{self.image_size}"
-            )
         patch = patch_size(self.architecture)
         if self.image_size % patch:
             raise ConfigError(
                 f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}"
             )
-        self._image_size = 0  # set by `datasets` for `model`
 
     def prepare(self, source: str, directory: Path) -> str:
         """Write which images there are, of which class and for which purpose.
@@ -138,7 +125,7 @@ class ImageFolder(Recipe):
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
         index = read_index(directory)
         self.class_names = index.classes
-        self._image_size = index.image_size
+        self._image_size = index.image_size  # for `model`
         if index.url == OWN_IMAGES:
             reader = FileReader(str(directory / OWN_IMAGES))
         else:
@@ -152,13 +139,10 @@ class ImageFolder(Recipe):
         """Return the architecture with a last layer for the classes, which `datasets` must have
         found before.
         """
-        if not self.class_names:
-            raise RuntimeError(
-                "image_folder: model() is called before datasets(), which finds out the classes"
-            )
         model, head = build_model(self.architecture, len(self.class_names), self._image_size)
         if self.trainable == "head":
-            freeze_all_but(model, head)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = name.startswith(f"{head}.")
         return model
 
     def inputs(self, batch: Tensor) -> Tensor:
@@ -207,7 +191,7 @@ class Images:
         # How often each was replaced, in memory shared by the loader processes. One process loads a
         # sample at a time.
         self._replaced = torch.zeros(len(self.images), dtype=torch.int32).share_memory_()
-        self._ahead: dict[int, bytes | UnreadableImage] = {}
+        self._ahead: dict[int, Future[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self.images)
@@ -218,9 +202,8 @@ class Images:
         return int(self._replaced.sum())
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Read the samples of the next calls of `__getitem__`, all at once."""
-        contents = self.reader.read_all([self.images.file(sample) for sample in indices])
-        self._ahead = dict(zip(indices, contents, strict=True))
+        """Begin to read the samples of the next calls of `__getitem__`, several at once."""
+        self._ahead = {sample: self.reader.begin(self.images.file(sample)) for sample in indices}
 
     def __getitem__(self, sample: int) -> tuple[Tensor, int]:
         from torchvision import transforms
@@ -250,11 +233,8 @@ class Images:
 
     def _image(self, sample: int) -> Any:
         file = self.images.file(sample)
-        contents = self._ahead.pop(sample, None)
-        if contents is None:
-            contents = self.reader.read(file)
-        if isinstance(contents, UnreadableImage):
-            raise contents
+        future = self._ahead.pop(sample, None)
+        contents = future.result() if future else self.reader.read(file)
         try:
             return decode_image(contents)
         except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading

@@ -8,6 +8,8 @@ from pathlib import Path
 SIZE = 64  # pixels, of each side
 NUM_TRAIN, NUM_HELD_OUT = 60, 20  # images of each class
 SEED = 0
+# hue in degrees, and sides
+SHAPES = {"circle": (0, 40), "pentagon": (90, 5), "square": (180, 4), "triangle": (270, 3)}
 
 
 def draw_images(directory: Path) -> None:
@@ -19,57 +21,28 @@ def draw_images(directory: Path) -> None:
     """
     from PIL import Image, ImageColor, ImageDraw
 
-    # Hue in degrees, and corners around (0, 0) at a distance of about 1; the circle is a polygon
-    # too.
-    classes = {
-        "circle": (0, _polygon(40, 0.9)),
-        "cross": (
-            90,
-            [
-                *((-0.3, -1), (0.3, -1), (0.3, -0.3), (1, -0.3), (1, 0.3), (0.3, 0.3)),
-                *((0.3, 1), (-0.3, 1), (-0.3, 0.3), (-1, 0.3), (-1, -0.3), (-0.3, -0.3)),
-            ],
-        ),
-        "square": (180, _polygon(4, 1.1)),
-        "triangle": (270, _polygon(3, 1.1)),
-    }
     for split, count in (("train", NUM_TRAIN), ("val", NUM_HELD_OUT)):
-        for name, (hue, points) in classes.items():
+        for name, (hue, num_sides) in SHAPES.items():
             folder = directory / split / name
             folder.mkdir(parents=True)
             for number in range(count):
                 draws = random.Random(f"{SEED} {split} {name} {number}")
-                image = Image.new(
-                    "RGB", (SIZE, SIZE), tuple(draws.randrange(0, 110) for _ in range(3))
-                )
+                background = tuple(draws.randrange(0, 110) for _ in range(3))
+                image = Image.new("RGB", (SIZE, SIZE), background)
                 brush = ImageDraw.Draw(image)
                 for _ in range(60):  # specks
                     colour = ImageColor.getrgb(f"hsl({draws.randrange(360)}, 60%, 70%)")
                     brush.point((draws.randrange(SIZE), draws.randrange(SIZE)), colour)
-                shade = (
-                    (hue + draws.randint(-30, 30)) % 360,
-                    draws.randint(40, 90),
-                    draws.randint(45, 75),
-                )
-                brush.polygon(
-                    _place(points, draws), ImageColor.getrgb("hsl({}, {}%, {}%)".format(*shade))
+                brush.regular_polygon(
+                    tuple(
+                        draws.uniform(low, high) * SIZE
+                        for low, high in ((0.38, 0.62), (0.38, 0.62), (0.2, 0.32))
+                    ),
+                    num_sides,
+                    draws.uniform(0, 360),
+                    ImageColor.getrgb(
+                        f"hsl({(hue + draws.randint(-30, 30)) % 360}, {draws.randint(40, 90)}%, "
+                        f"{draws.randint(45, 75)}%)"
+                    ),
                 )
                 image.save(folder / f"{number:03d}.png")
-
-
-def _polygon(num_corners: int, radius: float) -> list[tuple[float, float]]:
-    import cmath
-
-    turns = (
-        cmath.rect(radius, 2 * cmath.pi * corner / num_corners) for corner in range(num_corners)
-    )
-    return [(turn.real, turn.imag) for turn in turns]
-
-
-def _place(points: list[tuple[float, float]], draws: random.Random) -> list[tuple[float, float]]:
-    import cmath
-
-    turn = cmath.rect(draws.uniform(0.2, 0.32) * SIZE, draws.uniform(0, 2 * cmath.pi))
-    centre = complex(draws.uniform(0.38, 0.62) * SIZE, draws.uniform(0.38, 0.62) * SIZE)
-    placed = (centre + turn * complex(*point) for point in points)
-    return [(point.real, point.imag) for point in placed]
