@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,6 @@ from flyte_ddp import storage
 from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
-from flyte_ddp.storage import directory
 from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY
 
@@ -65,15 +63,6 @@ def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
 
     with pytest.raises(DataError, match="^data: https://...@host/a is not what"):
         prepare_data(Own(), "https://me:secret@host/a", tmp_path)
-
-
-def test_data_waits_for_a_store_that_is_away(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(directory, "FIRST_PAUSE", 0.05)
-    url = store.fill({"names.txt": NAMES.encode()})
-    store.fault = "unavailable"
-    threading.Timer(1.0, lambda: setattr(store, "fault", "")).start()
-    prepare_data(get_recipe("pet_names"), f"{url}/names.txt", tmp_path)
-    assert "30 usable" in describe_data(tmp_path)["description"]
 
 
 @pytest.mark.parametrize(

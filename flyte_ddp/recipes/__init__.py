@@ -14,7 +14,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import pkgutil
 import re
 import sys
@@ -150,27 +149,21 @@ def name_of(recipe: str | type[Recipe]) -> str:
     return recipe if isinstance(recipe, str) else recipe.__name__
 
 
-def _with_options(recipe: Recipe | type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
+def _with_options(kind: type[Recipe], name: str, options: Mapping[str, Any]) -> Recipe:
     given: dict[str, Any] = check("recipe_options", options, dict[str, Any])
-    types = _option_types(recipe)
+    types = _option_types(kind)
     for option, value in given.items():
         if option not in types:
             expected = f"one of {', '.join(types)}" if types else "no options"
-            hint = (
-                f": {instead}"
-                if (instead := recipe.replaced_options.get(option))
-                else suggest(option, types)
-            )
             raise ConfigError(
-                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}{hint}"
+                f"recipe_options: expected {expected} for recipe {name!r}, got {option!r}"
+                f"{suggest(option, types)}"
             )
         # values of other types are checked by the recipe
         if types[option] in (int, float, bool, str):
             given[option] = check(f"recipe_options.{option}", value, types[option])
     try:
-        if isinstance(recipe, Recipe):
-            return dataclasses.replace(recipe, **given) if given else recipe  # type: ignore[type-var]
-        return recipe(**given)
+        return kind(**given)
     except ConfigError:
         raise
     except (
@@ -234,7 +227,7 @@ def _package(kind: type) -> str:
 
 
 def _option_types(recipe: Any) -> dict[str, Any]:
-    """Return the options of `recipe` with their types; none if it is not a dataclass."""
+    """Return the options of a recipe or its class with their types; none if it is no dataclass."""
     if not dataclasses.is_dataclass(recipe):
         return {}
     hints = typing.get_type_hints(recipe if isinstance(recipe, type) else type(recipe))
@@ -246,7 +239,7 @@ def path_of(name: str) -> str:
     return BUILTIN.get(name, name).replace(":", ".")
 
 
-def _find(name: str) -> Recipe | type[Recipe]:
+def _find(name: str) -> type[Recipe]:
     path = path_of(name)
     module_name, _, attribute = path.rpartition(".")
     expected = (
@@ -281,9 +274,7 @@ def _find(name: str) -> Recipe | type[Recipe]:
             "correct its module"
         ) from error
     found = getattr(module, attribute, None)
-    if not isinstance(found, Recipe) and not (
-        isinstance(found, type) and issubclass(found, Recipe)
-    ):
+    if not isinstance(found, type) or not issubclass(found, Recipe):
         known = [
             name
             for name, each in vars(module).items()
@@ -316,12 +307,10 @@ def locate(recipe: Recipe, method: str) -> str:
     is_inherited = getattr(own, "__module__", "") in (Recipe.__module__, "flyte_ddp.recipes.tasks")
     code: Any = type(recipe) if is_inherited or not callable(own) else inspect.unwrap(own)
     try:
-        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+        file = Path(inspect.getsourcefile(code) or "")
+        line = inspect.getsourcelines(code)[1]
     except (OSError, TypeError):  # made in an interpreter
         return f"{type(recipe).__name__}.{method}"
-    shown = os.path.relpath(file or "")
-    if shown.startswith(".."):  # as on a Dask worker, which has a copy in a directory of its own
-        module = sys.modules[code.__module__]
-        depth = module.__name__.count(".") + 1 + hasattr(module, "__path__")
-        shown = "/".join(Path(file or "").parts[-depth:])
-    return f"{shown}:{line}: {type(recipe).__name__}.{method}"
+    # as from the directory of the project, of which a Dask worker has a copy in one of its own
+    depth = code.__module__.count(".") + 1 + (file.name == "__init__.py")
+    return f"{'/'.join(file.parts[-depth:])}:{line}: {type(recipe).__name__}.{method}"

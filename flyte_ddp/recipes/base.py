@@ -45,9 +45,6 @@ class Recipe:
     A run resumes with other values of them.
     """
 
-    replaced_options: ClassVar[Mapping[str, str]] = {}
-    """Options that there are no more, each with what takes its place, for the error."""
-
     slow_imports: ClassVar[Sequence[str]] = ()
     """Modules that the ranks import and that take seconds.
 
@@ -79,12 +76,6 @@ class Recipe:
         where not known.
         """
         return ""
-
-    def adapt_to(self, initial_state: str) -> Recipe:
-        """Return the recipe that prepares data for a model with the state dict at this URL; by
-        default itself.
-        """
-        return self
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the training and the held-out data; each sample is an (input, target) pair.
@@ -286,13 +277,13 @@ def check_classes(outputs: Any, targets: Any) -> None:
             "classes in a fixed "
             "order, such as by sorted(names).index(name)"
         )
-    if (
-        not isinstance(outputs, torch.Tensor)
-        or outputs.dim() < 2
-        or not isinstance(targets, torch.Tensor)
-    ):
-        return
-    if targets.is_floating_point() or not len(classes := targets.long()[targets.long() != IGNORED]):
+    has_classes = (
+        isinstance(outputs, torch.Tensor)
+        and outputs.dim() > 1
+        and isinstance(targets, torch.Tensor)
+        and not targets.is_floating_point()
+    )
+    if not has_classes or not len(classes := targets.long()[targets.long() != IGNORED]):
         return
     lowest, highest = (int(each) for each in classes.aminmax())
     if lowest < 0 or highest >= outputs.shape[1]:

@@ -22,7 +22,7 @@ from flyte_ddp.config.source_code import (
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, locate
-from flyte_ddp.storage import redact_errors, redact_url
+from flyte_ddp.storage import compute_sha256, redact_errors, redact_url
 
 NOTE = "data.json"
 
@@ -46,10 +46,8 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         )
     digest = hashlib.sha256()
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-        digest.update(file.relative_to(directory).as_posix().encode() + b"\0")
-        with open(file, "rb") as contents:
-            while block := contents.read(1 << 20):
-                digest.update(block)
+        name = file.relative_to(directory).as_posix()
+        digest.update(f"{name}\0{compute_sha256(str(file))}".encode(errors="surrogateescape"))
     note = {
         "description": redact_url(found),
         "fingerprint": digest.hexdigest(),

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Prediction
-from flyte_ddp.recipes.base import Recipe, list_class_names, to_png, to_pngs
+from flyte_ddp.recipes.base import IGNORED, Recipe, list_class_names, to_png, to_pngs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-IGNORED = -100  # the class of pixels that do not count, as in torch's cross-entropy
 
 
 class Regression(Recipe):
