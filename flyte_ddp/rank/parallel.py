@@ -36,7 +36,8 @@ def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Modu
     """
     splits = config.parallel == "fsdp" and world.world_size > 1
     fills_by_tensor = type(recipe).initial_value is not Recipe.initial_value
-    with torch.device("meta") if splits and fills_by_tensor else nullcontext():
+    is_filled = fills_by_tensor or (recipe.copies_from_first and not world.is_first)
+    with torch.device("meta") if splits and is_filled else nullcontext():
         model = check_model(recipe, recipe.model())
     freeze_layers(model, config.frozen_layers)
     return place_model(model, config, world)
@@ -94,7 +95,7 @@ def replicate(
         if config.compile:
             for block in blocks:
                 block.compile()
-        shard_model(model, blocks, config, world)
+        shard_model(model, blocks, config, world, bool(recipe and recipe.copies_from_first))
         if recipe and any(parameter.is_meta for parameter in model.parameters()):
             fill_model(model, recipe.initial_value, world.device)
         return model, model

@@ -32,7 +32,11 @@ MEMORY_SHARE = 0.9
 
 
 def shard_model(
-    model: nn.Module, blocks: Sequence[nn.Module], config: TrainingConfig, world: World
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: TrainingConfig,
+    world: World,
+    copies: bool = False,
 ) -> None:
     """Split the parameters of `model` over all ranks, in place, and move this rank's part to its
     device.
@@ -40,6 +44,7 @@ def shard_model(
     Args:
         blocks: the units that are gathered for their forward and backward pass, one after another;
             where the recipe names none, those of `large_blocks`.
+        copies: the first rank's weights; others have built the model without contents.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,9 +55,10 @@ def shard_model(
     if config.precision == "bf16":
         inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=inner)
-    fully_shard(model, mesh=mesh, mp_policy=outer)
+    for unit in (*blocks, model):
+        if copies:
+            copy_from_first(unit, world)
+        fully_shard(unit, mesh=mesh, mp_policy=outer if unit is model else inner)
 
 
 def fill_model(
@@ -67,6 +73,23 @@ def fill_model(
                 tensor.to_local().copy_(value[slices(own_box(tensor))])  # type: ignore[attr-defined]
             else:
                 tensor.copy_(value)
+
+
+@torch.no_grad()
+def copy_from_first(module: nn.Module, world: World) -> None:
+    """Give a module what the first rank has built, on ranks that have built it without contents."""
+    copied: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None or is_split(tensor):
+                    continue
+                if tensor not in copied:
+                    copy = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+                    if isinstance(tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, tensor.requires_grad)
+                    copied[tensor] = world.broadcast(copy)
+                own[name] = copied[tensor]  # type: ignore[assignment]
 
 
 def large_blocks(model: nn.Module) -> list[nn.Module]:

@@ -51,6 +51,12 @@ class Recipe:
     A machine then imports them once for all of its ranks.
     """
 
+    copies_from_first: ClassVar[bool] = False
+    """Where the model is sharded, only the first rank builds all of it.
+
+    The others call `model` inside `torch.device("meta")`, and get the weights block by block.
+    """
+
     class_names: Sequence[str] = ()
     """Names of the classes in the order of the model's outputs; "0", "1", ... where empty."""
 

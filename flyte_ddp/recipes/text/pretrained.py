@@ -31,7 +31,18 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         f"{FIELD}: expected a model on the Hub, or a directory or URL with one, got "
         f"{redact_url(source)!r}"
     )
-    place = source if "://" in source or Path(source).is_dir() else _download(source, expected)
+    place = source
+    if "://" not in source and not Path(source).is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = [f"*{suffix}" for suffix in SUFFIXES]
+        try:
+            place = str(snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*"))
+        except (OSError, ValueError) as error:  # the Hub's are one of these
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}"
+            ) from error
     names = [
         name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)
     ]
@@ -43,29 +54,6 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         fetch_file(f"{place.rstrip('/')}/{name}", directory / name, FIELD)
     config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     return config
-
-
-def _download(name: str, expected: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(
-            snapshot_download(
-                name, allow_patterns=[f"*{suffix}" for suffix in SUFFIXES], ignore_patterns="*/*"
-            )
-        )
-    except (OSError, ValueError) as error:  # the Hub's are one of these
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}"
-        ) from error
-
-
-def leave_hub() -> None:
-    """Keep this process from the Hub: a rank has all that it needs."""
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = True
 
 
 def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: int = 0) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import EpochFinished, Prediction
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
 
@@ -31,7 +30,6 @@ MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
 SIZES = ("layers", "width", "heads", "dropout")  # of the default model
 # of the text shown after each epoch
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 200, 0.8, 0.95
-SHOWN_TOKENS, SHOWN_SCORES = 24, 10  # of a prediction in the report
 
 
 @dataclass
@@ -71,6 +69,7 @@ class Text(Recipe):
     prompt: str = field("")  # beginning of the text shown after each epoch
 
     changeable_options = ("prompt",)
+    copies_from_first = True
     # most of it is what all models need
     slow_imports = ("transformers.models.llama.modeling_llama",)
     defaults = {
@@ -243,26 +242,3 @@ class Text(Recipe):
         from flyte_ddp.recipes.text.model import export_model
 
         export_model(state, directory)
-
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
-        """Show the last token of each window, with the text before it."""
-
-        def name(token: int) -> str:
-            return "(end)" if token == self._tokenizer.end else self._tokenizer.decode([token])
-
-        shown = []
-        for row, logits, target in zip(
-            batch.long().tolist(), outputs[:, -1], targets[:, -1].tolist(), strict=True
-        ):
-            scores, tokens = logits.float().softmax(dim=0).topk(min(SHOWN_SCORES, len(logits)))
-            likely: Counter[str] = Counter()
-            # some bytes are no text alone
-            for token, score in zip(tokens.tolist(), scores.tolist(), strict=True):
-                likely[name(token)] += score
-            text = f"…{self._tokenizer.decode(row[-SHOWN_TOKENS:])}"
-            shown.append(
-                Prediction(
-                    truth=name(target), guess=name(int(tokens[0])), scores=dict(likely), text=text
-                )
-            )
-        return shown
