@@ -11,7 +11,6 @@ from flyte_ddp.recipes.pet_names.generate import (
     draw_chunk,
     generate_names,
     load_model,
-    pick_new,
 )
 from flyte_ddp.recipes.pet_names.model import NameModel
 
@@ -50,6 +49,10 @@ def leaning(**weights):
     return model
 
 
+def drawn(model, temperature=1.0, max_length=30):
+    return draw_chunk(model, torch.Generator().manual_seed(0), temperature, "", max_length)
+
+
 def test_names_are_new_distinct_in_title_case_and_short_enough():
     model = new_model()
     known = [name.upper() for name in generate_names(model, 50)]
@@ -76,16 +79,6 @@ def test_a_seed_gives_the_same_names_and_a_smaller_count_a_prefix():
     assert generate_names(model, 40, seed=4) != names
 
 
-def test_chunks_drawn_in_any_order_give_the_same_names():
-    model, count = new_model(), 2 * CHUNK
-    expected = generate_names(model, count, seed=5)
-    copies = [load_model(model.state_dict()) for _ in range(2)]  # as two machines have them
-    drawn = {
-        chunk: draw_chunk(copies[chunk % 2], chunk, 1.0, 5, "", 30) for chunk in reversed(range(4))
-    }
-    assert pick_new((drawn[chunk] for chunk in range(4)), count, ()) == expected
-
-
 def test_every_name_begins_with_the_prefix():
     names = generate_names(new_model(), 30, prefix="Mr. B-")
     assert len(names) == 30
@@ -99,15 +92,15 @@ def test_names_after_a_prefix_follow_from_its_letters():
 
 def test_names_too_long_are_dropped_not_cut():
     model = leaning(a=0.5, b=0.2, end=0.3)
-    short = draw_chunk(model, 0, 1.0, 0, "", 6)
+    short = drawn(model, max_length=6)
     assert max(map(len, short)) == 6
-    assert short == [name for name in draw_chunk(model, 0, 1.0, 0, "", 30) if len(name) <= 6]
+    assert short == [name for name in drawn(model) if len(name) <= 6]
 
 
 @pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.8), (0.5, 0.9412), (2.0, 0.6667)])
 def test_letters_have_the_models_frequencies_at_the_temperature(temperature, share):
     # A first letter is a or b as 4 to 1; to the power of 1 / temperature that is 16 to 1 or 2 to 1.
-    names = draw_chunk(leaning(a=0.4, b=0.1, end=0.5), 0, temperature, 0, "", 30)
+    names = drawn(leaning(a=0.4, b=0.1, end=0.5), temperature)
     found = sum(name[0] == "a" for name in names) / len(names)
     assert found == pytest.approx(share, abs=0.05)
 
@@ -116,14 +109,14 @@ def test_a_blank_is_never_drawn():
     model = leaning(a=0.1, b=0.1, end=0.1)
     with torch.no_grad():
         model.fc.bias[BLANK] = 20.0
-    names = draw_chunk(model, 0, 1.0, 0, "", 30)
+    names = drawn(model)
     assert len(names) > CHUNK / 2
     assert set("".join(names)) == {"a", "b"}
 
 
 def test_names_are_not_blank_and_hold_a_letter():
     model = leaning(a=0.2, **{" ": 0.2, "-": 0.2, ".": 0.2}, end=0.2)
-    names = draw_chunk(model, 0, 1.0, 0, "", 30)
+    names = drawn(model)
     assert names
     assert all("a" in name and name == name.strip() for name in names)
 

@@ -1,18 +1,15 @@
 """Generate new names with a trained model of recipe `pet_names`, in batches. Imports torch.
 
-Names are drawn in chunks of fixed size. The random numbers of a chunk depend only on the seed and
-the chunk's number.
+Names are drawn in chunks of fixed size, so that a smaller count returns a prefix of a larger one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
@@ -63,19 +60,20 @@ def generate_names(
             f"{max_length}, got {prefix!r}"
         )
     num_chunks = max(MIN_CHUNKS, math.ceil(MAX_DRAWS * count / CHUNK))
-    chunks = (
-        draw_chunk(model, chunk, temperature, seed, prefix, max_length)
-        for chunk in range(num_chunks)
+    generator = torch.Generator(model.fc.weight.device).manual_seed(seed)
+    seen = {name.strip().lower() for name in known}
+    names: list[str] = []
+    for _ in range(num_chunks):
+        drawn = draw_chunk(model, generator, temperature, prefix, max_length)
+        names += [name.title() for name in dict.fromkeys(drawn) if name not in seen]
+        seen.update(drawn)
+        if len(names) >= count:
+            return names[:count]
+    raise ConfigError(
+        f"count: expected {count:,} new names, got {len(names):,} in {num_chunks * CHUNK:,} "
+        f"draws; ask for fewer, or change temperature ({temperature}), prefix ({prefix!r}) or "
+        f"max_length ({max_length})"
     )
-    names = pick_new(chunks, count, known)
-    if len(names) < count:
-        raise ConfigError(
-            f"count: expected {count:,} new names, got {len(names):,} in {num_chunks * CHUNK:,} "
-            "draws; ask for fewer, "
-            f"or change temperature ({temperature}), prefix ({prefix!r}) or max_length "
-            f"({max_length})"
-        )
-    return names
 
 
 def load_model(state: Mapping[str, Any]) -> NameModel:
@@ -94,17 +92,17 @@ def load_model(state: Mapping[str, Any]) -> NameModel:
 
 
 def draw_chunk(
-    model: NameModel, chunk: int, temperature: float, seed: int, prefix: str, max_length: int
+    model: NameModel,
+    generator: torch.Generator,
+    temperature: float,
+    prefix: str,
+    max_length: int,
 ) -> list[str]:
-    """Return the names of chunk number `chunk` in lower case, in the order of their draws, with
-    repeats and old names.
+    """Return `CHUNK` names, less those that do not end, in lower case, with repeats and old names.
 
     The model is in evaluation mode for this time, so only one thread at a time may use it.
     """
-    device = model.fc.weight.device
-    draws = torch.from_numpy(
-        np.random.default_rng([seed, chunk]).random((CHUNK, MAX_LETTERS + 1))
-    ).to(device)
+    device = generator.device
     beginning = [ALPHABET.index(letter) for letter in prefix.lstrip().lower()]
     spelled = torch.full((CHUNK, max_length + 1), BLANK, dtype=torch.int64, device=device)
     spelled[:, : len(beginning)] = torch.tensor(beginning, device=device)
@@ -120,7 +118,9 @@ def draw_chunk(
             tuple(part.expand(-1, CHUNK, -1).contiguous() for part in state),
         )
         for place in range(len(beginning), max_length + 1):
-            letters = _sample(logits, temperature, draws[growing, place])
+            scaled = logits.double() / temperature
+            scaled[:, BLANK] = -math.inf
+            letters = torch.multinomial(scaled.softmax(dim=1), 1, generator=generator)[:, 0]
             spelled[growing, place] = letters
             goes_on = letters != END
             growing, letters, state = (
@@ -137,30 +137,3 @@ def draw_chunk(
     return [
         name for name in ended if name.strip() == name and any(letter.isalpha() for letter in name)
     ]
-
-
-def pick_new(chunks: Iterable[list[str]], count: int, known: Collection[str]) -> list[str]:
-    """Return the first `count` new names of `chunks`, in title case; fewer if the chunks have no
-    more.
-    """
-    seen = {name.strip().lower() for name in known}
-    names: list[str] = []
-    for chunk in chunks:
-        for name in chunk:
-            if name not in seen:
-                seen.add(name)
-                names.append(name.title())
-        if len(names) >= count:
-            break
-    return names[:count]
-
-
-def _sample(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:
-    """Return the letters (N,) that `draws`, uniform in [0, 1), select by their probabilities; never
-    a blank.
-    """
-    logits = logits.double() / temperature
-    logits[:, BLANK] = -math.inf
-    cumulated = logits.softmax(dim=1).cumsum(dim=1)
-    drawn = torch.searchsorted(cumulated, draws[:, None] * cumulated[:, -1:], right=True)
-    return drawn[:, 0].clamp_(max=len(ALPHABET) - 1)  # a draw next to 1 may be rounded up to it
