@@ -11,15 +11,13 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import flytekit
 import pytest
 import s3fs
 from flyteidl.core.literals_pb2 import LiteralMap
-from flytekit import Artifact, FlyteContextManager, PodTemplate, Resources, dynamic, task
+from flytekit import FlyteContextManager, PodTemplate, Resources, dynamic, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
-from flytekit.core.context_manager import ExecutionState, OutputMetadataTracker
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extras.accelerators import T4
@@ -111,30 +109,6 @@ def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkey
     ) as found:
         tasks.fail(kind="not ready")
     assert found.value.timestamp is not None
-
-
-def test_a_rank_has_the_artifacts_that_elastics_would_have(monkeypatch):
-    monkeypatch.delenv("FLYTE_INTERNAL_EXECUTION_ID", raising=False)
-    fork_functions(monkeypatch)
-    words = Artifact(name="words")
-
-    class Card:
-        def serialize_to_string(self, ctx, variable_name):
-            return "card", f"of {flytekit.current_context().execution_id.name!r}"
-
-    def write() -> Annotated[str, words]:
-        return words.create_from("hello", Card())
-
-    write.__annotations__["return"] = Annotated[str, words]
-    distributed = task(task_config=Distributed())(write)
-    context, tracker = FlyteContextManager.current_context(), OutputMetadataTracker()
-    mode = ExecutionState.Mode.LOCAL_TASK_EXECUTION
-    state = context.execution_state.with_params(mode=mode)
-    builder = context.with_execution_state(state).with_output_metadata_tracker(tracker)
-    with FlyteContextManager.with_context(builder):
-        value = distributed.execute()
-    (item,) = tracker.get(value).additional_items
-    assert item.serialize_to_string(context, "o0") == ("card", "of ''")
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
-from flytekit.core.context_manager import OutputMetadata
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import _output_deck
@@ -207,12 +206,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         values = tuple(
             TypeEngine.literal_map_to_kwargs(context, literals, outputs)[name] for name in outputs
         )
-        for name, value in zip(outputs, values, strict=True):
-            if (metadata := literals.literals[name].metadata) and (
-                tracker := context.output_metadata_tracker
-            ):
-                items: list[Any] = [_MetadataItem(*item) for item in metadata.items()]
-                tracker.add(value, OutputMetadata(None, None, None, items))
         return values if len(values) > 1 else next(iter(values), None)
 
     def _run(self, inputs: LiteralMap) -> LiteralMap:
@@ -305,17 +298,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                 "which have their own in "
                 f"task_config.cluster.kubernetes: {', '.join(self._not_moved)}"
             )
-
-
-@dataclass(frozen=True)
-class _MetadataItem:
-    """An item of an output's metadata, as a rank has made it of an artifact's card for example."""
-
-    name: str
-    text: str
-
-    def serialize_to_string(self, ctx: Any, variable_name: str) -> tuple[str, str]:
-        return self.name, self.text
 
 
 @contextlib.contextmanager
