@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +35,11 @@ class Model(nn.Sequential):
         self.body, self.head = nn.Linear(4, 6), nn.Linear(6, num_classes)
 
 
-@dataclass
 class Animals(Recipe):
     """Two blobs a class; the source has the names of the classes, which `datasets` reads, as
     image_folder does.
     """
 
-    shift: float = field(default=0.0)
     defaults = {
         "epochs": 1,
         "global_batch_size": 10,

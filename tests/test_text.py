@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import math
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,36 +54,24 @@ def prepared_from(directory, text, **options):
 # Documents
 
 
-def written(directory):
-    """The same documents in every form, by name."""
-    folder, rows = directory / "folder", directory / "rows"
-    (folder / "sub").mkdir(parents=True)
-    rows.mkdir()
-    for number, text in enumerate(DOCUMENTS):
-        name = folder / "sub" / f"{number}.txt" if number % 2 else folder / f"{number}.md"
-        name.write_text(text)
+def test_documents_come_whole_from_rows_and_separators_in_urls(tmp_path):
     for part in (0, 1):
         table = pyarrow.table({"story": [*DOCUMENTS[part::2], None], "id": list(range(21))})
-        parquet.write_table(table, rows / f"{part}.parquet")
-    with zipfile.ZipFile(directory / "one.zip", "w") as archive:
+        parquet.write_table(table, tmp_path / f"{part}.parquet")
+    with zipfile.ZipFile(tmp_path / "one.zip", "w") as archive:
         archive.writestr("one.txt", "<|end|>".join(DOCUMENTS))
-    return {
-        "folder": (folder, {}),
-        "parquet": (rows, {"column": "story"}),
-        "url": (f"zip://one.txt::{directory}/one.zip", {"separator": "<|end|>"}),
-    }
-
-
-@pytest.mark.parametrize("form", ["folder", "parquet", "url"])
-def test_documents_come_whole_from_files_rows_separators_and_urls(tmp_path, form):
-    source, options = written(tmp_path)[form]
-    _, _, description = prepared(tmp_path, source, **options)
-    train, held_out = (documents_of(tmp_path, name) for name in (TRAIN, HELD_OUT))
-    assert sorted(train + held_out) == sorted(DOCUMENTS)
-    assert len(held_out) in range(1, 12)
-    assert description.startswith(
-        f"text from {source}: 40 documents, {len(held_out)} of them held out; "
-    )
+    for source, options in (
+        (tmp_path, {"column": "story", "files": "*.parquet"}),
+        (f"zip://one.txt::{tmp_path}/one.zip", {"separator": "<|end|>"}),
+    ):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        _, _, description = prepared(tmp_path, source, **options)
+        train, held_out = (documents_of(tmp_path, name) for name in (TRAIN, HELD_OUT))
+        assert sorted(train + held_out) == sorted(DOCUMENTS)
+        assert len(held_out) in range(1, 12)
+        assert description.startswith(
+            f"text from {source}: 40 documents, {len(held_out)} of them held out; "
+        )
 
 
 def test_a_bucket_that_throttles_cuts_and_shortens_answers_gives_the_whole_text(tmp_path):
