@@ -99,15 +99,17 @@ class Corpus:
     def _list_files(self) -> list[tuple[str, int]]:
         """Return path and size of each file, sorted by path."""
         storage = Storage(self.source, "data")
-        system, root = storage.file_system, storage.root
-        if system.isfile(root):
-            return [(root, storage.retry(lambda: system.size(root)) or 0)]
-        found = storage.find()
-        if not found:
+        root = storage.root
+        try:
+            info: dict[str, Any] = storage.retry(lambda: storage.file_system.info(root))
+        except FileNotFoundError:
             raise DataError(
                 "data: expected a file, directory or URL with text or Parquet, got "
-                f"{self.source}, which does not exist or has no files"
-            )
+                f"{self.source}, which does not exist"
+            ) from None
+        if info["type"] == "file":
+            return [(root, info.get("size") or 0)]
+        found = storage.find()
         files = sorted(
             (f"{root}/{name}", info.get("size") or 0)
             for name, info in found.items()
