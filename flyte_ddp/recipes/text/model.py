@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, make_config
+from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, leave_hub, make_config
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
 MAX_TOKENS = 100_000  # of one text
@@ -69,10 +69,9 @@ def open_model(directory: Path, tokenizer: Tokenizer) -> TextModel:
     Raises:
         ConfigError: the files lack weights of it.
     """
-    from huggingface_hub import constants
     from transformers import AutoModelForCausalLM
 
-    constants.HF_HUB_OFFLINE = True  # a rank has all that it needs
+    leave_hub()
     has_weights = any(file.suffix == WEIGHTS for file in directory.iterdir())
     if not has_weights or torch.get_default_device().type == "meta":
         values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))

@@ -56,6 +56,13 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
     return config
 
 
+def leave_hub() -> None:
+    """Keep this process from the Hub: a rank has all that it needs."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+
+
 def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: int = 0) -> Any:
     """Return the config of transformers with these values.
 
