@@ -16,11 +16,9 @@ from flyte_ddp.rank import evaluation
 from flyte_ddp.rank.evaluation import FlopsUtilization
 from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.world import World
+from flyte_ddp.world import ALONE
 from tests.support import sample_run
 from tests.support.text_recipe import prepared
-
-CPU = torch.device("cpu")
 
 
 def test_fresh_model_is_as_good_as_guessing_and_its_figures_are_means_over_a_windows_tokens(
@@ -75,28 +73,23 @@ def test_a_recipe_that_forgets_a_parameter_in_its_groups_is_refused():
     build_optimizer(model, TrainingConfig(), [{"params": [model.weight, model.bias]}])
 
 
-def test_operations_are_counted_as_the_papers_do(tmp_path):
+def test_operations_are_counted_as_the_papers_do_and_shown_as_a_share_of_a_known_gpus(
+    tmp_path, monkeypatch
+):
     """6 N + 12 L H Q T per token; GPT-2's 124 million parameters at 1,024 tokens take 0.85 GFLOPs a
     token.
     """
     recipe, _, _ = prepared(tmp_path)
-    model = recipe.model()
-    num_parameters = sum(each.numel() for each in model.parameters())
-    assert recipe.flops_per_sample(model) == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
-
-
-def test_utilization_is_shown_only_for_a_known_gpu_and_a_recipe_that_counts_its_operations(
-    tmp_path, monkeypatch
-):
-    config, world = TrainingConfig(precision="bf16"), World(0, 0, 1, CPU)
-    recipe, _, _ = prepared(tmp_path)
     model, epoch = recipe.model(), sample_run.epoch(1)
-    assert FlopsUtilization(recipe, model, config, world).of(epoch) == {}
+    num_parameters = sum(each.numel() for each in model.parameters())
+    operations = recipe.flops_per_sample(model)
+    assert operations == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
+
+    def shown(recipe):
+        return FlopsUtilization(recipe, model, TrainingConfig(precision="bf16"), ALONE).of(epoch)
+
+    assert shown(recipe) == {}
     monkeypatch.setattr(evaluation, "peak_flops", lambda config, world: 312e12)
-    share = recipe.flops_per_sample(model) * epoch.samples_per_second / 312e12
-    assert FlopsUtilization(recipe, model, config, world).of(epoch) == {
-        "model_flops_utilization": share
-    }
-    assert (
-        FlopsUtilization(get_recipe("digits"), torch.nn.Linear(2, 2), config, world).of(epoch) == {}
-    )
+    share = operations * epoch.samples_per_second / 312e12
+    assert shown(recipe) == {"model_flops_utilization": share}
+    assert shown(get_recipe("digits")) == {}
