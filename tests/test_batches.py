@@ -25,18 +25,17 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-import flyte_ddp
 from flyte_ddp import events, session
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.place import DaskPlace
 from flyte_ddp.launch.process.programs import Job, Program
 from flyte_ddp.launch.run import _Call
 from tests.support.dask_runs import At, events_of
+from tests.support.gang import session_of
 from tests.support.runs import fork_functions, new_run
-from tests.test_session import session_of
 
 SIZE, BATCH = 23, 6
 NUMBERS = TensorDataset(torch.arange(SIZE))
@@ -49,7 +48,7 @@ class Noisy:
         return SIZE
 
     def __getitem__(self, index):
-        return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()])
+        return torch.tensor([index, *draw()])
 
 
 class Stream(IterableDataset):
@@ -58,20 +57,20 @@ class Stream(IterableDataset):
 
 
 class Shards(IterableDataset):
-    """Samples in files of several lengths, which each epoch reads in an order of its own."""
+    """Numbers that each epoch reads in an order of its own, each with draws of its own."""
 
-    def __init__(self, directory):
-        self.files = []
-        for first, end in ((0, 9), (9, 11), (11, SIZE)):
-            self.files.append(directory / f"{first}.txt")
-            self.files[-1].write_text("\n".join(map(str, range(first, end))))
+    numbers = range(SIZE)
 
     def set_epoch(self, epoch):
-        random.Random(epoch).shuffle(self.files)
+        self.numbers = random.Random(epoch).sample(range(SIZE), SIZE)
 
     def __iter__(self):
-        for file in self.files:
-            yield from map(int, file.read_text().split())
+        for number in self.numbers:
+            yield torch.tensor([number, *draw()])
+
+
+def draw():
+    return random.random(), numpy.random.rand(), torch.rand(()).item()
 
 
 def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **options):
@@ -88,7 +87,7 @@ def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **opt
 def resume_at(position, monkeypatch):
     """A session of one rank that has loaded a checkpoint with this position."""
     current, _ = session_of()
-    current._position = current._resumed = position
+    current._position = current._resumed = copy.deepcopy(position)
     current._num_sets = position.get("num_sets", 0)
     monkeypatch.setattr(session, "_current", current)
     return current
@@ -137,223 +136,127 @@ def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(
     assert len(told) == (not visits_the_first)  # `session.epochs` begins at the second
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_shards_are_resumed_in_mid_epoch_at_another_number_of_ranks(
-    num_workers, tmp_path, monkeypatch
-):
-    whole = [batches_of(0, 1, monkeypatch, Shards(tmp_path), epoch) for epoch in range(3)]
-    assert len({str(each) for each in whole}) > 1, "the epochs have one order"
-    ranks = []
-    for rank in range(2):
-        resume_at({"epoch": 2, "num_samples": 12, "length": None}, monkeypatch)
-        workers = num_workers if rank else 0
-        ranks.append(batches_of(rank, 2, monkeypatch, Shards(tmp_path), 2, num_workers=workers))
-    rest = [
-        sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples
-    ]
-    assert rest == [sample for samples, _ in whole[2][2:] for sample in samples]
-
-
-class NoisyStream(IterableDataset):
-    """Samples of which each is drawn from every generator, as in a stream that shuffles or
-    augments.
-    """
-
-    def __init__(self, size=SIZE):
-        self.size = size
-
-    def __iter__(self):
-        for _ in range(self.size):
-            yield torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+def seed_all():
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(7)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_streams_draws_are_those_of_its_epoch_on_every_rank_and_after_a_restart(
+def test_a_stream_goes_on_in_mid_epoch_at_another_number_of_ranks_with_its_epochs_draws(
     num_workers, monkeypatch
 ):
-    def drawn():
-        return random.random(), numpy.random.rand(), torch.rand(()).item()
+    def read(rank, world_size, epoch, resumes=False, **options):
+        resume_at({**AT_12, "sets": [{}]} if resumes else {}, monkeypatch)
+        given = Shards(), epoch
+        seen = batches_of(rank, world_size, monkeypatch, *given, num_workers=num_workers, **options)
+        return [samples for samples, _ in seen]
 
-    def read(rank, world_size, epoch, **options):
-        return batches_of(
-            rank, world_size, monkeypatch, NoisyStream(), epoch, num_workers=num_workers, **options
-        )
-
-    whole = [sample for samples, _ in read(0, 1, 2) for sample in samples]
-    drawn()
-    ranks = [read(rank, 2, 2) for rank in range(2)]
-    assert [
-        sample for parts in zip(*ranks, strict=True) for samples, _ in parts for sample in samples
-    ] == whole
-    assert read(0, 1, 3) != read(0, 1, 2)
-    assert read(0, 1, 2, seed=1) != read(0, 1, 2)
-    position = {"epoch": 2, "num_samples": 12, "length": None}
-    resume_at(position, monkeypatch)
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    expected = drawn()
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    assert [sample for samples, _ in read(0, 1, 2) for sample in samples] == whole[12:]
-    assert drawn() == expected, "the loop's own draws have changed"
-    resume_at(position, monkeypatch)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"dataset: expected at least the 12 samples that .* had "
-            r"done, got 11"
-        ),
-    ):
-        list(session.batches(NoisyStream(11), BATCH, 2, num_workers=num_workers))
-    resume_at(position, monkeypatch)
-    assert list(session.batches(NoisyStream(12), BATCH, 2, num_workers=num_workers)) == []
+    whole = [sample for samples in read(0, 1, 2) for sample in samples]
+    assert whole not in (sum(read(0, 1, 3), []), sum(read(0, 1, 2, seed=1), []))
+    seed_all()
+    expected = draw()
+    seed_all()
+    ranks = [read(rank, 2, 2, resumes=True) for rank in range(2)]
+    rest = [sample for parts in zip(*ranks, strict=True) for samples in parts for sample in samples]
+    assert rest == whole[12:]
+    assert draw() == expected, "the loop's own draws have changed"
 
 
-@pytest.mark.parametrize("has_state", [False, True])
-def test_torchdatas_loader_goes_on_where_the_session_was_saved(has_state, monkeypatch):
+AT_12 = {"epoch": 2, "num_samples": 12, "is_over": False, "num_sets": 0}
+
+
+def test_a_stream_that_ends_before_the_checkpoint_is_refused(monkeypatch):
+    for size, expected in ((12, None), (11, "at least the 12 samples that .* had done, got 11")):
+        resume_at({**AT_12, "sets": [{}]}, monkeypatch)
+        data = type("Short", (Stream,), {"__iter__": lambda self, size=size: iter(range(size))})()
+        if expected is None:
+            assert list(session.batches(data, BATCH, 2)) == []
+            continue
+        with pytest.raises(ConfigError, match=f"dataset: expected {expected}"):
+            list(session.batches(data, BATCH, 2))
+
+
+def test_torchdatas_loader_goes_on_where_the_session_was_saved(monkeypatch):
     StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
     samples, position, state = [], {}, None
-    for resumes in (False, True):
-        current, _ = session_of()
-        monkeypatch.setattr(session, "_current", current)
-        current._resumed = position
+    for has_state in (None, False, True):
+        current = resume_at(position, monkeypatch)
         loader = StatefulDataLoader(session.batches(NUMBERS, BATCH, 4), batch_size=None)
         assert len(loader) == 4
-        if has_state and resumes:
+        if has_state:
             loader.load_state_dict(state)
-        for number, (batch, weight) in enumerate(loader):
-            assert weight == 1
-            samples += batch[0].tolist()
-            if not resumes and number == 1:
+        for number, (batch, _) in enumerate(loader):
+            samples.append(batch[0].tolist())
+            if has_state is None and number == 1:
                 position, state = current._position, loader.state_dict()
                 break
-    assert sorted(samples) == list(range(SIZE))
-
-
-def test_a_loader_around_batches_has_no_processes_of_its_own(monkeypatch):
-    loader = DataLoader(session.batches(NUMBERS, BATCH, 0), batch_size=None, num_workers=1)
-    with pytest.raises(ConfigError, match="num_workers: expected 0 of a DataLoader around it"):
-        list(loader)
-
-
-def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
-    one, two, held_out = (batches_of(0, 1, monkeypatch, NUMBERS, epoch) for epoch in (1, 2, None))
-    assert one != two
-    assert one == batches_of(0, 1, monkeypatch, NUMBERS, 1)
-    assert one != batches_of(0, 1, monkeypatch, NUMBERS, 1, seed=1)
-    assert [sample for samples, _ in held_out for sample in samples] == list(range(SIZE))
+    assert sorted(sum(samples[:4], [])) == list(range(SIZE))
+    assert samples[2:4] == samples[4:]
 
 
 def test_augmentation_is_the_samples_own_and_the_loops_draws_are_left_alone(monkeypatch):
-    expected = {
-        tuple(row) for samples, _ in batches_of(0, 1, monkeypatch, Noisy(), 0) for row in samples
-    }
+    def rows(rank, world_size, **options):
+        seen = batches_of(rank, world_size, monkeypatch, Noisy(), 0, **options)
+        return {tuple(row) for samples, _ in seen for row in samples}
+
+    expected = rows(0, 1)
     assert len({row[1:] for row in expected}) == SIZE
-    for state in (random.seed, numpy.random.seed, torch.manual_seed):
-        state(7)
-    drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
-    for state in (random.seed, numpy.random.seed, torch.manual_seed):
-        state(7)
-    found = {
-        tuple(row)
-        for rank in range(2)
-        for samples, _ in batches_of(rank, 2, monkeypatch, Noisy(), 0, num_workers=rank)
-        for row in samples
-    }
-    assert found == expected
-    assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == drawn
+    seed_all()
+    drawn = draw()
+    seed_all()
+    assert rows(0, 2) | rows(1, 2, num_workers=1) == expected
+    assert draw() == drawn
 
 
-def test_a_batch_that_is_too_small_is_refused(monkeypatch):
-    with pytest.raises(
-        ConfigError, match="global_batch_size: expected at least 7, a sample for each rank, got 6"
-    ):
-        batches_of(0, 7, monkeypatch)
-    with pytest.raises(
-        ConfigError, match="num_workers: expected at most 1 for an iterable data set, .*, got 2"
-    ):
-        batches_of(0, 1, monkeypatch, Stream(), 0, num_workers=2)
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            {"world_size": 7},
+            "global_batch_size: expected at least 7, a sample for each rank",
+        ),
+        (
+            {"dataset": Stream(), "num_workers": 2},
+            "num_workers: expected at most 1 for an iterable data set, .*, got 2",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_is_refused(call, expected, monkeypatch):
+    with pytest.raises(ConfigError, match=expected):
+        batches_of(0, call.pop("world_size", 1), monkeypatch, **call)
 
 
-def test_only_one_data_set_is_tracked_at_a_time_and_none_may_change_its_length(monkeypatch):
-    current, _ = session_of()
-    monkeypatch.setattr(session, "_current", current)
+def test_only_one_data_set_is_tracked_at_a_time(monkeypatch):
+    resume_at({}, monkeypatch)
     for _ in session.batches(NUMBERS, BATCH, 0):
         assert len(list(session.batches(NUMBERS, BATCH))) == 4
-        with pytest.raises(
-            ConfigError, match="epoch: expected None for all but one data set at a time"
-        ):
+        with pytest.raises(ConfigError, match="epoch: expected None for all but one data set"):
             next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
-    resume_at({"epoch": 1, "num_samples": 12, "length": SIZE}, monkeypatch)
-    assert list(session.batches(NUMBERS, BATCH, 0)) == []
-    assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
-    assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
-    done = {"epoch": 1, "num_samples": SIZE, "length": SIZE}  # saved after an epoch's last batch
-    resume_at(done, monkeypatch)
-    assert list(session.batches(NUMBERS, BATCH, 1)) == []
-    resume_at(done, monkeypatch)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"dataset: expected 23 samples, with which .* was "
-            r"written, got 22"
-        ),
-    ):
-        next(iter(session.batches(torch.arange(22), BATCH, 1)))
 
 
-def test_another_order_than_the_checkpoints_is_refused(monkeypatch):
-    current, _ = session_of()
-    monkeypatch.setattr(session, "_current", current)
-    for _ in session.batches(NUMBERS, BATCH, 1, seed=3, shuffle=False):
-        pass
-    current._resumed = current._position
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"batches: shuffle: expected False, with which the "
-            r"checkpoint was written"
-        ),
-    ):
-        next(iter(session.batches(NUMBERS, BATCH, 2, seed=3)))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"batches: seed: expected 3, with which the checkpoint "
-            r"was written, got 0"
-        ),
-    ):
-        next(iter(session.batches(NUMBERS, BATCH, 2, shuffle=False)))
-    rest = session.batches(NUMBERS, BATCH, 2, seed=3, shuffle=False)
-    assert [sample for batch, _ in rest for sample in batch[0].tolist()] == list(range(SIZE))
-
-
-@pytest.mark.parametrize("num_done", [2, 4, 5])
-def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
-    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the
-    loop has not.
-    """
-    assert list(session.epochs(3)) == [0, 1, 2]
-    current, _ = session_of()
-    monkeypatch.setattr(session, "_current", current)
-    assert list(session.epochs(3)) == [0, 1, 2]
-    for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
-        if number == num_done:
-            break
+@pytest.mark.parametrize(
+    ("dataset", "options", "expected"),
+    [
+        (NUMBERS, {"shuffle": True}, "shuffle: expected False"),
+        (NUMBERS, {"seed": 0}, "seed: expected 3"),
+        (torch.arange(22), {}, "dataset: number of samples: expected 23"),
+        (TensorDataset(torch.arange(SIZE).flip(0)), {}, "dataset: sample 0: expected the same"),
+        (NUMBERS, {}, None),
+    ],
+)
+def test_other_data_or_another_order_than_the_checkpoints_are_refused(
+    dataset, options, expected, monkeypatch
+):
+    call = {"seed": 3, "shuffle": False}
+    current = resume_at({}, monkeypatch)
+    next(iter(session.batches(NUMBERS, BATCH, 1, **call)))
     resume_at(current._position, monkeypatch)
-    assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
-    left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
-    assert sum(left) == 8 - min(num_done, 4)
-
-
-class ByRank(IterableDataset):
-    """Gives each rank its own part, as is right for a DataLoader."""
-
-    def __iter__(self):
-        yield from range(int(os.environ["RANK"]), SIZE, int(os.environ["WORLD_SIZE"]))
+    if expected is None:
+        assert len(list(session.batches(dataset, BATCH, 1, **call))) == 3
+        return
+    with pytest.raises(ConfigError, match=f"{expected}, with which the checkpoint was written"):
+        next(iter(session.batches(dataset, BATCH, 1, **{**call, **options})))
 
 
 class OwnDraws(Noisy):
@@ -372,111 +275,91 @@ class OwnStream(IterableDataset):
         yield from (data[index] for index in range(SIZE))
 
 
-def numbers_of_rank(rank):
-    return Subset(NUMBERS, range(rank, SIZE - 1 + rank, 2))
+TEXTS = [(torch.tensor(number), {"name": str(number)}) for number in range(SIZE)]
+SAME = (
+    r"dataset: sample \d+: expected the same on all ranks, as on rank 0, got another one on rank 1"
+)
 
 
 @pytest.mark.parametrize("comes_first", [0, 1])
 @pytest.mark.parametrize(
-    ("make", "problem"),
+    ("make", "options", "problem"),
     [
-        (lambda rank: NUMBERS, None),
-        (lambda rank: Noisy(), None),
-        (lambda rank: OwnDraws(), None),
-        (lambda rank: OwnStream(), None),
-        (lambda rank: Stream(), None),
-        (lambda rank: NoisyStream(), None),
-        (lambda rank: iter(range(SIZE)), None),
-        (
-            lambda rank: [(torch.tensor(number), {"name": str(number)}) for number in range(SIZE)],
-            None,
-        ),
-        (
-            numbers_of_rank,
-            (
-                r"dataset: sample \d+: expected the same on all ranks, as on rank 0, got another "
-                r"one "
-                r"on rank 1"
-            ),
-        ),
-        (
-            lambda rank: ByRank(),
-            (
-                r"dataset: sample 0: .*, got another one on rank 1: every rank reads the whole "
-                r"data "
-                r"set"
-            ),
-        ),
-        (
-            lambda rank: iter(range(rank, SIZE, 2)),
-            (
-                r"dataset: sample 0: expected the same .* "
-                r"another one on rank 1"
-            ),
-        ),
+        *((lambda rank, data=data: data, {}, None) for data in (NUMBERS, Noisy(), TEXTS, Shards())),
+        (lambda rank: OwnDraws(), {"num_workers": 1}, None),
+        (lambda rank: OwnStream(), {}, None),
+        (lambda rank: Subset(NUMBERS, range(rank, SIZE - 1 + rank, 2)), {}, SAME),
+        (lambda rank: iter(range(rank, SIZE, 2)), {}, f"{SAME}: every rank reads the whole data"),
         (
             lambda rank: torch.arange(SIZE - rank),
-            (
-                r"dataset: number of samples: expected 23 on .* "
-                r"got 22 on rank 1"
-            ),
+            {},
+            "dataset: number of samples: expected 23 on .* got 22 on rank 1",
         ),
-        (
-            lambda rank: random.Random(rank).sample(range(SIZE), SIZE),
-            (
-                r"dataset: sample \d+: "
-                r"expected the same"
-            ),
-        ),
-        (
-            lambda rank: [str(number + rank) for number in range(SIZE)],
-            (
-                r"dataset: sample \d+: "
-                r"expected the same"
-            ),
-        ),
+        (lambda rank: [str(number + rank) for number in range(SIZE)], {}, SAME),
+        (lambda rank: NUMBERS, {"seed": 1}, "seed: expected .* got .* on rank 1"),
+        (lambda rank: NUMBERS, {"shuffle": False}, "shuffle: expected .* got .* on rank 1"),
+        (lambda rank: NUMBERS, {"global_batch_size": 8}, "global_batch_size: .* on rank 1"),
     ],
 )
-def test_ranks_compare_the_data_set_before_the_first_batch(make, problem, comes_first, monkeypatch):
-    num_workers = 1 if make(0).__class__ is OwnDraws else 0
+def test_ranks_compare_data_and_call_before_the_first_batch(
+    make, options, problem, comes_first, monkeypatch
+):
     store = HashStore()
     for rank in (comes_first, 1 - comes_first):
-        current, _ = session_of(rank, 2, store)
-        monkeypatch.setattr(session, "_current", current)
+        monkeypatch.setattr(session, "_current", session_of(rank, 2, store)[0])
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        for epoch in range(2 if not hasattr(make(rank), "__next__") else 1):
-            batches = iter(
-                session.batches(make(rank), BATCH, epoch, num_workers=num_workers, collate_fn=list)
-            )
-            if problem is None or rank == comes_first:
-                assert len(list(batches)) >= 2
-                continue
-            with pytest.raises(ConfigError, match=problem) as caught:
-                next(batches)
-            assert "\n" not in str(caught.value)
-            break
-
-
-@pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}, {"global_batch_size": 8}])
-def test_ranks_compare_how_they_call(options, monkeypatch):
-    store = HashStore()
-    for rank in range(2):
-        current, _ = session_of(rank, 2, store)
-        monkeypatch.setattr(session, "_current", current)
-        call = {"global_batch_size": BATCH, **(options if rank else {})}
-        batches = iter(session.batches(NUMBERS, epoch=3, **call))
-        if rank == 0:
+        call = {"global_batch_size": BATCH, "collate_fn": list, **(options if rank else {})}
+        batches = iter(session.batches(make(rank), epoch=3, **call))
+        if problem is None or rank == comes_first:
+            assert len(list(batches)) >= 2
+            continue
+        with pytest.raises(ConfigError, match=f"batches: {problem}") as caught:
             next(batches)
-        else:
-            with pytest.raises(
-                ConfigError,
-                match=(
-                    rf"batches: {next(iter(options))}: expected .* "
-                    r"got .* on rank 1"
-                ),
-            ):
-                next(batches)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("in_run", "num_done"), [(True, 2), (True, 9), (False, 9)])
+def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(
+    num_done, in_run, monkeypatch
+):
+    if in_run:
+        resume_at({}, monkeypatch)
+    data = (number for number in range(SIZE))
+    seen = list(itertools.islice(session.batches(data, BATCH, 0), num_done))
+    assert len(seen) == min(num_done, 4)
+    with pytest.raises(ConfigError, match="expected an iterable that begins anew in each epoch"):
+        list(session.batches(data, BATCH, 1))
+
+
+def test_a_loader_around_batches_has_no_processes_of_its_own(monkeypatch):
+    loader = DataLoader(session.batches(NUMBERS, BATCH, 0), batch_size=None, num_workers=1)
+    with pytest.raises(ConfigError, match="num_workers: expected 0 of a DataLoader around it"):
+        list(loader)
+
+
+def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
+    one, two, held_out = (batches_of(0, 1, monkeypatch, NUMBERS, epoch) for epoch in (1, 2, None))
+    assert one != two
+    assert one == batches_of(0, 1, monkeypatch, NUMBERS, 1)
+    assert one != batches_of(0, 1, monkeypatch, NUMBERS, 1, seed=1)
+    assert [sample for samples, _ in held_out for sample in samples] == list(range(SIZE))
+
+
+@pytest.mark.parametrize("num_done", [2, 4, 5])
+def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
+    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the
+    loop has not.
+    """
+    assert list(session.epochs(3)) == [0, 1, 2]
+    current = resume_at({}, monkeypatch)
+    for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
+        if number == num_done:
+            break
+    resume_at(current._position, monkeypatch)
+    assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
+    left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
+    assert sum(left) == 8 - min(num_done, 4)
 
 
 def test_the_comparison_leaves_no_trace_in_the_data_set(monkeypatch):
@@ -491,25 +374,6 @@ def test_the_comparison_leaves_no_trace_in_the_data_set(monkeypatch):
     data = Counting()
     next(iter(session.batches(data, BATCH, 0)))
     assert data.reads == BATCH
-
-
-def test_a_data_set_of_numbers_without_order_is_another_one_after_a_restart(monkeypatch):
-    current = resume_at({}, monkeypatch)
-    for _ in session.batches(NUMBERS, BATCH, 0):
-        break
-    for numbers, problem in (
-        (NUMBERS, None),
-        (TensorDataset(torch.arange(SIZE).flip(0)), "dataset: sample 0: expected"),
-    ):
-        resume_at(copy.deepcopy(current._position), monkeypatch)
-        if problem is None:
-            assert len(list(session.batches(numbers, BATCH, 0))) == 3
-            continue
-        with pytest.raises(
-            ConfigError,
-            match=f"{problem} the same, with which the checkpoint was written, got another",
-        ):
-            next(iter(session.batches(numbers, BATCH, 0)))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -550,36 +414,6 @@ def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeyp
         torch.testing.assert_close(own.grad, plain.grad)
 
 
-class Once(IterableDataset):
-    def __init__(self):
-        self.samples = iter(range(SIZE))
-
-    def __iter__(self):
-        yield from self.samples
-
-
-@pytest.mark.parametrize("in_run", [True, False])
-@pytest.mark.parametrize("num_done", [2, 9])
-@pytest.mark.parametrize(
-    "make", [Once, lambda: (number for number in range(SIZE)), lambda: map(int, range(SIZE))]
-)
-def test_a_generator_that_was_made_once_is_refused_in_its_second_epoch(
-    make, num_done, in_run, monkeypatch
-):
-    if in_run:
-        resume_at({}, monkeypatch)
-    data = make()
-    assert len(list(itertools.islice(session.batches(data, BATCH, 0), num_done))) == min(
-        num_done, 4
-    )
-    if num_done == 2 and (make is Once or not in_run):
-        return  # what it has left cannot be told from an epoch
-    with pytest.raises(
-        ConfigError, match="dataset: expected an iterable that begins anew in each epoch"
-    ):
-        list(session.batches(data, BATCH, 1))
-
-
 OTHERS = TensorDataset(torch.arange(17))
 
 
@@ -608,7 +442,7 @@ def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_ki
     draws, seen, position = random.Random(seed), Counter(), {}
     saves, kills = draws.uniform(0.1, 0.7), draws.uniform(0.05, 0.2)
     while True:
-        current, new = resume_at(copy.deepcopy(position), monkeypatch), Counter()
+        current, new = resume_at(position, monkeypatch), Counter()
 
         def pause(may_save, current=current, new=new):
             nonlocal position
@@ -636,87 +470,6 @@ def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_ki
     sizes = [SIZE if isinstance(each, Stream) else len(each) for each in sets]
     whole = [(number, sample) for number, size in enumerate(sizes) for sample in range(size)]
     assert seen == Counter((epoch, *each) for epoch in range(3) for each in whole)
-
-
-def test_a_data_set_that_a_loop_has_left_is_left_after_a_restart_too(monkeypatch):
-    current = resume_at({}, monkeypatch)
-    for _ in session.batches(NUMBERS, BATCH, 0):
-        break
-    for _ in session.batches(OTHERS, BATCH, 0):
-        break
-    resume_at(copy.deepcopy(current._position), monkeypatch)
-    assert list(session.batches(NUMBERS, BATCH, 0)) == []
-    assert len(list(session.batches(OTHERS, BATCH, 0))) == 2
-    resume_at(copy.deepcopy(current._position), monkeypatch)
-    assert list(session.batches(NUMBERS, BATCH, 0)) == []
-    with pytest.raises(
-        ConfigError,
-        match="dataset: expected 17 samples, with which the checkpoint was written, got 23",
-    ):
-        list(session.batches(NUMBERS, BATCH, 0))
-
-
-class Tens(IterableDataset):
-    def __iter__(self):
-        yield from range(100, 110)
-
-
-def train(directory, dies_at):
-    """Two epochs of two data sets; the last rank is killed after the step `dies_at`, with a
-    checkpoint two before.
-    """
-    dist.init_process_group("gloo")
-    state = session.load() or {"step": 0, "sum": 0.0}
-    step, total = state["step"], torch.tensor(state["sum"], dtype=torch.float64)
-    log = Path(directory, f"{os.getpid()}")
-    for epoch in session.epochs(2):
-        # forked beside gloo's threads
-        numbers = session.batches(NUMBERS, BATCH, epoch, num_workers=1)
-        for batch, weight in itertools.chain(numbers, session.batches(Tens(), BATCH, epoch)):
-            batch = batch if isinstance(batch, (tuple, list)) else [batch]
-            gradient = weight * batch[0].double().mean()  # as DDP's: the mean over the ranks
-            dist.all_reduce(gradient)
-            total += gradient / dist.get_world_size()
-            step += 1
-            with log.open("a") as file:
-                file.write(json.dumps([epoch, step, batch[0].tolist() if weight else []]) + "\n")
-            if step % 5 == 0:
-                session.save({"step": step, "sum": total.item()}, step)
-            if step == dies_at and not state["step"]:
-                session.current().wait()  # on rank 0, which writes
-                dist.barrier()
-                if dist.get_rank() == dist.get_world_size() - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-    return total.item()
-
-
-@pytest.mark.long
-def test_a_restart_at_another_number_of_ranks_loses_and_doubles_no_sample(tmp_path):
-    for name in ("whole", "log"):
-        (tmp_path / name).mkdir()
-    expected = flyte_ddp.run(train, str(tmp_path / "whole"), 0)
-    options = {"checkpoints": str(tmp_path / "checkpoints")}
-    with pytest.raises(RankFailure, match="SIGKILL"):
-        flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=2, max_restarts=0, **options)
-    before = lines_of(tmp_path / "log")
-    (tmp_path / "log").rename(tmp_path / "before")
-    (tmp_path / "log").mkdir()
-    total = flyte_ddp.run(train, str(tmp_path / "log"), 7, nproc_per_node=3, **options)
-    after = lines_of(tmp_path / "log")
-    assert min(step for _, step, _ in after) == 6
-    counts = Counter(
-        (epoch, sample) for epoch, step, samples in before if step <= 5 for sample in samples
-    )
-    counts += Counter((epoch, sample) for epoch, _, samples in after for sample in samples)
-    numbers = [*range(SIZE), *range(100, 110)]
-    assert counts == Counter((epoch, sample) for epoch in range(2) for sample in numbers)
-    assert total == pytest.approx(expected, rel=1e-12)
-
-
-def lines_of(directory):
-    return [
-        json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()
-    ]
 
 
 def count_without_looking(directory):
@@ -775,14 +528,9 @@ def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and
     ends = [event.step for event in events_of(run, events.AttemptEnded)]
     assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
     counts = Counter(
-        (epoch, sample) for epoch, _, samples in logged(tmp_path) for sample in samples
+        (epoch, sample)
+        for file in tmp_path.glob("*.log")
+        for epoch, _, samples in map(json.loads, file.read_text().splitlines())
+        for sample in samples
     )
     assert counts == Counter((epoch, sample) for epoch in range(40) for sample in range(SIZE))
-
-
-def logged(directory):
-    return [
-        json.loads(line)
-        for file in directory.glob("*.log")
-        for line in file.read_text().splitlines()
-    ]

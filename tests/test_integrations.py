@@ -33,8 +33,8 @@ from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.sharding import is_split
 from tests.support.dask_runs import At, events_of
 from tests.support.frameworks import PROGRAMS, Task
+from tests.support.gang import session_of
 from tests.support.runs import new_run
-from tests.test_session import session_of
 
 SLOW = pytest.mark.slow
 FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
@@ -72,7 +72,7 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
     with pytest.raises(RankFailure, match="SIGKILL"):
         flyte_ddp.run(train, task, nproc_per_node=2, **options)
     assert not fault.exists()
-    expected = r"dataset: expected 96 samples, with which the checkpoint was written, got 95"
+    expected = "number of samples: expected 96, with which the checkpoint was written, got 95"
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(train, dataclasses.replace(task, num_missing=1), **options)
     listener = Listener()

@@ -194,6 +194,14 @@ def finite_number(name: str, value: Any, **limits: Any) -> float:
     return float(check(name, value, float, Limits(**limits)))
 
 
+def plain_number(name: str, value: Any) -> float:
+    """Return a number that a program measures, of NumPy or in a tensor, also NaN or infinite."""
+    try:
+        return float("" if isinstance(value, str) or len(getattr(value, "shape", ())) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ConfigError(f"{name}: expected a number, got {value!r}") from None
+
+
 # Names of other frameworks, by their letters alone, with the field that is meant.
 SYNONYMS = {
     **dict.fromkeys(("lr", "maxlr", "baselr", "peaklr", "learnrate", "steplr"), "learning_rate"),

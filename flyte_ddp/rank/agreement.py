@@ -81,17 +81,11 @@ def check_ranks(
     Raises:
         ConfigError: it has not; names the field and the rank.
     """
-    mine = {
-        **{f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()},
-        **facts,
-    }
-    if found := find_difference(world.broadcast_object(mine), mine, read):
-        name, expected, got = found
-        remedy, place = (
-            ("", "") if name not in facts else (f": {REMEDY}", f"{locate(recipe, 'datasets')}: ")
-        )
-        expected = f"expected {expected} on all ranks, as on rank 0"
-        raise ConfigError(f"{place}{name}: {expected}, got {got} on rank {world.rank}{remedy}")
+    fields = {f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()}
+    first_fields, first_facts = world.broadcast_object([fields, facts])
+    ranks = " on all ranks, as on rank 0", f" on rank {world.rank}"
+    compare(first_fields, fields, read, "", *ranks, "")
+    compare(first_facts, facts, read, f"{locate(recipe, 'datasets')}: ", *ranks)
 
 
 def check_in_store(
@@ -115,15 +109,13 @@ def check_in_store(
             continue
         theirs = json.loads(store.get(f"{key}/{other}"))
         first, second = (facts, theirs) if rank == ranks[0] else (theirs, facts)
-        if found := find_difference(first, second, read):
-            name, expected, got = found
-            expected = f"expected {expected} on all ranks, as on rank {ranks[0]}"
-            got = f"got {got} on rank {other if rank == ranks[0] else rank}"
-            remedy = (
-                "every rank reads the whole data set and keeps its own part, so do not split "
-                "it by rank, "
-            )
-            raise ConfigError(f"session.batches: {name}: {expected}, {got}: {remedy}{REMEDY}")
+        where = f" on all ranks, as on rank {ranks[0]}"
+        there = f" on rank {other if rank == ranks[0] else rank}"
+        remedy = (
+            ": every rank reads the whole data set and keeps its own part, so do not split it by "
+            f"rank, {REMEDY}"
+        )
+        compare(first, second, read, "session.batches: ", where, there, remedy)
 
 
 def check_checkpoint(
@@ -134,24 +126,31 @@ def check_checkpoint(
     Raises:
         ConfigError: it was not; names the field.
     """
-    theirs = checkpoint.get("data_facts")  # those of an earlier version have none
-    if theirs and facts and (found := find_difference(theirs, facts, read)):
-        name, expected, got = found
-        expected = f"expected {expected}, with which {url} was written, got {got}: {REMEDY}"
-        raise ConfigError(
-            f"{locate(recipe, 'datasets')}: {name}: {expected}; other data need another place "
-            "for "
-            "the checkpoints"
-        )
+    if checkpoint["data_facts"] and facts:
+        where = f", with which {url} was written"
+        remedy = f": {REMEDY}; other data need another place for the checkpoints"
+        place = f"{locate(recipe, 'datasets')}: "
+        compare(checkpoint["data_facts"], facts, read, place, where, remedy=remedy)
 
 
-def check_position(expected: Facts, got: Facts, read: Read) -> None:
-    """Check that a data set of `session.batches` has the samples of the checkpoint. Raises
-    ConfigError if not.
+def compare(
+    expected: Facts,
+    got: Facts,
+    read: Read,
+    place: str,
+    where: str,
+    there: str = "",
+    remedy: str = f": {REMEDY}",
+) -> None:
+    """Raise ConfigError if facts differ.
+
+    Args:
+        place: that the error begins with.
+        where, there: what is said after the expected value, and after the other one.
     """
     if found := find_difference(expected, got, read):
-        expected_one = f"{found[0]}: expected {found[1]}, with which the checkpoint was written"
-        raise ConfigError(f"session.batches: {expected_one}, got {found[2]}: {REMEDY}")
+        name, value, other = found
+        raise ConfigError(f"{place}{name}: expected {value}{where}, got {other}{there}{remedy}")
 
 
 def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, str] | None:
@@ -164,11 +163,10 @@ def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, 
     names = [
         name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))
     ]
-    again = [read(), read()] if any(isinstance(got.get(name), list) for name in names) else [{}, {}]
+    are_samples = any(isinstance(got.get(name), list) for name in names)
+    first, second = (read(), read()) if are_samples else ({}, {})
     # By their places in a sample: two numbers of one may be alike by chance.
-    readings = [
-        (value, again[1].get(name)) for name, value in again[0].items() if isinstance(value, list)
-    ]
+    readings = [(each, second.get(name)) for name, each in first.items() if isinstance(each, list)]
     unsteady = {place for one, other in readings for place in _differing(one, other)}
     for name in names:
         one, other = expected.get(name), got.get(name)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import suggest
+from flyte_ddp.config.fields import plain_number, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.launch.process.frames import frames_of_user
@@ -184,18 +184,7 @@ def read_figures(recipe: Recipe, epoch: EpochFinished) -> dict[str, float]:
     found: Any = recipe.figures(epoch)
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name}: expected a dict of numbers, got {found!r}")
-    numbers: dict[str, float] = {}
-    for key, value in found.items():
-        try:
-            numbers[str(key)] = float("" if isinstance(value, str) else value)
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ):  # the last from a tensor with several
-            raise ConfigError(f"{name}: {key}: expected a number, got {value!r}") from None
-    return numbers
+    return {str(key): plain_number(f"{name}: {key}", value) for key, value in found.items()}
 
 
 def check_monitor(config: TrainingConfig, names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ They are forked from the server of the ranks that a launcher in this process wou
 
 from __future__ import annotations
 
+import copy
 import datetime
 import io
 import multiprocessing
@@ -20,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.process.programs import Job, Program, recipe_program
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.launch.rank_start import ForkedProcess, start_server
@@ -83,32 +84,43 @@ def _run_rank(rank, num_ranks, port, pipe, work, arguments):
 
 
 class Link:
-    """A rank's link to a supervisor that only collects events."""
+    """A rank's link to a supervisor that only collects what is sent."""
 
-    stop_requested = False
+    stop_requested = is_stoppable = False
+    on_stop = None
 
-    def __init__(self, data):
-        self.data = data
-        self.events = []
+    def __init__(self, data=""):
+        self.data, self.events, self.beats = data, [], []
 
     def wait_for_data(self):
         return Path(self.data)
 
     def beat(self, step):
-        pass
-
-    def set_writing(self, is_writing):
-        pass
+        self.beats.append(step)
 
     def set_stoppable(self):
-        pass
-
-    def set_pace(self, num_steps, seconds):
-        pass
+        self.is_stoppable = True
 
     def emit(self, event):
-        # now, because the loop goes on to change what is in it
-        self.events.append(events.to_dict(event))
+        self.events.append(copy.deepcopy(event))  # the loop goes on to change what is in it
+
+    def ignore(self, *_):
+        pass
+
+    set_writing = set_pace = ignore
+
+    def stop(self):
+        self.stop_requested = True
+        self.on_stop()
+
+
+def session_of(rank=0, world_size=1, store=None, checkpoints="", link=None, **program):
+    """The session of a rank that is alone on its node, and its link."""
+    job = Job(Program("train", b"", **program), str(checkpoints), time.time())
+    node = SimpleNamespace(world_size=world_size, num_ranks=1, num_nodes=1, num_restarts=0)
+    link = link or Link()
+    process = SimpleNamespace(job=job, node=node, rank=rank, link=link, **NO_MEMORY)
+    return Session(process, lambda: store), link
 
 
 def train_recipe(world, store, recipe, config, data, checkpoints):
@@ -121,4 +133,4 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     session = Session(process, lambda: store)
     train(recipe, config, "", world, session, peers)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
-    return link.events
+    return [events.to_dict(event) for event in link.events]

@@ -4,10 +4,8 @@ cannot agree.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 
@@ -21,10 +19,6 @@ def by_random(numbers):
     return numbers
 
 
-def by_numpy(numbers):
-    return np.random.permutation(numbers).tolist()
-
-
 def by_torch(numbers):
     import torch
 
@@ -33,16 +27,8 @@ def by_torch(numbers):
     ]
 
 
-def by_own_generator(numbers):  # which nobody can seed
-    return np.random.default_rng().permutation(numbers).tolist()
-
-
-def by_rank(numbers):
-    return numbers[int(os.environ.get("RANK", 0)) :]
-
-
 class Split(Recipe):
-    """Numbers, of which some are held out. RECORD=directory: each process notes there which."""
+    """Numbers, of which some are held out."""
 
     draw = staticmethod(by_torch)
     defaults = {"epochs": 2, "global_batch_size": 8, "optimizer": "sgd"}
@@ -52,9 +38,6 @@ class Split(Recipe):
 
     def datasets(self, directory):
         numbers = self.draw(list(range(SIZE)))
-        if "RECORD" in os.environ:
-            with Path(os.environ["RECORD"], f"{os.getpid()}.jsonl").open("a") as file:
-                file.write(json.dumps(sorted(numbers[:NUM_HELD_OUT])) + "\n")
         return self.of(numbers[NUM_HELD_OUT:]), self.of(numbers[:NUM_HELD_OUT])
 
     def of(self, numbers):
@@ -75,15 +58,15 @@ class SplitByRandom(Split):
 
 
 class SplitByNumPy(Split):
-    draw = staticmethod(by_numpy)
+    draw = staticmethod(lambda numbers: np.random.permutation(numbers).tolist())
 
 
-class SplitByNobody(Split):
-    draw = staticmethod(by_own_generator)
+class SplitByNobody(Split):  # whose generator nobody can seed
+    draw = staticmethod(lambda numbers: np.random.default_rng().permutation(numbers).tolist())
 
 
 class SplitByRank(Split):
-    draw = staticmethod(by_rank)
+    draw = staticmethod(lambda numbers: numbers[int(os.environ.get("RANK", 0)) :])
 
 
 class NumberedBySet(Split):
@@ -92,16 +75,11 @@ class NumberedBySet(Split):
     draw = staticmethod(sorted)
 
     def of(self, numbers):
-        import torch
-        from torch.utils.data import TensorDataset
-
-        classes = {
-            name: number for number, name in enumerate({f"class {number}" for number in range(40)})
-        }
-        inputs = torch.tensor(numbers, dtype=torch.float32).view(-1, 1)
-        return TensorDataset(
-            inputs, torch.tensor([classes[f"class {number % 40}"] for number in numbers])
-        )
+        classes = list({f"class {number}" for number in range(40)})
+        data = super().of(numbers)
+        targets = [classes.index(f"class {number % 40}") for number in numbers]
+        data.tensors = data.tensors[0], data.tensors[1].new_tensor(targets)
+        return data
 
     def model(self):
         from torch import nn

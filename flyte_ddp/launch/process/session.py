@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
-from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.config.fields import finite_number, plain_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.memory import Part
@@ -43,6 +43,7 @@ NUM_KEPT = 2  # newest checkpoints that stay
 SAVE_TIMEOUT_SHARE = 0.5
 # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
 NO_PLACE = "memory://flyte-ddp"
+WRITTEN = ", with which the checkpoint was written"
 MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,6 @@ class Session:
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
-        self._num_memory_loads = 0
         self._stored_step = 0  # the newest that this rank has saved for the store
         self._has_memory: bool | None = None  # for a function's states; None before the first
         # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when
@@ -222,11 +222,8 @@ class Session:
             from flyte_ddp.rank.split_state import has_split, own_boxes
 
             boxes = own_boxes(into) if has_split(into) else None
-        found, place = self._load_from_memory(boxes)
-        if found is not None:
-            self._emit_loaded(found, place, [])
-        else:
-            found = self._load_parts(boxes) if boxes else self._load_whole(maps=into is not None)
+        found, url = self._find_state(boxes, maps=into is not None)
+        self._emit_loaded(found, url)
         if found is None:
             return None
         self.step, self.can_resume = found["step"], True
@@ -245,33 +242,41 @@ class Session:
 
         A `load` has to follow where there is one, which counts.
         """
-        from flyte_ddp.rank.split_state import function_world
 
         def keep_none(_: Any, tensor: Tensor) -> list[range]:
             return [range(0)] * tensor.dim()
 
         if not (self.checkpoints or self.process.job.is_in_memory):
             return None
-        found, url = self._load_from_memory(keep_none)
+        found, url = self._find_state(keep_none, maps=False)
         if found is None:
-            found, url, self._skipped = self.open_checkpoints().load_latest(
-                function_world(), keep_none
-            )
-        if found is None:
-            self._emit_loaded(None, url, [])
-            return None
-        values: dict[str, Any] = found["state"]
+            self._emit_loaded(None, url)
+        values: dict[str, Any] | None = found and found["state"]
         return values
 
-    def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest state in memory, and where it was, unless the store has one as new. For
-        all ranks together.
+    def _find_state(self, box_of: BoxOf | None, maps: bool) -> tuple[dict[str, Any] | None, str]:
+        """Return the newest state, in memory or in the store, and where it was. For all ranks
+        together.
 
         Args:
             box_of: returns what this rank keeps of each tensor; None for all of it.
+            maps: the tensors are copied at once.
         """
-        self._num_memory_loads += 1
-        key = f"flyte_ddp/memory-load-{self._num_memory_loads}"
+        self._num_loads += 1
+        found, url = self._load_from_memory(box_of)
+        if found is None and box_of:
+            from flyte_ddp.rank.split_state import function_world
+
+            world = function_world()
+            found, url, skipped = self.open_checkpoints().load_latest(world, box_of, maps)
+            self._skipped += skipped
+        elif found is None:
+            found, url = self._load_whole(maps)
+        return found, url
+
+    def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
+        """Return the newest state in memory, and where it was, unless the store has one as new."""
+        key = f"flyte_ddp/memory-load-{self._num_loads}"
         self._note_saves(f"{key}/saved")
         if not self.process.job.is_in_memory:
             self.process.free_parts()
@@ -282,7 +287,7 @@ class Session:
         loaded = load_for_function(
             self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all
         )
-        self._skipped = [*self._skipped, *loaded.skipped]
+        self._skipped += loaded.skipped
         return loaded.state, loaded.place
 
     def _note_saves(self, key: str) -> None:
@@ -309,50 +314,33 @@ class Session:
         ]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
-    def _load_parts(self, box_of: BoxOf) -> dict[str, Any] | None:
-        """Return what this rank keeps of the newest checkpoint in the store, which all ranks read
-        together.
-        """
-        from flyte_ddp.rank.split_state import function_world
-
-        found, url, skipped = self.open_checkpoints().load_latest(
-            function_world(), box_of, maps=True
-        )
-        self._emit_loaded(found, url, skipped)
-        return found
-
-    def _load_whole(self, maps: bool) -> dict[str, Any] | None:
+    def _load_whole(self, maps: bool) -> tuple[dict[str, Any] | None, str]:
         """Return the newest checkpoint in the store, which each rank reads for itself: they may
         have no process group.
-
-        Args:
-            maps: the tensors are copied at once.
         """
-        checkpoints = self.open_checkpoints()
-        self._num_loads += 1
-        key = f"flyte_ddp/load-{self._num_loads}"
-        is_alone = self.process.node.world_size == 1
+        checkpoints, key = self.open_checkpoints(), f"flyte_ddp/load-{self._num_loads}"
         # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older
         # weights.
-        if self.process.rank == 0:
-            found, url, skipped = checkpoints.load_latest(maps=maps)
-            if not is_alone:
-                checkpoints.retention.keeps_resumed = found is not None
-                self.open_store().set(key, str(found["step"] if found else -1))
-            self._emit_loaded(found, url, skipped)
-        else:
+        if self.process.rank > 0:
             step = int(self.open_store().get(key))
             found = checkpoints.load(step, maps=maps) if step >= 0 else None
             self.open_store().add(f"{key}/num_readers", 1)
-        return found
+            return found, ""
+        found, url, skipped = checkpoints.load_latest(maps=maps)
+        self._skipped += skipped
+        if self.process.node.world_size > 1:
+            checkpoints.retention.keeps_resumed = found is not None
+            self.open_store().set(key, str(found["step"] if found else -1))
+        return found, url
 
-    def _emit_loaded(self, found: dict[str, Any] | None, url: str, skipped: list[str]) -> None:
-        lines = list(dict.fromkeys([*self._skipped, *skipped]))
+    def _emit_loaded(self, found: dict[str, Any] | None, url: str) -> None:
+        lines, self._skipped = list(dict.fromkeys(self._skipped)), []
         self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=lines))
-        self._skipped = []
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
+        from flyte_ddp.rank.agreement import compare
+
         if self._is_tracking:
             raise ConfigError(
                 "session.batches: epoch: expected None for all but one data set at a time"
@@ -361,21 +349,15 @@ class Session:
             self._num_sets = len(self._sets) or self._num_sets
             self._epoch, self._sets = epoch, []
         resumed, number = self._resumed, len(self._sets)
-        # an earlier version knew one data set
-        found = resumed.get("sets", [resumed]) if resumed else []
+        found = resumed.get("sets", [])
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
-        order = {"length": batches.length, "shuffle": batches.shuffle, "seed": batches.seed}
-        for name, got in order.items():
-            if (expected := earlier.get(name, got)) != got:
-                what = (
-                    f"dataset: expected {expected} samples"
-                    if name == "length"
-                    else f"{name}: expected {expected}"
-                )
-                raise ConfigError(
-                    f"session.batches: {what}, with which the checkpoint was written, got {got}"
-                )
-        self._sets.append({**order, "samples": earlier.get("samples", {})})
+        call = {
+            "dataset: number of samples": batches.length,
+            "shuffle": batches.shuffle,
+            "seed": batches.seed,
+        }
+        compare(earlier.get("call", call), call, dict, "session.batches: ", WRITTEN)
+        self._sets.append({"call": call, "samples": earlier.get("samples", {})})
         first = 0
         if resumed:
             last = len(found) - 1
@@ -389,15 +371,13 @@ class Session:
             ):
                 # Of a run's first epoch nobody knows how many data sets follow the one that a save
                 # comes after.
-                text = (
+                logger.warning(
                     "session.batches: epoch %d has more data sets than epoch %d had when its "
-                    "checkpoint was saved: "
+                    "checkpoint was saved: what followed there was not trained. Save in the loops "
+                    "over the data sets of the first epoch",
+                    epoch,
+                    epoch - 1,
                 )
-                text += (
-                    "what followed there was not trained. Save in the loops over the data "
-                    "sets of the first epoch"
-                )
-                logger.warning(text, epoch, epoch - 1)
 
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
@@ -454,25 +434,18 @@ class Session:
                 return None
 
         def check(samples: dict[int, Any], read: Callable[[], dict[int, Any]]) -> None:
-            from flyte_ddp.rank.agreement import check_in_store, check_position, name_samples
+            from flyte_ddp.rank.agreement import check_in_store, compare, name_samples
 
             facts, again = name_samples(samples), lambda: name_samples(read())
             if batches.length is not None:  # a stream's are those of one place in one epoch
-                check_position(own["samples"] or facts, facts, again)
+                compare(own["samples"] or facts, facts, again, "session.batches: ", WRITTEN)
                 own["samples"] = facts
             self._checked.append((batches.dataset, own["samples"]))
             ranks = batches.readers or range(self.process.node.world_size)
             if len(ranks) > 1:
-                call = {
-                    "dataset: number of samples": batches.length,
-                    "shuffle": batches.shuffle,
-                    "seed": batches.seed,
-                }
-                facts = {**call, "global_batch_size": batches.global_batch_size, **facts}
-                key = f"flyte_ddp/batches-{name}"
-                check_in_store(
-                    facts, again, self.open_store().clone(), key, self.process.rank, ranks
-                )
+                facts = {**own["call"], "global_batch_size": batches.global_batch_size, **facts}
+                store, key = self.open_store().clone(), f"flyte_ddp/batches-{name}"
+                check_in_store(facts, again, store, key, self.process.rank, ranks)
 
         return check
 
@@ -494,17 +467,9 @@ class Session:
         self._time_report()
         if self.process.rank > 0:
             return
-        metrics = {}
-        for name, value in values.items():
-            try:
-                given: Any = value
-                metrics[name] = float(
-                    "" if isinstance(given, str) or len(getattr(given, "shape", ())) else given
-                )
-            except (TypeError, ValueError, RuntimeError, OverflowError):
-                raise ConfigError(
-                    f"session.report: {name}: expected a number, got {value!r}"
-                ) from None
+        metrics = {
+            name: plain_number(f"session.report: {name}", value) for name, value in values.items()
+        }
         self._link.emit(events.Reported(self.step, epoch, metrics))
 
     def _time_report(self) -> None:
