@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import RankFailure
-from flyte_ddp.flyte.failures import InputError, flyte_errors
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import (
     LoadedSamples,
     TensorSamples,
-    epoch_order,
     epoch_shards,
     evaluation_shard,
     open_samples,
@@ -26,9 +24,6 @@ from flyte_ddp.rank.data import (
 from flyte_ddp.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
 from tests.support.runs import new_run
-
-BATCH = Tiny.defaults["global_batch_size"]
-STEPS_PER_EPOCH = -(-Tiny.num_train // BATCH)
 
 
 def _world(rank, world_size):
@@ -45,104 +40,62 @@ def _noted(run, split):
     return ranks
 
 
-def _batches_seen(run):
+def _batches_seen(run, num_steps):
     """The samples that counted in each optimizer step, over all ranks."""
     ranks = _noted(run, "train")
-    per_step = len(ranks[0]) // (3 * STEPS_PER_EPOCH)  # micro-batches
-    steps = []
-    for step in range(3 * STEPS_PER_EPOCH):
-        seen = []
-        for rank in ranks:
-            for samples, gradients in rank[step * per_step : (step + 1) * per_step]:
-                seen += [
-                    sample
-                    for sample, gradient in zip(samples, gradients, strict=True)
-                    if gradient != 0
-                ]
-        steps.append(sorted(seen))
-    return steps
+    per_step = len(ranks[0]) // num_steps  # micro-batches
+    return [
+        sorted(
+            sample
+            for rank in ranks
+            for samples, gradients in rank[step * per_step : (step + 1) * per_step]
+            for sample, gradient in zip(samples, gradients, strict=True)
+            if gradient != 0
+        )
+        for step in range(num_steps)
+    ]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_each_sample_counts_exactly_once_per_epoch_over_all_ranks(finished_run, num_processes):
-    steps = _batches_seen(finished_run(num_processes=num_processes))
+@pytest.mark.parametrize("sample_size", [0, 30])
+def test_each_sample_counts_once_per_epoch_in_batches_that_no_world_size_changes(
+    finished_run, sample_size
+):
+    config = {"sample_size": sample_size} if sample_size else {}
+    runs = [finished_run(num_processes=ranks, **config) for ranks in (1, 2, 3)]
+    per_epoch = runs[0].started.num_steps // 3
+    steps = [_batches_seen(run, 3 * per_epoch) for run in runs]
 
-    for epoch in range(3):
-        seen = sum(steps[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH], [])
-        assert sorted(seen) == list(range(Tiny.num_train))
-
-
-def test_the_order_depends_on_the_epoch_and_not_on_the_world_size(finished_run):
-    steps = {ranks: _batches_seen(finished_run(num_processes=ranks)) for ranks in (1, 2, 3)}
-
-    assert steps[1] == steps[2] == steps[3]
-    epochs = [steps[1][epoch * STEPS_PER_EPOCH :][:STEPS_PER_EPOCH] for epoch in range(3)]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        # the last batch is one sample
-        assert all(batch not in epochs[other] for batch in epochs[one][:-1])
-    assert epochs[0][0] != list(range(BATCH))
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_evaluation_counts_each_held_out_sample_once(finished_run, num_processes):
-    ranks = _noted(finished_run(num_processes=num_processes), "test")
-
-    assert len(ranks) == num_processes
-    seen = Counter(sample for rank in ranks for samples, _ in rank for sample in samples)
-    assert seen == dict.fromkeys(range(Tiny.num_test), 3)  # in 3 epochs
+    assert steps[0] == steps[1] == steps[2]
+    epochs = [steps[0][epoch * per_epoch :][:per_epoch] for epoch in range(3)]
+    numbers = TensorDataset(torch.zeros(97), torch.arange(97))
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == sorted(_sample(numbers, sample_size))
+    assert len({str(epoch[0]) for epoch in epochs}) == 3  # each in an order of its own
+    for run in runs:
+        held_out = Counter(
+            sample for rank in _noted(run, "test") for samples, _ in rank for sample in samples
+        )
+        assert held_out == dict.fromkeys(range(Tiny.num_test), 3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("size", [1, 5, 13, 24, 25, 97, 103])
-def test_shares_of_any_size_cover_an_epoch_once_in_batches_of_the_global_size(size, world_size):
+def test_all_ranks_have_as_many_micro_batches_of_the_size_that_fits(size, world_size):
     config = TrainingConfig(global_batch_size=24, gradient_accumulation=2)
-    samples = LoadedSamples(
-        TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1)
-    )
+    numbers = TensorDataset(torch.arange(size), torch.arange(size))
+    samples = LoadedSamples(numbers, Tiny(), config, _world(0, 1))
     ranks = [
         epoch_shards(samples, config, _world(rank, world_size), epoch=1)
         for rank in range(world_size)
     ]
-
-    seen = []
     for shares in zip(*ranks, strict=True):
-        batch = [
-            index
-            for share in shares
-            for part, weight in zip(share.micro_batches, share.weights, strict=True)
-            for index in part.tolist()
-            if weight
-        ]
-        assert (
-            len(batch)
-            == shares[0].num_targets
-            == shares[0].num_samples
-            == sum(share.own_targets for share in shares)
-        )
-        assert all(
-            len(part) <= 24 / world_size / 2 for share in shares for part in share.micro_batches
-        )
-        # SyncBatchNorm's layers communicate in every forward pass: all ranks have as many, each
-        # with a sample.
+        # SyncBatchNorm's layers communicate in every forward pass, each of which has a sample.
         assert len({len(share.micro_batches) for share in shares}) == 1
-        assert all(len(part) > 0 for share in shares for part in share.micro_batches)
-        seen += batch
-    assert sorted(seen) == list(range(size))
+        lengths = [len(part) for share in shares for part in share.micro_batches]
+        assert 0 < min(lengths) <= max(lengths) <= 24 / world_size / 2
+        own = sum(share.own_targets for share in shares)
+        assert own == shares[0].num_targets == shares[0].num_samples
     assert [share.num_samples for share in ranks[0][:-1]] == [24] * (len(ranks[0]) - 1)
-
-
-def test_an_epoch_resumed_in_the_middle_has_the_remaining_batches():
-    config = TrainingConfig(global_batch_size=24)
-    samples = LoadedSamples(
-        TensorDataset(torch.arange(97), torch.arange(97)), Tiny(), config, _world(0, 1)
-    )
-    whole = epoch_shards(samples, config, _world(1, 2), epoch=2)
-
-    rest = epoch_shards(samples, config, _world(1, 2), epoch=2, first_batch=3)
-
-    assert [share.micro_batches[0].tolist() for share in rest] == [
-        share.micro_batches[0].tolist() for share in whole[3:]
-    ]
 
 
 @st.composite
@@ -222,28 +175,6 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
     assert sorted(index for batch, _ in seen for index in batch) == list(range(num_samples))
 
 
-def test_another_seed_gives_another_order():
-    assert epoch_order(97, seed=0, epoch=1).tolist() != epoch_order(97, seed=1, epoch=1).tolist()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("size", [1, 4, 17])
-def test_evaluation_shares_have_no_repeats(size, world_size):
-    config = TrainingConfig(evaluation_batch_size=2)
-    samples = LoadedSamples(
-        TensorDataset(torch.arange(size), torch.arange(size)), Tiny(), config, _world(0, 1)
-    )
-    seen = []
-    for rank in range(world_size):
-        seen += [
-            index
-            for part in evaluation_shard(samples, config, _world(rank, world_size))
-            for index in part.tolist()
-        ]
-
-    assert sorted(seen) == list(range(size))
-
-
 def _sample(dataset, sample_size, seed=0):
     """The samples of `dataset` that a run trains on."""
     part = take_sample(dataset, TrainingConfig(sample_size=sample_size, seed=seed))
@@ -293,59 +224,10 @@ def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_was_replaced():
     assert samples.num_replaced == 3
 
 
-def test_a_sample_larger_than_the_data_is_refused_in_one_line(tmp_path):
-    expected = (
-        "sample_size: expected at most 97, the number of training samples, or 0 for all, got 98"
-    )
-    with pytest.raises(RankFailure) as caught:
-        new_run(tmp_path).train(num_processes=1, sample_size=98)
-
-    with pytest.raises(InputError, match=f"{expected}$"), flyte_errors():
-        raise caught.value
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_run_on_a_sample_sees_it_once_per_epoch_and_all_held_out_data(
-    finished_run, num_processes
-):
-    run = finished_run(num_processes=num_processes, sample_size=30)
-    sample = _sample(TensorDataset(torch.zeros(97), torch.arange(97)), 30)
-
-    ranks = _noted(run, "train")
-    seen = Counter(
-        number
-        for rank in ranks
-        for samples, gradients in rank
-        for number, gradient in zip(samples, gradients, strict=True)
-        if gradient != 0
-    )
-    assert seen == dict.fromkeys(sample, 3)
-    assert (run.started.num_train_samples, run.started.num_steps) == (30, 3 * 3)
-    assert run.started.num_test_samples == Tiny.num_test
-    held_out = Counter(
-        number for rank in _noted(run, "test") for samples, _ in rank for number in samples
-    )
-    assert held_out == dict.fromkeys(range(Tiny.num_test), 3)
-
-
-# Emulated: no tensor is on a GPU here, so what would be moved there is only noted.
-def _on_gpu(monkeypatch, free, sizes):
-    """(size of each data set that is moved to a GPU with `free` bytes, all samples); `sizes` are in
-    bytes.
-    """
-    moved = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    monkeypatch.setattr(TensorSamples, "move_to_device", lambda self: moved.append(self.nbytes))
-    datasets = [
-        TensorDataset(
-            torch.zeros(1, size - 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-        )
-        for size in sizes
-    ]
-    samples = open_samples(
-        datasets, Shapeless(), TrainingConfig(), World(0, 0, 1, torch.device("cuda", 0))
-    )
-    return moved, samples
+def test_a_sample_larger_than_the_data_is_refused_in_one_line():
+    expected = "sample_size: expected at most 97, the number of training samples, or 0 for all"
+    with pytest.raises(ConfigError, match=f"{expected}, got 98$"):
+        _sample(TensorDataset(torch.zeros(97), torch.arange(97)), 98)
 
 
 class Shapeless(Tiny):
@@ -353,8 +235,9 @@ class Shapeless(Tiny):
         return torch.full((len(targets),), 3)
 
 
+# Emulated: no tensor is on a GPU here, so what would be moved there is only noted.
 @pytest.mark.parametrize(
-    ("sizes", "moved"),
+    ("sizes", "expected"),
     [
         ((300, 100), [300, 100]),
         ((300, 200), [300]),
@@ -364,22 +247,22 @@ class Shapeless(Tiny):
     ],
 )
 def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(
-    monkeypatch, sizes, moved
+    monkeypatch, sizes, expected
 ):
-    assert _on_gpu(monkeypatch, 1000, sizes)[0] == moved
-
-
-def test_batches_of_data_too_large_for_the_gpu_are_planned_on_the_host(monkeypatch):
-    _, (samples,) = _on_gpu(monkeypatch, 1000, [500])
-    world = World(0, 0, 1, torch.device("cuda", 0))
-    (shard,) = epoch_shards(samples, TrainingConfig(), world, epoch=1)
-
-    assert [index.device.type for index in shard.micro_batches] == ["cpu"]
-    # a scalar from the host goes to a kernel as an argument
-    assert shard.num_targets.device.type == "cpu"
-    assert [index.device.type for index in evaluation_shard(samples, TrainingConfig(), world)] == [
-        "cpu"
+    moved, world = [], World(0, 0, 1, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(TensorSamples, "move_to_device", lambda self: moved.append(self.nbytes))
+    datasets = [
+        TensorDataset(torch.zeros(1, size - 8, dtype=torch.uint8), torch.zeros(1).long())
+        for size in sizes
     ]
+    samples = open_samples(datasets, Shapeless(), TrainingConfig(), world)
+    assert moved == expected
+    # batches of data that are too large are planned on the host
+    (shard,) = epoch_shards(samples[0], TrainingConfig(), world, epoch=1)
+    planned = [*shard.micro_batches, *evaluation_shard(samples[0], TrainingConfig(), world)]
+    # a scalar from the host goes to a kernel as an argument
+    assert {each.device.type for each in (*planned, shard.num_targets)} == {"cpu"}
 
 
 def test_a_state_is_evaluated_on_a_numbered_device(monkeypatch):
@@ -391,35 +274,26 @@ def test_a_state_is_evaluated_on_a_numbered_device(monkeypatch):
     assert World(0, 0, 1, torch.device("cuda")).device == torch.device("cuda", 0)
 
 
-def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
-    listed, tiny = finished_run("Listed", 2), finished_run("Tiny", 2)
-
-    for name, value in tiny.state().items():
-        torch.testing.assert_close(listed.state()[name], value)
-    assert (
-        listed.result.epochs[-1].metrics["accuracy"] == tiny.result.epochs[-1].metrics["accuracy"]
-    )
-
-
 @pytest.mark.slow
 def test_augmentation_and_dropout_do_not_depend_on_how_many_workers_load_the_data(finished_run):
     without, with_two = finished_run("Augmented", 1), finished_run("Augmented", 1, data_workers=2)
 
-    for name, value in without.state().items():
-        assert torch.equal(with_two.state()[name], value), name
+    torch.testing.assert_close(with_two.state(), without.state(), rtol=0, atol=0)
 
 
-def test_augmentation_differs_between_epochs_and_repeats_between_runs(tmp_path):
-    run = new_run(tmp_path, "Augmented")
-    train, _ = Augmented().datasets(run.data())
+def test_loaded_data_and_data_in_memory_give_the_same_weights(finished_run):
+    listed, tiny = finished_run("Listed", 2), finished_run("Tiny", 2)
+    torch.testing.assert_close(listed.state(), tiny.state())
+
+
+def test_augmentation_is_the_samples_own_in_each_epoch_and_repeats_between_runs(tmp_path):
+    train, _ = Augmented().datasets(new_run(tmp_path, "Augmented").data())
     samples = LoadedSamples(train, Tiny(), TrainingConfig(), _world(0, 1))
-
-    def inputs(epoch):
-        return torch.cat(
-            [inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)]
-        )
-
-    assert torch.equal(inputs(1), inputs(1))
-    noise = inputs(1) - torch.stack([train.inputs[index] for index in range(10)])
-    assert len(noise[:, 0].unique()) == 10  # of each sample another
-    assert (inputs(1) != inputs(2)).all()
+    first, second, other = (
+        torch.cat([inputs for inputs, _ in samples.batches(torch.arange(10).split(5), epoch)])
+        for epoch in (1, 1, 2)
+    )
+    assert torch.equal(first, second)
+    noise = first - torch.stack([train.inputs[index] for index in range(10)])
+    assert len(noise[:, 0].unique()) == 10
+    assert (first != other).all()

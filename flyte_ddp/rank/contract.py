@@ -25,7 +25,7 @@ from flyte_ddp.launch.process.frames import frames_of_user
 from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.initial_state import abbreviate
 from flyte_ddp.rank.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
-from flyte_ddp.rank.nested import map_tensors, tensors_in
+from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
 from flyte_ddp.rank.passes import autocast, model_inputs
 from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.rank.snapshot import unchanged
@@ -59,18 +59,11 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
         f"{locate(recipe, 'datasets')}: expected a pair of data sets, for training and held out,"
     )
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-        what = (
-            f"{len(found)} of them"
-            if isinstance(found, (tuple, list))
-            else f"a {type(found).__name__}"
-        )
-        raise ConfigError(f"{expected} got {what}")
+        raise ConfigError(f"{expected} got {describe_kind(found)}")
     for dataset, use in zip(found, ("training", "held-out"), strict=True):
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"{expected} each with __len__ and __getitem__, got a {type(dataset).__name__} "
-                "without them"
-            )
+            got = f"a {type(dataset).__name__} without them"
+            raise ConfigError(f"{expected} each with __len__ and __getitem__, got {got}")
         if not len(dataset):
             raise ConfigError(
                 f"{expected} each with at least one sample, got none for the {use} data"
@@ -96,17 +89,13 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
     """Return the model that `recipe.model` has returned. Raises ConfigError if it is none, or not
     whole.
     """
+    place = locate(recipe, "model")
     if not isinstance(found, nn.Module):
-        got = (
-            f"the class {found.__name__}"
-            if isinstance(found, type)
-            else f"a {type(found).__name__}"
-        )
-        raise ConfigError(f"{locate(recipe, 'model')}: expected an nn.Module, got {got}")
+        raise ConfigError(f"{place}: expected an nn.Module, got {describe_kind(found)}")
     tensors = [*found.named_parameters(), *found.named_buffers()]
     if lazy := [name for name, each in tensors if is_lazy(each)]:
         raise ConfigError(
-            f"{locate(recipe, 'model')}: expected parameters with a shape, got none yet for "
+            f"{place}: expected parameters with a shape, got none yet for "
             f"{abbreviate(lazy, MAX_NAMES)}: give each layer the number of its inputs, as "
             "nn.Linear for nn.LazyLinear, "
             "or call the model on a sample before it is returned"
@@ -135,7 +124,7 @@ def check_contract(
     if config.global_batch_size > size:
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
-    per_rank, without = config.batch.size_per_rank(world.world_size), list[str]()
+    per_rank, place = config.batch.size_per_rank(world.world_size), locate(recipe, "model")
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, getattr(train, "dataset", None)):
             first = torch.arange(num_samples, device=train.index_device)
@@ -145,7 +134,9 @@ def check_contract(
                 with (
                     autocast(config, world.device) if not is_sharded(model) else torch.enable_grad()
                 ):
-                    outputs = _call_model(recipe, model, model_inputs(recipe, config, inputs))
+                    given = model_inputs(recipe, config, inputs)
+                    expected = "expected a model of the samples' inputs"
+                    outputs = _call(recipe, "model", expected, model, inputs=given)
             except Exception:
                 # the pass of a part of the ranks would hang
                 if num_samples == per_rank or is_sharded(model):
@@ -159,97 +150,60 @@ def check_contract(
                     lambda each: torch.cat([each, torch.zeros_like(each)]), targets
                 )
             if _find_base(recipe, "losses") is Recipe:
-                for each in (
-                    targets,
-                    getattr(train, "targets", None),
-                    getattr(held_out, "targets", None),
-                ):
-                    check_classes(outputs, each)
+                for samples in (train, held_out):
+                    check_classes(outputs, getattr(samples, "targets", None))
+                check_classes(outputs, targets)
             losses = _check_results(recipe, config, outputs, targets, num_samples)
             (losses.sum() * 0.0).backward()
-            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-            without = [name for name, each in trained.items() if each.grad is None]
-            if sparse := [
-                name
-                for name, each in trained.items()
-                if each.grad is not None and each.grad.is_sparse
-            ]:
-                raise ConfigError(
-                    f"{locate(recipe, 'model')}: expected dense gradients, which optimizers here "
-                    "take, got "
-                    f"sparse ones of {abbreviate(sparse, MAX_NAMES)}: leave out sparse=True, as "
-                    "of nn.Embedding"
-                )
-            break
-    if without:
-        raise ConfigError(
-            f"{locate(recipe, 'model')}: expected a gradient for every parameter, got none for "
-            f"{abbreviate(without, MAX_NAMES)}: use them in the forward pass, or freeze them by "
-            "requires_grad_(False)"
-        )
-
-
-def _call_model(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
-    try:
-        return model(inputs)
-    except Exception as error:
-        if frames_of_user(error):
-            raise  # they say more
-        expected = (
-            f"{locate(recipe, 'model')}: expected a model of the samples' inputs, here "
-            f"{_shapes(inputs)}"
-        )
-        raise ConfigError(f"{expected}, got {_describe(error)}") from error
+            gradients = {
+                name: each.grad for name, each in model.named_parameters() if each.requires_grad
+            }
+        for problem, names in {
+            "dense gradients, which optimizers here take, got sparse ones of {}: leave out "
+            "sparse=True, as of nn.Embedding": [
+                name for name, each in gradients.items() if each is not None and each.is_sparse
+            ],
+            "a gradient for every parameter, got none for {}: use them in the forward pass, or "
+            "freeze them by requires_grad_(False)": [
+                name for name, each in gradients.items() if each is None
+            ],
+        }.items():
+            if names:
+                shown = problem.format(abbreviate(names, MAX_NAMES))
+                raise ConfigError(f"{place}: expected {shown}")
+        return
 
 
 def _check_results(
     recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, num_samples: int
 ) -> Any:
     """Check `losses`, `num_targets` and the metrics; return the losses."""
+    given = {"outputs": outputs, "targets": targets}
     try:
-        losses: Any = _call(recipe, "losses", outputs, targets)
+        losses: Any = _call_method(recipe, "losses", **given)
     except Exception:
         _check_broadcast(recipe, outputs, targets, None, None)
         raise
     fewer = _losses_of_fewer(recipe, outputs, targets, num_samples)
     _check_broadcast(recipe, outputs, targets, losses, fewer)
-    _check_shape(
-        recipe, "losses", "one loss for each sample", losses, num_samples, outputs, targets
-    )
+    what, place = "one loss for each sample", locate(recipe, "losses")
+    _check_shape(recipe, "losses", what, losses, num_samples, **given)
     if fewer is not None:  # a dimension may have the length of the batch by chance
-        _check_shape(
-            recipe,
-            "losses",
-            "one loss for each sample",
-            fewer,
-            num_samples - 1,
-            outputs[:-1],
-            targets[:-1],
-        )
+        given = {"outputs": outputs[:-1], "targets": targets[:-1]}
+        _check_shape(recipe, "losses", what, fewer, num_samples - 1, **given)
     if not losses.is_floating_point():
-        raise ConfigError(
-            f"{locate(recipe, 'losses')}: expected floating-point losses, got {losses.dtype}"
-        )
+        raise ConfigError(f"{place}: expected floating-point losses, got {losses.dtype}")
     if not losses.requires_grad:
         raise ConfigError(
-            f"{locate(recipe, 'losses')}: expected losses with a gradient, got some without: "
-            "do "
-            "not detach"
+            f"{place}: expected losses with a gradient, got some without: do not detach"
         )
     with torch.no_grad():
-        counts = _call(recipe, "num_targets", targets)
-        if counts is not None:
-            _check_shape(
-                recipe,
-                "num_targets",
-                "the number of each sample's targets",
-                counts,
-                num_samples,
-                None,
-                targets,
-            )
-        most = torch.ones(num_samples, device=losses.device) if counts is None else counts
-        _check_metrics(recipe, config, outputs, targets, most.to(losses.device))
+        counts = _call_method(recipe, "num_targets", targets=targets)
+        if counts is None:
+            counts = torch.ones(num_samples)
+        what = "the number of each sample's targets"
+        _check_shape(recipe, "num_targets", what, counts, num_samples)
+        _check_metrics(recipe, config, outputs, targets, counts.to(losses.device))
     return losses
 
 
@@ -264,7 +218,7 @@ def _losses_of_fewer(recipe: Recipe, outputs: Any, targets: Any, num_samples: in
     if outputs.shape[:1] != (num_samples,) or targets.shape[:1] != (num_samples,):
         return None
     try:
-        return _call(recipe, "losses", outputs[:-1], targets[:-1])
+        return recipe.losses(outputs[:-1], targets[:-1])
     except Exception:
         return None
 
@@ -283,11 +237,7 @@ def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any, losses: Any, fe
         return
     if math.prod(together) <= max(outputs.numel(), targets.numel()):
         return
-    if (
-        isinstance(losses, Tensor)
-        and isinstance(fewer, Tensor)
-        and losses.dim() == fewer.dim() == 1
-    ):
+    if isinstance(fewer, Tensor) and fewer.dim() == losses.dim() == 1:
         first = losses[: len(fewer)]
         if first.shape == fewer.shape and torch.allclose(first, fewer, equal_nan=True):
             return
@@ -297,19 +247,6 @@ def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any, losses: Any, fe
         f"{tuple(outputs.shape)}, which broadcast to {tuple(together)}: squeeze or unsqueeze one "
         "of them"
     )
-
-
-def _check_num_correct(recipe: Recipe, outputs: Any, targets: Any, counts: Tensor) -> None:
-    correct = _call(recipe, "num_correct", outputs, targets)
-    what = "the number of each sample's targets that are predicted right"
-    _check_shape(recipe, "num_correct", what, correct, len(counts), outputs, targets)
-    if bool(((correct < 0) | (correct > counts)).any()):
-        raise ConfigError(
-            f"{locate(recipe, 'num_correct')}: expected at most {_number(counts.max())} for a "
-            "sample, the number of "
-            f"its targets, got {_number(correct.max())}; a sample with several targets needs "
-            "num_targets"
-        )
 
 
 def _check_shape(
@@ -335,32 +272,27 @@ def _check_shape(
         hint = ": sum over a sample's targets, as by .flatten(1).sum(1)"
         if method == "losses":
             hint += ", and return their number by num_targets"
-    shapes = (
-        f" (outputs {_shapes(outputs)}, targets {_shapes(targets)})" if outputs is not None else ""
-    )
+    shapes = f" (outputs {_shapes(outputs)}, targets {_shapes(targets)})" * (outputs is not None)
     raise ConfigError(f"{expected} got shape {tuple(value.shape)}{hint}{shapes}")
 
 
-def _call(recipe: Recipe, method: str, *arguments: Any) -> Any:
-    """Call a method; of one that the recipe did not define, explain an error by what it is made
-    for.
-    """
+def _call_method(recipe: Recipe, method: str, **arguments: Any) -> Any:
+    base = _find_base(recipe, method)
+    why = f", because {BASES[base]}" if base else ""
+    expected = f"expected a method of the recipe's own{why}"
+    return _call(recipe, method, expected, getattr(recipe, method), **arguments)
+
+
+def _call(recipe: Recipe, method: str, expected: str, function: Any, **arguments: Any) -> Any:
+    """Call a function; explain an error that does not come from the user's own code."""
     try:
-        return getattr(recipe, method)(*arguments)
+        return function(*arguments.values())
     except Exception as error:
-        base = _find_base(recipe, method)
-        if not base:
-            raise  # the user's own frames say more
-        shapes = ", ".join(
-            f"{name} {_shapes(each)}"
-            for name, each in zip(("outputs", "targets"), arguments, strict=False)
-        )
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{locate(recipe, method)}: expected a method of the recipe's own, because "
-            f"{BASES[base]}, got {shapes}: "
-            f"{reason}"
-        ) from error
+        if frames_of_user(error):
+            raise  # they say more
+        given = ", ".join(f"{name} {_shapes(each)}" for name, each in arguments.items())
+        got = f"{type(error).__name__} of {given}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(f"{locate(recipe, method)}: {expected}, got {got}") from error
 
 
 def _find_base(recipe: Recipe, method: str) -> type[Recipe] | None:
@@ -380,27 +312,29 @@ def _check_metrics(
         metrics = HeldOutMetrics(recipe, counts.device)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
+    given = {"outputs": outputs, "targets": targets}
     for name, function in metrics.functions.items():
-        if function == recipe.num_correct:
-            _check_num_correct(recipe, outputs, targets, counts)
-            continue
-        value = function(outputs, targets)
-        _check_shape(recipe, "metrics", f"{name} of each sample", value, len(counts))
-        if name == "accuracy" and bool((value > counts).any()):  # which is shown in percent
-            expected = (
-                f"expected at most {_number(counts.max())} for a sample, the number of its targets"
+        is_own = function == recipe.num_correct
+        if is_own:
+            what = "the number of each sample's targets that are predicted right"
+            value = _call_method(recipe, "num_correct", **given)
+            _check_shape(recipe, "num_correct", what, value, len(counts), **given)
+        else:
+            value = function(outputs, targets)
+            _check_shape(recipe, "metrics", f"{name} of each sample", value, len(counts))
+        # which is shown in percent
+        if (is_own or name == "accuracy") and bool(((value < 0) | (value > counts)).any()):
+            raise ConfigError(
+                f"{locate(recipe, 'num_correct') if is_own else f'{place}: {name}'}: expected at "
+                f"most {float(counts.max()):g} for a sample, the number of its targets, got "
+                f"{float(value.max()):g}; a sample with several targets needs num_targets"
             )
-            raise ConfigError(f"{place}: {name}: {expected}, got {_number(value.max())}")
     names = ["test_loss", *metrics.functions]
     for name, metric in metrics.objects.items():
         metric.sync_on_compute = False
-        try:
-            metric.update(metrics.predict(outputs), targets)
-        except Exception as error:
-            if frames_of_user(error):
-                raise
-            shapes = f"outputs {_shapes(outputs)}, targets {_shapes(targets)}"
-            raise ConfigError(f"{place}: {name}: {_describe(error)} ({shapes})") from error
+        expected = f"expected {name} of outputs and targets"
+        predicted = {"outputs": metrics.predict(outputs), "targets": targets}
+        _call(recipe, "metrics", expected, metric.update, **predicted)
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
@@ -427,12 +361,3 @@ def _read_names(name: str, metric: Any, place: str) -> list[str]:
 def _shapes(value: Any) -> str:
     shapes = [str(tuple(each.shape)) for each in tensors_in(value)]
     return ", ".join(shapes) or type(value).__name__
-
-
-def _describe(error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {reason}"
-
-
-def _number(value: Tensor) -> str:
-    return f"{float(value):g}"

@@ -11,9 +11,9 @@ import contextlib
 import pickle
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.nested import collate, map_tensors
+from flyte_ddp.rank.nested import collate, describe_kind, map_tensors
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
@@ -49,39 +49,13 @@ class BatchShard:
     num_samples: int  # of the whole global batch
 
 
-class Samples(Protocol):
-    """A data set that can be asked for batches by index."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def index_device(self) -> torch.device:
-        """The device of the indices that `batches` takes. On another one, each batch would wait for
-        the GPU.
-        """
-
-    def num_targets(self, indices: Tensor) -> float | Tensor | None:
-        """Return how many targets the samples at `indices` have together; None if that is known
-        once they are read.
-        """
-
-    def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch on the rank's device for each tensor in `indices`, in order."""
-
-    @property
-    def num_replaced(self) -> int:
-        """Samples read so far, by this rank, that could not be read and were replaced by
-        another.
-        """
-
-
 def open_samples(
     datasets: Iterable[Dataset[Any]], recipe: Recipe, config: TrainingConfig, world: World
-) -> list[Samples]:
+) -> list[TensorSamples | LoadedSamples]:
     """Return a reader for each of `datasets`: by index if it is in memory, on the GPU if it fits,
     else by a loader.
     """
-    samples: list[Samples] = []
+    samples: list[TensorSamples | LoadedSamples] = []
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
     budget = int(MAX_GPU_MEMORY_FRACTION * free)
     for dataset in datasets:
@@ -155,6 +129,9 @@ class TensorSamples:
 
     @property
     def index_device(self) -> torch.device:
+        """The device of the indices that `batches` takes. On another one, each batch would wait for
+        the GPU.
+        """
         return self.inputs.device
 
     def move_to_device(self) -> None:
@@ -164,9 +141,11 @@ class TensorSamples:
             self.counts = self.counts.to(self.device)
 
     def num_targets(self, indices: Tensor) -> float | Tensor:
+        """Return how many targets the samples at `indices` have together."""
         return float(len(indices)) if self.counts is None else self.counts[indices].sum()
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield a batch on the rank's device for each tensor in `indices`, in order."""
         for index in indices:
             # Ten times as fast as indexing on a CPU, where it copies rows.
             inputs, targets = (
@@ -217,10 +196,16 @@ class LoadedSamples:
         return self.size
 
     def num_targets(self, indices: Tensor) -> float | None:
+        """Return how many targets the samples at `indices` have together; None if that is known
+        once they are read.
+        """
         return None if self.has_own_counts else float(len(indices))
 
     @property
     def num_replaced(self) -> int:
+        """Samples read so far, by this rank, that could not be read and were replaced by
+        another.
+        """
         return getattr(self.dataset, "num_replaced", 0)
 
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
@@ -228,11 +213,7 @@ class LoadedSamples:
         try:
             for batch in self._loader:
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    got = (
-                        f"a tuple of {len(batch)}"
-                        if isinstance(batch, (tuple, list))
-                        else f"a {type(batch).__name__}"
-                    )
+                    got = describe_kind(batch)
                     raise DataError(
                         f"datasets: expected (input, target) pairs as samples, got {got}"
                     )
@@ -258,6 +239,9 @@ class LoadedSamples:
             if message.startswith("datasets: "):  # not one of the recipe's own
                 message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
             raise DataError(message) from error
+
+
+Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
 
 
 class SeededDataset(Dataset[Any]):
@@ -299,24 +283,20 @@ def isolate_draws(draws: list[Any]) -> Iterator[None]:
     Args:
         draws: the generators' states between two blocks; empty before the first one.
     """
-    own = _generator_states()
-    if draws:
-        _set_generators(draws)
+    generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (random.getstate, random.setstate),
+        (numpy.random.get_state, numpy.random.set_state),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    own = [get() for get, _ in generators]
+    for (_, restore), state in zip(generators, draws, strict=False):
+        restore(state)
     try:
         yield
     finally:
-        draws[:] = _generator_states()
-        _set_generators(own)
-
-
-def _generator_states() -> list[Any]:
-    return [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
-
-
-def _set_generators(states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+        draws[:] = [get() for get, _ in generators]
+        for (_, restore), state in zip(generators, own, strict=True):
+            restore(state)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -366,11 +346,6 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     """
     mine = torch.arange(len(samples), device=samples.index_device)[world.rank :: world.world_size]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
-
-
-def num_common_batches(samples: Samples, config: TrainingConfig, world: World) -> int:
-    """Return how many evaluation batches every rank has; some ranks may have one more."""
-    return -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
 
 
 def derived_seed(*numbers: int) -> int:

@@ -21,7 +21,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.contract import open_datasets
-from flyte_ddp.rank.data import Samples, evaluation_shard, num_common_batches, open_samples
+from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
 from flyte_ddp.rank.initial_state import mismatch
 from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.rank.parallel import place_model
@@ -86,7 +86,8 @@ def evaluate(
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
     shard = evaluation_shard(samples, config, world)
-    num_common = num_common_batches(samples, config, world)
+    # some ranks may have one more
+    num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
     splits = is_sharded(model)
     with evaluating(model):
         for number, (index, (inputs, targets)) in enumerate(

@@ -72,3 +72,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     map_tensors(note, value)
     yield from found
+
+
+def describe_kind(value: Any) -> str:
+    """Return what `value` is, for an error."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
