@@ -69,12 +69,10 @@ def check_call(
     Raises:
         ConfigError: they do not; names rank and key.
     """
-    outline = {
-        str(place): [list(each.shape), str(each.dtype), _layout(each)]
-        for place, each in find_tensors(state)
-    }
+    outline: dict[str, Any] = {"step": step, "in_memory": in_memory}
+    outline |= {f"state: {place}": _describe(each) for place, each in find_tensors(state)}
     digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
-    call = json.dumps([step, in_memory, digest, _checksums(state, world)])
+    call = json.dumps([digest, _checksums(state, world)])
     # another thread uses the connection of the first one
     prefix, store = f"flyte_ddp/save-{number}", store.clone()
     store.set(f"{prefix}/{world.rank}", call)
@@ -93,37 +91,33 @@ def check_call(
                 f"session.save: {expected} for {timeout:g} s, at step {step}"
             ) from None
     calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
-    others = [rank for rank in range(world.world_size) if calls[rank][:-1] != calls[0][:-1]]
+    others = [rank for rank in range(world.world_size) if calls[rank][0] != calls[0][0]]
     if not others:
-        _compare_copies([checksums for *_, checksums in calls])
+        _compare_copies([checksums for _, checksums in calls])
         return
-    for name, first, other in zip(("step", "in_memory"), calls[0], calls[others[0]], strict=False):
-        if other != first:
-            expected = f"{name}: expected {first} on all ranks, as on rank 0, got {other}"
-            raise ConfigError(f"session.save: {expected} on rank {others[0]}")
     store.set(f"{prefix}/outline-{world.rank}", json.dumps(outline))
     first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
-    for key in [*first, *other]:
-        if first.get(key) != other.get(key):
-            expected = (
-                f"state: {key}: expected {_describe(first.get(key))} on all ranks, as on rank 0"
-            )
-            raise ConfigError(
-                f"session.save: {expected}, got {_describe(other.get(key))} on rank {others[0]}"
-            )
-    raise ConfigError(
-        f"session.save: state: expected keys in rank 0's order, got another one on rank {others[0]}"
+    order = "state", "keys in one order", "another one"
+    name, expected, got = next(
+        (
+            (name, first.get(name, "no tensor"), other.get(name, "no tensor"))
+            for name in {**first, **other}
+            if first.get(name) != other.get(name)
+        ),
+        order,
     )
+    where = f"{expected} on all ranks, as on rank 0, got {got} on rank {others[0]}"
+    raise ConfigError(f"session.save: {name}: expected {where}")
 
 
-def _layout(tensor: Tensor) -> str:
-    """Return how a tensor is split, over which kind of mesh; "" for a whole one."""
+def _describe(tensor: Tensor) -> str:
+    """Return shape and type of a tensor, and how it is split, over which kind of mesh."""
     split: Any = tensor
-    return (
-        f"{list(split.placements)} over {tuple(split.device_mesh.shape)} ranks"
-        if is_split(tensor)
-        else ""
-    )
+    what = f"tensor {tuple(tensor.shape)} of {tensor.dtype}"
+    if not is_split(tensor):
+        return f"a {what}"
+    mesh = tuple(split.device_mesh.shape)
+    return f"a split {what}, {list(split.placements)} over {mesh} ranks"
 
 
 def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]], str]]:
@@ -233,12 +227,3 @@ def _check(place: Place, target: Any, saved: Tensor) -> None:
 
 def _name(place: Place) -> str:
     return "into" + "".join(f"[{key!r}]" for key in place)
-
-
-def _describe(tensor: Any) -> str:
-    if tensor is None:
-        return "no tensor"
-    shape, dtype, layout = tensor
-    return f"a {'split ' if layout else ''}tensor {tuple(shape)} of {dtype}" + f", {layout}" * bool(
-        layout
-    )
