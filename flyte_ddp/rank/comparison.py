@@ -11,7 +11,8 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,11 @@ class Measurement:
         nearest = (key for key in self._metrics.objects if f"{name}_".startswith(f"{key}_"))
         self._metric_name = "" if name in functions else max(nearest, key=len, default="")
         self._metric = self._metrics.objects.get(self._metric_name)
-        # Of each sample: its sums over the targets by name, and their number. Or of each block of
-        # samples: the metric's state, or where states cannot be merged what the metric is made of.
         self._functions = {name: functions[name]} if name in functions else functions
-        self._sums: dict[str, list[Tensor]] = {each: [] for each in self._functions}
-        self._counts: list[Tensor] = []
-        self._states: list[list[dict[str, Any]]] = []
-        self._batches: list[tuple[Any, Any]] = []
+        # Of each sample: its sums over the targets, by function, and their number. Or of each block
+        # of samples what adds it to the metric: a state to merge, or what the metric is made of.
+        self._rows: list[Tensor] = []
+        self._blocks: list[Callable[[], object]] = []
         # A wrapper of torchmetrics has its state in the metrics that it wraps.
         modules = self._metric.modules() if self._metric is not None else ()
         self._parts: list[Any] = [each for each in modules if getattr(each, "metric_state", None)]
@@ -82,7 +81,7 @@ class Measurement:
     @property
     def num_parts(self) -> int:
         """Samples, or blocks of them, that can be drawn."""
-        return len(self._states) or len(self._batches) or sum(map(len, self._counts))
+        return len(self._blocks) or sum(map(len, self._rows))
 
     def score_draws(self) -> Iterator[float]:
         """Yield the score of each draw of parts, infinite where the figure has no value. All models
@@ -91,19 +90,14 @@ class Measurement:
         One draw at a time: all of them take 8 kB for each part.
         """
         size, generator = self.num_parts, torch.Generator().manual_seed(0)
-        if self._metric is None:
-            self._sums = {name: [torch.cat(parts)] for name, parts in self._sums.items()}
-            self._counts = [torch.cat(self._counts)]
+        rows = torch.cat(self._rows) if self._rows else torch.empty(0)
         for _ in range(NUM_DRAWS):
             draw = torch.randint(size, (size,), generator=generator)
-            if self._metric is not None:
+            if self._blocks:
                 yield self._score_blocks(draw.tolist())
                 continue
-            num_targets = self._counts[0][draw].sum()
-            values = {
-                name: float(parts[0][draw].sum() / num_targets)
-                for name, parts in self._sums.items()
-            }
+            sums = rows[draw].sum(0)
+            values = dict(zip(self._functions, (sums[:-1] / sums[-1]).tolist(), strict=True))
             yield self.config.monitor.score(self._with_figures(values))
 
     def _add(self, outputs: Any, targets: Any) -> None:
@@ -111,27 +105,27 @@ class Measurement:
         if self._metric is not None:
             predicted = self._metrics.predict(outputs)
             if not self._can_merge:
-                self._batches.append((predicted, targets))
+                self._blocks.append(partial(self._metric.update, predicted, targets))
                 return
             self._metric.reset()
             self._metric.update(predicted, targets)
-            self._states.append([copy.deepcopy(part.metric_state) for part in self._parts])
+            states = [copy.deepcopy(part.metric_state) for part in self._parts]
+            self._blocks.append(partial(self._merge, states))
             return
-        for name, function in self._functions.items():
-            self._sums[name].append(function(outputs, targets).double())
+        columns = [function(outputs, targets).double() for function in self._functions.values()]
         counts = self._recipe.num_targets(targets)
-        num_samples = len(next(iter(self._sums.values()))[-1])
-        self._counts.append(torch.ones(num_samples).double() if counts is None else counts.double())
+        counts = torch.ones_like(columns[0]) if counts is None else counts.double()
+        self._rows.append(torch.stack([*columns, counts], dim=1))
+
+    def _merge(self, states: list[dict[str, Any]]) -> None:
+        for part, state in zip(self._parts, states, strict=True):
+            part.merge_state(state)
 
     def _score_blocks(self, draw: list[int]) -> float:
         assert self._metric is not None
         self._metric.reset()
         for number in draw:
-            if self._batches:
-                self._metric.update(*self._batches[number])
-                continue
-            for part, state in zip(self._parts, self._states[number], strict=True):
-                part.merge_state(state)
+            self._blocks[number]()
         try:
             value = self._metric.compute()
         except (ValueError, RuntimeError):  # of a draw without any sample of a class, for example
