@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 
-import flyte_ddp
 from flyte_ddp.rank import fast_start
 
 
@@ -37,10 +36,20 @@ for name in ("sgd", "adamw"):
     optimizer.zero_grad()
 print("torch._dynamo" in sys.modules)
 """
+CHECK = """
+from flyte_ddp.checkpoints.resharding import assemble
+from flyte_ddp.world import ALONE
+from tests.test_contract import check
+assemble([{"file": "memory"}], lambda _: {"weights": torch.ones(3, 2).t()}, ALONE)
+check()
+print("sympy" in sys.modules)
+"""
 
 
 def test_a_step_does_not_import_the_compiler_and_a_torch_without_these_names_still_steps():
-    assert run(TRAIN.format(before="fast_start.avoid_importing_dynamo()")) == ["False"]
+    before = "fast_start.avoid_importing_dynamo()"
+    # nor do a state in memory and the checks before the first step import a library for symbols
+    assert run(TRAIN.format(before=before) + CHECK) == ["False", "False"]
     # As a torch without the names. When this prints False, torch no longer needs the trick: remove
     # it.
     renamed = """
@@ -50,41 +59,6 @@ for optimizer in (SGD, Adam):
 fast_start.avoid_importing_dynamo()
 """
     assert run(TRAIN.format(before=renamed)) == ["True"]
-
-
-def test_a_rank_that_gets_a_state_from_another_does_not_import_the_compiler(tmp_path):
-    def function():
-        from torch import distributed
-
-        from flyte_ddp.checkpoints.resharding import assemble
-        from flyte_ddp.rank.split_state import function_world
-
-        distributed.init_process_group("gloo")
-        world = function_world()
-        fast_start.avoid_importing_dynamo()
-        weights = torch.arange(6.0).view(2, 3)
-        state = assemble(
-            [{"file": "memory"}], lambda _: {"weights": weights.t()}, world, readers=[0]
-        )
-        assert torch.equal(state["weights"], weights.t())
-        assert state["weights"].stride() == weights.t().stride()
-        found = [name for name in ("torch._dynamo.convert_frame", "sympy") if name in sys.modules]
-        (tmp_path / str(world.rank)).write_text(str(found))
-
-    flyte_ddp.run(function, nproc_per_node=2)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[]", "[]"]
-
-
-CHECK = """
-import sys
-from tests.test_contract import check
-check("tests.support.mistakes.Line")
-print("sympy" in sys.modules)
-"""
-
-
-def test_the_checks_before_the_first_step_import_no_library_for_symbols():
-    assert run(CHECK) == ["False"]
 
 
 FAULTS = """
@@ -105,18 +79,15 @@ print(faults())
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_kept_unless_the_c_library_has_no_mallopt():
-    (kept,) = run(FAULTS.format(before="entry.keep_freed_memory()"))
-    (returned,) = run(FAULTS.format(before=""))
     missing = "entry.ctypes = type('', (), {'CDLL': staticmethod(lambda name: object())}); "
-    (without,) = run(FAULTS.format(before=missing + "entry.keep_freed_memory()"))
-
-    (returned_again,) = run(
-        FAULTS.format(before="entry.keep_freed_memory(); entry.return_freed_memory()")
-    )
-
-    assert int(kept) < 1000 < int(returned)  # page faults
-    assert int(returned_again) > 1000
-    assert int(without) > 1000
+    programs = {
+        "": False,
+        "entry.keep_freed_memory()": True,
+        missing + "entry.keep_freed_memory()": False,
+        "entry.keep_freed_memory(); entry.keep_freed_memory(entry.RETURNED_BYTES)": False,
+    }
+    num_faults = {before: int(*run(FAULTS.format(before=before))) for before in programs}
+    assert {before: number < 1000 for before, number in num_faults.items()} == programs
 
 
 def test_compilations_are_announced_if_torch_has_the_hooks(monkeypatch):

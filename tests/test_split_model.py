@@ -4,7 +4,7 @@ weights are gathered.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,11 @@ from torch.distributed import PrefixStore
 
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.entry import return_freed_memory
+from flyte_ddp.launch.process.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank import passes
 from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.parallel import build_model, place_model, replicate
-from flyte_ddp.rank.sharding import check_memory, large_blocks, whole_state
+from flyte_ddp.rank.sharding import large_blocks, whole_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.world import World
@@ -116,17 +116,11 @@ def test_weights_stay_gathered_between_the_micro_batches_of_a_step(inside):
     assert others == [False, False] + [True, False, False] * (STEPS - 2) + [True]
 
 
-def test_a_split_model_starts_from_the_file_of_a_whole_one(inside):
+def test_a_split_model_starts_from_the_file_of_a_whole_one_or_is_drawn_tensor_by_tensor(inside):
     torch.manual_seed(7)
-    expected = get_recipe(TINY).model().state_dict()
-    assert inside["state"].keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in inside["state"].items())
-
-
-def test_weights_of_a_split_model_are_drawn_one_by_one(inside):
-    expected = Drawn().model().state_dict()
-    assert inside["drawn"].keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in inside["drawn"].items())
+    models = {"state": get_recipe(TINY).model(), "drawn": Drawn().model()}
+    for name, model in models.items():
+        torch.testing.assert_close(inside[name], dict(model.state_dict()), rtol=0, atol=0)
 
 
 def test_each_block_of_a_split_model_is_compiled_and_computes_in_bf16_with_gradients_in_fp32(
@@ -157,66 +151,51 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
     ]
 
 
-def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit():
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks", "gib", "optimizer", "expected"),
+    [
+        ("ddp", 1, 5, "adamw", None),
+        ("ddp", 1, 2, "adamw", '"parallel": "fsdp" on at least 3 ranks: .* 4.0 GiB'),
+        ("fsdp", 2, 1, "adamw", "at least 5 ranks, on more GPUs or nodes: .* 2.0 GiB"),
+        ("fsdp", 5, 1, "adamw", None),
+        ("ddp", 1, 4, "sgd", None),
+    ],
+)
+def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
+    parallel, num_ranks, gib, optimizer, expected, monkeypatch
+):
     # 1 GiB of weights, 4 GiB with AdamW
     model = nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")
-    check_memory(model, TrainingConfig(), 1, 5 << 30)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r'^parallel: expected "parallel": "fsdp" on at least 3 '
-            r"ranks: .* 4.0 GiB"
-        ),
-    ):
-        check_memory(model, TrainingConfig(), 1, 2 << 30)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^parallel: expected at least 5 ranks, on more GPUs or "
-            r"nodes: .* 2.0 GiB"
-        ),
-    ):
-        check_memory(model, TrainingConfig(parallel="fsdp"), 2, 1 << 30)
-    check_memory(model, TrainingConfig(parallel="fsdp"), 5, 1 << 30)
-    check_memory(model, dataclasses.replace(TrainingConfig(), optimizer="sgd"), 1, 4 << 30)
-
-
-def test_a_rank_checks_the_memory_of_its_gpu_before_it_moves_the_model_there(monkeypatch):
-    model = nn.Linear(1 << 10, 1 << 10, bias=False)  # 16 MiB with gradients and AdamW
-    gpu = SimpleNamespace(total_memory=10 << 20)
+    config = TrainingConfig(parallel=parallel, optimizer=optimizer)
+    gpu = SimpleNamespace(total_memory=gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    world = World(0, 0, 2, torch.device("cuda", 0))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r'^parallel: expected "parallel": "fsdp" on at least 2 '
-            r"ranks"
-        ),
-    ):
-        place_model(model, TrainingConfig(), world)
-    assert place_model(model, TrainingConfig(parallel="fsdp"), world) is model
+    monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
+    world = World(0, 0, num_ranks, torch.device("cuda", 0))
+    refused = pytest.raises(ConfigError, match=f"^parallel: expected {expected}")
+    with refused if expected else contextlib.nullcontext():
+        place_model(model, config, world)
 
 
-def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes():
-    for parallel, is_contiguous in {"ddp": False, "fsdp": True}.items():
-        model = place_model(
-            nn.Conv2d(3, 8, 3),
-            TrainingConfig(parallel=parallel),
-            World(0, 0, 2, torch.device("cpu")),
-        )
-        assert model.weight.is_contiguous() is is_contiguous
+@pytest.mark.parametrize(("parallel", "is_contiguous"), [("ddp", False), ("fsdp", True)])
+def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes(parallel, is_contiguous):
+    config, world = TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu"))
+    model = place_model(nn.Conv2d(3, 8, 3), config, world)
+    assert model.weight.is_contiguous() is is_contiguous
 
 
-def test_a_model_without_named_blocks_is_split_by_size():
-    layers = [nn.Linear(300, 300) for _ in range(3)]
-    assert (
-        large_blocks(nn.ModuleDict({"body": nn.ModuleList(layers), "head": nn.Linear(300, 300)}))
-        == layers
-    )
-    assert (
-        large_blocks(nn.Sequential(nn.Linear(4, 300), nn.Sequential(*layers), nn.ReLU())) == layers
-    )
-    assert large_blocks(nn.Linear(300, 300)) == []
+LAYERS = [nn.Linear(300, 300) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        (nn.ModuleDict({"body": nn.ModuleList(LAYERS), "head": nn.Linear(300, 300)}), LAYERS),
+        (nn.Sequential(nn.Linear(4, 300), nn.Sequential(*LAYERS), nn.ReLU()), LAYERS),
+        (nn.Linear(300, 300), []),
+    ],
+)
+def test_a_model_without_named_blocks_is_split_by_size(model, blocks):
+    assert large_blocks(model) == blocks
 
 
 # Memory
@@ -231,7 +210,7 @@ def measure_memory(world, store, small, large, data, checkpoints):
     """
     import torch._dynamo  # noqa: F401 as `fully_shard` does
 
-    return_freed_memory()  # as a rank's `main` does
+    keep_freed_memory(RETURNED_BYTES)  # as a rank's `main` does
     train_recipe(
         world,
         PrefixStore("small", store),

@@ -50,17 +50,12 @@ class Estimate:
         that is 0.
         """
         state, activations = self.state_bytes / 2**30, self.activation_bytes / 2**30
-        line = (
+        fits = state + activations <= (1 - GPU_RESERVE) * gpu_gib
+        end = f"; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB" if gpu_gib else ""
+        return (
             f"{self.num_parameters:,} parameters, {self.batch_size} samples in a forward pass: "
             f"{state + activations:.3f} GiB a rank (state {state:.3f}, activations "
-            f"{activations:.3f}), "
-            f"{self.epoch_seconds:.3g} s an epoch on {self.device}"
-        )
-        fits = state + activations <= (1 - GPU_RESERVE) * gpu_gib
-        return (
-            f"{line}; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB"
-            if gpu_gib
-            else line
+            f"{activations:.3f}), {self.epoch_seconds:.3g} s an epoch on {self.device}{end}"
         )
 
 
@@ -83,13 +78,11 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     blocks = [count_parameters(each) for each in list(recipe.blocks(model)) or large_blocks(model)]
     replica = replicate(model, alone, world, recipe)[1].train()
     optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
-    known = {each.untyped_storage().data_ptr() for each in model.parameters()}
     saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     # in the second one the optimizer has its state, and libraries have chosen their kernels
@@ -107,17 +100,15 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    states = [
-        each
-        for state in optimizer.state.values()
-        for each in state.values()
-        if isinstance(each, torch.Tensor)
+    weights = list(model.parameters())
+    tensors = [
+        *(*weights, *model.buffers(), *(each.grad for each in weights)),
+        *(each for state in optimizer.state.values() for each in state.values()),
     ]
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    state_bytes = float(
-        sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *gradients, *states])
-    )
-    activation_bytes, num_parameters = float(sum(saved.values())), count_parameters(model)
+    state_bytes = float(sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
+    known = {each.untyped_storage().data_ptr() for each in weights}
+    activation_bytes = float(sum(size for at, size in saved.items() if at not in known))
+    num_parameters = count_parameters(model)
     if config.parallel == "fsdp" and num_ranks > 1:
         # The rest of the model is gathered all the time; a block at work, the next one, and the
         # gradient of one.

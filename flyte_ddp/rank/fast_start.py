@@ -7,6 +7,7 @@ tests/test_fast_start.py shows that each name still helps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
@@ -75,9 +76,8 @@ def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
     """Make DDP time its exchange of gradients every `num_steps` steps; without a setter, its
     interval of 100 stays.
     """
-    set_rate = getattr(replica, "_set_ddp_runtime_logging_sample_rate", None)
-    if set_rate is not None:
-        set_rate(num_steps)
+    with contextlib.suppress(AttributeError):
+        replica._set_ddp_runtime_logging_sample_rate(num_steps)
 
 
 def ddp_exchange_seconds(replica: Any) -> tuple[float, float] | None:
@@ -86,10 +86,10 @@ def ddp_exchange_seconds(replica: Any) -> tuple[float, float] | None:
     The exchange lasts from the first bucket's departure to the last one's arrival; the overlap is
     the part of it that the backward pass covered.
     """
-    read = getattr(getattr(replica, "_orig_mod", replica), "_get_ddp_logging_data", None)
-    if read is None:
+    try:
+        data = getattr(replica, "_orig_mod", replica)._get_ddp_logging_data()
+    except AttributeError:
         return None
-    data = read()
-    return data.get("avg_backward_comm_time", 0) / 1e9, data.get(
-        "avg_backward_compute_comm_overlap_time", 0
-    ) / 1e9
+    names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
+    exchange, overlap = (data.get(name, 0) / 1e9 for name in names)
+    return exchange, overlap

@@ -26,7 +26,7 @@ from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import log_failures
-from flyte_ddp.launch.process.entry import return_freed_memory
+from flyte_ddp.launch.process.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.launch.process.link import RankProcess
 from flyte_ddp.launch.process.session import Session
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
@@ -79,7 +79,14 @@ def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str 
 def _prepare_torch(config: TrainingConfig, process: RankProcess) -> World:
     """Set what torch keeps for a whole process, and return the rank's place among the others."""
     node = process.node
-    _prepare_process(config, node.num_threads)
+    if config.parallel == "fsdp":
+        keep_freed_memory(RETURNED_BYTES)
+    torch.set_num_threads(node.num_threads)
+    if config.deterministic:
+        # also the call with False imports torch's compiler
+        torch.use_deterministic_algorithms(True)
+    if not config.compile and config.parallel == "ddp":
+        avoid_importing_dynamo()
     device = torch.device("cpu")
     if node.use_gpus:
         # A rank on a MIG slice sees that slice alone, as device 0.
@@ -87,17 +94,6 @@ def _prepare_torch(config: TrainingConfig, process: RankProcess) -> World:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
     return World(process.rank, process.local_rank, node.world_size, device)
-
-
-def _prepare_process(config: TrainingConfig, num_threads: int) -> None:
-    if config.parallel == "fsdp":
-        return_freed_memory()
-    torch.set_num_threads(num_threads)
-    if config.deterministic:
-        # also the call with False imports torch's compiler
-        torch.use_deterministic_algorithms(True)
-    if not config.compile and config.parallel == "ddp":
-        avoid_importing_dynamo()
 
 
 def train(

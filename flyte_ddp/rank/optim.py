@@ -102,10 +102,5 @@ def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> f
     return _cosine(1.0, 0.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
 
 
-def learning_rate(config: TrainingConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`."""
-    return config.learning_rate * learning_rate_factor(config, step, num_steps)
-
-
 def _cosine(start: float, end: float, fraction: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, fraction))) / 2

@@ -37,7 +37,7 @@ from flyte_ddp.rank.evaluation import Evaluation, FlopsUtilization, evaluate, sh
 from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.rank.metrics import check_monitor, read_figures
-from flyte_ddp.rank.optim import build_optimizer, learning_rate, learning_rate_factor
+from flyte_ddp.rank.optim import build_optimizer, learning_rate_factor
 from flyte_ddp.rank.parallel import exchange_seconds, replicate
 from flyte_ddp.rank.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.rank.progress import MetricSums, Progress
@@ -337,22 +337,19 @@ class Trainer:
                 self.initial_state,
                 self.recipe.changeable_options,
             )
-            theirs, ours = (
-                state.get("recipe"),
-                [type(self.recipe).__qualname__, self.recipe_version],
-            )
-            if theirs not in (None, ours) and is_by_value(type(self.recipe)):
+            ours = [type(self.recipe).__qualname__, self.recipe_version]
+            if state["recipe"] != ours and is_by_value(type(self.recipe)):
                 raise ConfigError(
                     f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
                     "other values that it refers to: give other checkpoints"
                 )
             # it may be a mistake that was corrected
-            if theirs not in (None, ours) and self.world.is_first:
+            if state["recipe"] != ours and self.world.is_first:
                 logger.warning(
                     "the run of %s goes on with other code: recipe %s %s, before %s %s",
                     url,
                     *ours,
-                    *theirs,
+                    *state["recipe"],
                 )
             if state["config"]["recipe_options"] == redact_values(
                 self.config.recipe_options
@@ -368,14 +365,15 @@ class Trainer:
             )
             self.progress = Progress.from_dict(state["progress"])
         elif self.initial_state:
-            options = (
+            load = functools.partial(
+                load_initial_state,
+                self.model,
+                self.initial_state,
                 self.config.store_timeout,
                 self.config.fresh_layers,
                 list_class_names(self.recipe),
             )
-            call_together(
-                lambda: load_initial_state(self.model, self.initial_state, *options), self.world
-            )
+            call_together(load, self.world)
         return url, skipped
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:
@@ -435,7 +433,8 @@ class Trainer:
 
     def _last_learning_rate(self) -> float:
         """Return the rate of the last optimizer step, also if an earlier attempt took it."""
-        return learning_rate(self.config, self.progress.step - 1, self.num_steps)
+        factor = learning_rate_factor(self.config, self.progress.step - 1, self.num_steps)
+        return self.config.learning_rate * factor
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
         self.session.emit(

@@ -390,7 +390,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     )
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(num_bytes: int = KEPT_BYTES) -> None:
     """Keep glibc from returning a step's activations to the kernel, only to fault them in again in
     the next step.
 
@@ -398,22 +398,14 @@ def keep_freed_memory() -> None:
     larger blocks freed: up to 5,000 page faults and a quarter of the time of a step of `mnist`. The
     process keeps its peak instead, which it needs again. A C library without `mallopt` keeps its
     own ways.
+
+    Args:
+        num_bytes: of larger blocks, which are returned at once. A rank that splits its model has
+            `RETURNED_BYTES`, in order to have more memory: weights that are gathered and dropped
+            would stay in the heap of each thread that gathered one, 0.6 GB of a rank on a CPU with
+            100 million parameters.
     """
-    _keep_blocks_below(KEPT_BYTES)
-
-
-def return_freed_memory() -> None:
-    """Let glibc return large blocks to the kernel at once: a rank splits its model in order to
-    have more memory.
-
-    Kept, the blocks of weights that are gathered and dropped stay in the heap of each thread that
-    gathered one: 0.6 GB of a rank on a CPU with 100 million parameters.
-    """
-    _keep_blocks_below(RETURNED_BYTES)
-
-
-def _keep_blocks_below(size: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            mallopt(option, size)
+            mallopt(option, num_bytes)
