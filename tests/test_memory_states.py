@@ -8,7 +8,6 @@ import dataclasses
 import io
 import os
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from torch import nn
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import FORMAT
-from flyte_ddp.checkpoints.resharding import SHARDS, assemble
+from flyte_ddp.checkpoints.resharding import SHARDS
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import resolve
@@ -30,12 +29,11 @@ from flyte_ddp.launch.process.memory import NodeMemory
 from flyte_ddp.launch.process.programs import Job
 from flyte_ddp.launch.process.ranks import NodeRanks
 from flyte_ddp.rank import memory_states
-from flyte_ddp.rank.copies import Slots, receive_copies
+from flyte_ddp.rank.copies import Slots
 from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
-from tests.support.gang import run_gang
-from tests.support.lost_ranks import RECIPE, train
+from tests.support.lost_ranks import train
 
 FSDP = {"parallel": "fsdp", "memory_interval": 2}
 
@@ -73,64 +71,19 @@ def test_a_killed_rank_costs_no_more_than_the_interval_that_is_chosen(tmp_path):
     torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_two_nodes_go_on_from_the_memory_of_both(tmp_path, undisturbed, client):
-    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
-    run, resumed = train(tmp_path, place, "backward-1-6", "forward-0-9", **FSDP)
-    assert_resumed(resumed, (4, "the memory of nodes 0 and 1"), (12, "the memory of nodes 0 and 1"))
-    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-
-
 @pytest.mark.long
 def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(
     tmp_path, undisturbed, client
 ):
-    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
-    run, resumed = train(tmp_path, place, "worker-1-6", "worker-0-9", **FSDP)
-    assert_resumed(resumed, (4, "node 0's memory"), (12, "node 1's memory"))
-    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_a_loss_while_the_next_ranks_read_the_state_leaves_it_where_it_was(
-    tmp_path, undisturbed, client
-):
-    """With the node that has no part of it yet, too."""
+    """Losses while the next ranks read it leave it where it was; with the node that has no part of
+    it yet, too.
+    """
     place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=9))
-    run, resumed = train(
-        tmp_path, place, "worker-1-6", "read-0-0", "read-1-0", "readnode-1-0", **FSDP
-    )
-    assert_resumed(resumed, (4, "node 0's memory"))
+    orders = ("worker-1-6", "read-0-0", "read-1-0", "readnode-1-0", "worker-0-9")
+    run, resumed = train(tmp_path, place, *orders, **FSDP)
+    assert_resumed(resumed, (4, "node 0's memory"), (12, "node 1's memory"))
     assert not any((tmp_path / "orders").iterdir())
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_another_world_size_goes_on_from_the_state_in_memory(tmp_path, client):
-    # over the samples of one rank
-    plain, _ = train(tmp_path / "plain", LocalPlace(2), recipe=f"{RECIPE}WithoutNorm")
-    place = DaskPlace(
-        client, dataclasses.replace(LOCAL, max_restarts=3, min_nodes=1, return_timeout=0.1)
-    )
-    run, resumed = train(
-        tmp_path / "lost", place, "worker-1-6", recipe=f"{RECIPE}WithoutNorm", **FSDP
-    )
-    assert_resumed(resumed, (4, "this node's memory"))
-    assert run.result.started.world_size == 1
-    torch.testing.assert_close(run.state(), plain.state(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_whole_model_is_kept_and_copied_too_if_that_is_asked_for(tmp_path, client):
-    """An exception, after which no rank's last state counts, costs the steps since the newest state
-    in memory.
-    """
-    plain, _ = train(tmp_path / "plain", LocalPlace(2))
-    place = DaskPlace(client, dataclasses.replace(LOCAL, max_restarts=3))
-    run, resumed = train(tmp_path / "lost", place, "raise-0-6", memory_interval=2)
-    assert resumed[0][1].startswith("node ")
-    assert_resumed(resumed, (4, resumed[0][1]))
-    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
 
 
 class Outage:
@@ -155,16 +108,15 @@ class Outage:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["refusing", "hanging"])
-def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server, how):
+def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server):
     """It has the best epoch's checkpoint. What is saved is held until it is back."""
     best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
     plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
     place, options = (
         LocalPlace(2, max_restarts=3),
-        {"checkpoints": f"s3://bucket/{how}", "memory_interval": 2, **best},
+        {"checkpoints": "s3://bucket/run", "memory_interval": 2, **best},
     )
-    outage = Outage(getattr(store_server, how)(), tmp_path / "lost" / "orders")
+    outage = Outage(store_server.hanging(), tmp_path / "lost" / "orders")
     run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
     ((step, place),) = resumed
     assert place == "this node's memory"
@@ -188,22 +140,6 @@ def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
-def read_in_part(world, store):
-    """The whole state, of which ranks 2 and 1 have the files."""
-    whole = torch.arange(8.0).reshape(4, 2)
-    contents = {
-        2: {"step": 5, "weight": torch.empty(4, 2, device="meta"), SHARDS: [([0, 0], whole[:2])]},
-        1: {SHARDS: [([2, 0], whole[2:])]},
-    }
-    entries, read = [{"of": 2}, {"of": 1}], lambda entry: dict(contents[entry["of"]])
-    states = [assemble(entries, read, world, readers=readers) for readers in ([2, 1], [2, 2])]
-    return [(state["step"], torch.equal(state["weight"], whole)) for state in states]
-
-
-def test_each_part_is_read_by_a_rank_that_has_it_and_passed_on():
-    assert run_gang(3, read_in_part) == [[(5, True)] * 2] * 3
-
-
 NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
 
 
@@ -214,7 +150,8 @@ def node_with(*states, num_parts=2, spoilt=()):
     """A node's memory with states that attempt 0 has saved, each as its step and the numbers of its
     parts.
 
-    Parts that are `spoilt` have another checksum than was recorded.
+    Args:
+        spoilt: step and number of a part with another checksum than was recorded.
     """
     memory = NodeMemory()
     memory.begin(NODE)
@@ -229,7 +166,7 @@ def node_with(*states, num_parts=2, spoilt=()):
             with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
                 entry = save_state(values, file, with_crc32=False)
                 file.truncate()
-                if (step, number) in spoilt:
+                if (step, number) == spoilt:
                     file.seek(-9, 2)
                     file.write(b"different")
             where = {"turn": turn, "step": step, "number": number, "num_parts": num_parts}
@@ -238,93 +175,42 @@ def node_with(*states, num_parts=2, spoilt=()):
     return memory
 
 
-def loaded(memory, directory, stored=(), needed=0, known=None):
-    left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
-    job = Job(
-        None,
-        "",
-        0.0,
-        stored=known or tuple(stored),
-        is_store_away=known is not None,
-        is_in_memory=True,
-    )
+BOTH = (0, 1)
+DAMAGED = "the checksum of part 1 is not the one that was recorded when it was written"
+NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
+
+
+@pytest.mark.parametrize(
+    ("states", "spoilt", "job", "needed", "expected", "problem"),
+    [
+        (((2, BOTH), (4, BOTH), (6, BOTH)), (), {}, 0, 6, ""),
+        # a rank was lost before it wrote its part
+        (((2, BOTH), (4, BOTH), (6, (1,))), (), {}, 0, 4, ""),
+        (((2, BOTH), (2, BOTH)), (), {}, 0, 2, ""),  # before and after an evaluation
+        (((4, BOTH),), (), {"stored": (3,)}, 0, 4, ""),
+        (((4, BOTH),), (), {"stored": (4,)}, 0, None, ""),
+        (((4, BOTH),), (), {"stored": (3, 4), "is_store_away": True}, 3, 4, ""),
+        ((), (), {}, 0, None, ""),
+        (((2, BOTH), (4, BOTH)), (4, 1), {}, 0, 2, DAMAGED),
+        (((4, BOTH),), (4, 1), {}, 0, None, DAMAGED),
+        (((4, BOTH),), (), {}, 3, None, NO_BEST),
+    ],
+)
+def test_the_newest_state_in_memory_that_is_whole_and_right_is_used(
+    states, spoilt, job, needed, expected, problem, tmp_path
+):
+    left = node_with(*states, spoilt=spoilt).begin(dataclasses.replace(NODE, num_restarts=1))
+    job = dataclasses.replace(JOB, is_in_memory=True, **job)
     process = RankProcess(job, NODE, 0, None, None, parts=left)
-    found = load_from_memory(
-        ALONE, process, CheckpointStore(str(directory), 2), lambda *_: None, lambda state: needed
-    )
-    if found.state:
-        assert (
-            found.state["model"]["weight"].tolist() == [float(found.state["progress"]["step"])] * 4
-        )
-    return (found.state and found.state["progress"]["step"]), found.skipped
-
-
-def test_the_newest_whole_state_in_memory_is_used(tmp_path):
-    both = (0, 1)
-    assert loaded(node_with((2, both), (4, both), (6, both)), tmp_path) == (6, [])
-    # a rank was lost before it wrote its part
-    assert loaded(node_with((2, both), (4, (0,))), tmp_path) == (2, [])
-    assert loaded(node_with((2, both), (4, both), (6, (1,))), tmp_path) == (4, [])
-    # before and after an evaluation
-    assert loaded(node_with((2, both), (2, both)), tmp_path) == (2, [])
-    assert loaded(node_with((4, both)), tmp_path, stored=[3]) == (4, [])
-    assert loaded(node_with((4, both)), tmp_path, stored=[4]) == (None, [])
-    # the store is away
-    assert loaded(node_with((4, both)), tmp_path, known=(3, 4), needed=3) == (4, [])
-    assert loaded(NodeMemory(), tmp_path) == (None, [])
-
-
-def test_a_state_in_memory_that_is_not_right_is_not_used(tmp_path):
-    both = (0, 1)
-    damaged = "the checksum of part 1 is not the one that was recorded when it was written"
-    skipped = [f"the state of step 4 in this node's memory is not used: {damaged}"]
-    assert loaded(node_with((2, both), (4, both), spoilt=[(4, 1)]), tmp_path) == (2, skipped)
-    assert loaded(node_with((4, both), spoilt=[(4, 1)]), tmp_path) == (None, skipped)
-    best = "the store has no checkpoint of the best epoch, at step 3"
-    skipped = [f"the state of step 4 in this node's memory is not used: {best}"]
-    assert loaded(node_with((4, both)), tmp_path, needed=3) == (None, skipped)
-
-
-def copy_next_door(world, store):
-    """Two nodes with a rank each, which keep states of several sizes: the parts that this one has
-    in the end.
-    """
-    node = NodeRanks(
-        world.rank, 1, 2, "", 0, "", False, 1, node_rank=world.rank, num_nodes=2, copy_distance=1
-    )
-    memory = NodeMemory()
-    memory.begin(node)
-    files = {"slots": memory.slots_of(world.rank), "copies": memory.slots_of(1 - world.rank)}
-    link = SimpleNamespace(send=lambda kind, part: memory.take(**part))
-    process = SimpleNamespace(node=node, rank=world.rank, link=link, **files)
-    threading.Thread(target=receive_copies, args=(process, lambda: store), daemon=True).start()
-    slots = Slots(process, lambda: store)
-    for step, size in enumerate((1 << 20, 5, 3 << 20), 1):
-
-        def save(file, size=size):
-            entry = save_state(
-                {"format": FORMAT, "weight": torch.rand(size)}, file, with_crc32=False
-            )
-            return entry["bytes"], entry[CHECKSUM]
-
-        slots.begin()
-        assert not slots.is_ready
-        slots.write(step, 2, save)
-        while not slots.is_ready:
-            time.sleep(0.01)
-    world.all_reduce(0.0)  # both are done
-    parts = sorted(memory._parts.values(), key=lambda part: (part.step, part.number))
-    are_whole = [check_file(part.file.path) == (part.num_bytes, part.checksum) for part in parts]
-    return [
-        (part.step, part.number, is_whole) for part, is_whole in zip(parts, are_whole, strict=True)
-    ]
-
-
-def test_a_rank_copies_its_parts_to_a_rank_of_the_next_node():
-    assert (
-        run_gang(2, copy_next_door)
-        == [[(step, number, True) for step in (2, 3) for number in (0, 1)]] * 2
-    )
+    store = CheckpointStore(str(tmp_path), 2)
+    found = load_from_memory(ALONE, process, store, lambda *_: None, lambda state: needed)
+    if expected is None:
+        assert found.state is None
+    else:
+        assert found.state["progress"]["step"] == expected
+        assert found.state["model"]["weight"].tolist() == [float(expected)] * 4
+    skipped = f"the state of step 4 in this node's memory is not used: {problem}"
+    assert found.skipped == ([skipped] if problem else [])
 
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():

@@ -17,11 +17,7 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.events import (
     AttemptEnded,
-    CheckpointLoaded,
     CheckpointSaved,
-    CheckpointWritten,
-    Reported,
-    RunStarted,
     Straggler,
     StragglersFound,
 )
@@ -30,7 +26,6 @@ from flyte_ddp.observers.metrics import (
     METRICS,
     PORT_VARIABLE,
     MetricsServer,
-    RunFigures,
     requested_port,
 )
 from tests.support.prometheus import needs_prometheus, promtool
@@ -74,40 +69,34 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
         run.handle(CheckpointSaved(13, "file:///c/13.json", False, 0.1))
         text, found = scrape(server)
         assert set(found) == set(METRICS)
-        assert (
-            found["flyte_ddp_step"]
-            == found["flyte_ddp_steps_planned"]
-            == found["flyte_ddp_checkpoint_step"]
-            == 12
-        )
-        assert found["flyte_ddp_checkpoint_copied_step"] == 13
-        assert (found["flyte_ddp_epoch"], found["flyte_ddp_world_size"]) == (3, 2)
-        assert (found["flyte_ddp_attempt"], found["flyte_ddp_restarts_total"]) == (2, 0)
+        expected = {
+            "step": 12,
+            "steps_planned": 12,
+            "checkpoint_step": 12,
+            "checkpoint_copied_step": 13,
+            "epoch": 3,
+            "world_size": 2,
+            "attempt": 2,
+            "restarts_total": 0,
+        }
+        assert {name: found[f"flyte_ddp_{name}"] for name in expected} == expected
         assert found["flyte_ddp_accuracy_ratio"] == pytest.approx(1 - 0.1 / 3)
         assert abs(found["flyte_ddp_last_event_timestamp_seconds"] - time.time()) < 60
         assert 'flyte_ddp_step{recipe="digits",run="f1-\\"n1\\""} 12' in text
         assert text.count("# TYPE ") == len(METRICS)
         slow = Straggler(1, "node 0", "", "data", 0.3, 0.1, 0.6, 0.4)
-        run.handle(StragglersFound(12, [slow]))
-        found = scrape(server)[1]
-        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (
-            1,
-            pytest.approx(1.5),
-        )
-        run.handle(AttemptEnded(12, "a node was lost", 0.0))
-        found = scrape(server)[1]
-        assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == (0, 1), (
-            "while nodes are awaited"
-        )
+        for event, stragglers in (
+            (StragglersFound(12, [slow]), (1, pytest.approx(1.5))),
+            (AttemptEnded(12, "a node was lost", 0.0), (0, 1)),  # while nodes are awaited
+        ):
+            run.handle(event)
+            found = scrape(server)[1]
+            assert (found["flyte_ddp_stragglers"], found["flyte_ddp_straggler_ratio"]) == stragglers
         for event in (started(), loaded(8), run_finished()):
             run.handle(event)
         found = scrape(server)[1]
-        assert (
-            found["flyte_ddp_restarts_total"],
-            found["flyte_ddp_step"],
-            found["flyte_ddp_finished"],
-        ) == (1, 8, 1)
-        assert found["flyte_ddp_checkpoint_step"] == found["flyte_ddp_checkpoint_copied_step"] == 8
+        expected = {"restarts_total": 1, "step": 8, "finished": 1, "checkpoint_step": 8}
+        assert {name: found[f"flyte_ddp_{name}"] for name in expected} == expected
     finally:
         server.close()
     with pytest.raises(urllib.error.URLError):
@@ -117,21 +106,15 @@ def test_a_scrape_returns_the_newest_figures_of_the_run_with_its_labels():
 @needs_prometheus
 def test_promtool_accepts_names_help_and_values_of_all_figures():
     server = MetricsServer(0)
-    try:
-        run = server.follow(1, recipe="digits", run="f1-n1")
-        for event in (
-            *whole_run(),
-            dataclasses.replace(reported(12), values={"loss": float("nan")}),
-        ):
-            run.handle(event)
-        text = scrape(server)[0]
-        assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == {
-            "flyte_ddp_restarts_total",
-            "flyte_ddp_announced_losses_total",
-        }
-        promtool("check", "metrics", stdin=text)
-    finally:
-        server.close()
+    run = server.follow(1, recipe="digits", run="f1-n1")
+    not_a_number = dataclasses.replace(reported(12), values={"loss": float("nan")})
+    for event in (*whole_run(), not_a_number):
+        run.handle(event)
+    text = scrape(server)[0]
+    server.close()
+    counters = {"flyte_ddp_restarts_total", "flyte_ddp_announced_losses_total"}
+    assert set(re.findall("^# TYPE (.*) counter$", text, re.M)) == counters
+    promtool("check", "metrics", stdin=text)
 
 
 def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(caplog):
@@ -154,54 +137,15 @@ def test_runs_side_by_side_are_served_until_each_has_ended():
     runs[0].close(None)
     text = scrape(server)[0]
     assert 'trial="1"' not in text
-    for event in (RunStarted("f", 4, 2, num_restarts=3), Reported(7, 1.5, {"loss": 0.25})):
-        runs[1].handle(event)
-    found = scrape(server)[1]
-    assert [
-        found[f"flyte_ddp_{name}"] for name in ("world_size", "restarts_total", "step", "epoch")
-    ] == [4, 3, 7, 1.5]
-    assert 'trial="2"' in text
     runs[1].close(RuntimeError())
     assert scrape(server)[0] == ""
     server.close()
 
 
-def test_a_checkpoint_that_the_store_does_not_have_yet_is_seen():
-    run = RunFigures({})
-
-    def steps(*events):
-        for event in events:
-            run.handle(event)
-        figures = run.values()
-        return figures["flyte_ddp_checkpoint_copied_step"], figures["flyte_ddp_checkpoint_step"]
-
-    copied = [CheckpointSaved(step, f"/c/{step}.json", False, 0.1) for step in range(20)]
-    written = [CheckpointWritten(step, "", False) for step in range(20)]
-    assert steps(RunStarted("f", 4, 2, num_restarts=0)) == (0, 0)
-    assert steps(CheckpointLoaded(4, "")) == (4, 4)
-    assert steps(CheckpointSaved(6, "", False, 0.1)) == (4, 4)  # in memory alone
-    assert steps(copied[8]) == (8, 4)
-    assert steps(copied[10], written[8]) == (10, 8)
-    assert steps(RunStarted("f", 4, 2, num_restarts=1)) == (8, 8)  # what was not written is lost
-    assert steps(copied[12]) == (12, 8)
-    assert steps(started(), loaded(8)) == (8, 8)
-    assert steps(copied[12], written[12]) == (12, 12)
-
-
-def test_nothing_is_served_unless_registration_asked_for_it(monkeypatch):
-    monkeypatch.delenv(PORT_VARIABLE, raising=False)
-    assert requested_port() == 0
-    options = resources.pod(resources.SETTINGS.driver, trains=True)
-    assert PORT_VARIABLE not in options["environment"]
-    assert options["pod_template"].pod_spec.containers[0].ports is None
-    asked = dataclasses.replace(resources.SETTINGS, metrics_port=9464)
-    monkeypatch.setattr(resources, "SETTINGS", asked)
-    for name, value in resources.pod(asked.driver, trains=True)["environment"].items():
-        monkeypatch.setenv(name, value)
-    assert requested_port() == 9464
-
-
 def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names(monkeypatch):
+    without = resources.pod(resources.SETTINGS.training, trains=True)
+    assert PORT_VARIABLE not in without["environment"]
+    assert without["pod_template"].pod_spec.containers[0].ports is None
     asked = dataclasses.replace(resources.SETTINGS, metrics_port=9500)
     monkeypatch.setattr(resources, "SETTINGS", asked)
 
@@ -214,9 +158,11 @@ def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names
     (monitor,) = (each for each in documents("alerts.yaml") if each["kind"] == "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
-    assert {"name": PORT_VARIABLE, "value": "9500"} in container["env"]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert (environment[PORT_VARIABLE], environment[GRACE_VARIABLE]) == ("9500", "60")
+    monkeypatch.setenv(PORT_VARIABLE, environment[PORT_VARIABLE])
+    assert requested_port() == 9500
     assert pod.pod_spec["terminationGracePeriodSeconds"] == 60
-    assert {"name": GRACE_VARIABLE, "value": "60"} in container["env"]
     assert container["name"] == train.get_config(None)["primary_container_name"]
     assert container["image"] == "registry.example.com/flyte-ddp:1"
     assert container["resources"]["requests"] == container["resources"]["limits"]

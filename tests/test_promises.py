@@ -85,14 +85,19 @@ def cells(*slow):
     the same code.
     """
 
-    def param(program, place):
-        marks = [pytest.mark.slow] if f"{program}-{place}" in slow else []
-        return pytest.param((program, place), id=f"{program}-{place}", marks=marks)
-
-    both = [
-        param(program, place) for place in ("local", "dask") for program in ("recipe", "function")
-    ]
-    return pytest.mark.parametrize("cell", both, indirect=True)
+    return pytest.mark.parametrize(
+        "cell",
+        [
+            pytest.param(
+                (program, place),
+                id=f"{program}-{place}",
+                marks=[pytest.mark.slow] if f"{program}-{place}" in slow else [],
+            )
+            for place in ("local", "dask")
+            for program in ("recipe", "function")
+        ],
+        indirect=True,
+    )
 
 
 @pytest.fixture
@@ -119,6 +124,17 @@ def undisturbed(tmp_path_factory):
     return get
 
 
+@cells("recipe-dask", "function-dask")
+@pytest.mark.parametrize("fault", ["error", "away"])
+def test_an_unexplained_exception_and_a_store_that_was_away_are_answered_by_a_restart(
+    cell, fault, undisturbed
+):
+    cell.order(f"1-{fault}-9")
+    result = cell.run(max_restarts=int(fault == "error"))  # the store's uses up none
+    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
+    assert cell.num_attempts == 2
+
+
 @cells()
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturbed):
     cell.order("1-kill-9")
@@ -126,14 +142,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(cell, undisturb
     torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.num_attempts == 2
     assert cell.resumed_steps[-1] >= 2
-
-
-@cells("function-local", "recipe-dask", "function-dask")
-def test_an_unexplained_exception_is_answered_by_a_restart(cell, undisturbed):
-    cell.order("1-error-9")
-    result = cell.run()
-    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
-    assert cell.num_attempts == 2
 
 
 @cells("recipe-dask", "function-dask")
@@ -180,14 +188,6 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
     torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
     assert cell.resumed_steps == [last]  # no step is done again
     assert 5 <= last < NUM_STEPS
-
-
-@cells("recipe-dask", "function-dask")
-def test_a_store_that_was_away_uses_up_no_restart(cell, undisturbed):
-    cell.order("1-away-9")
-    result = cell.run(max_restarts=0)
-    torch.testing.assert_close(result, undisturbed(cell.program), rtol=0, atol=0)
-    assert cell.num_attempts == 2
 
 
 @cells("recipe-dask", "function-dask")

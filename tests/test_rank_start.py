@@ -72,6 +72,12 @@ def server(monkeypatch):
 
 
 def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monkeypatch):
+    # the launcher's, which it outlives
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        server.send_signal(number)
+    # what Dask and scikit-learn set in this process keeps no rank from the server
+    for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "KMP_INIT_AT_FORK"):
+        monkeypatch.setenv(name, os.environ.get(name, "") + "1")
     monkeypatch.setenv("GIVEN_LATER", "1")
     monkeypatch.delenv("TAKEN_AWAY")
     assert _description(RECIPE) == {
@@ -86,67 +92,43 @@ def test_a_recipes_rank_has_torch_and_the_environment_of_its_start(server, monke
     }
 
 
-def test_what_libraries_set_in_this_process_keeps_no_rank_from_the_server(server, monkeypatch):
-    # Dask, Dask, scikit-learn
-    for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "KMP_INIT_AT_FORK"):
-        monkeypatch.setenv(name, "1" if name not in os.environ else os.environ[name] + "1")
-    assert _description(RECIPE)["parent"] == server.pid
+@pytest.mark.parametrize(("program", "logs"), [(RECIPE, "+dynamo"), (FUNCTION, None)])
+def test_a_functions_rank_is_fresh_and_any_if_torch_would_not_see_its_environment(
+    program, logs, server, monkeypatch
+):
+    if logs:
+        monkeypatch.setenv("TORCH_LOGS", logs)
+    found = _description(program)
+    given = (os.getpid(), False, logs)
+    assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == given
 
 
-def test_a_rank_is_fresh_if_torch_would_not_see_its_environment(server, monkeypatch):
-    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
-    found = _description(RECIPE)
-    assert (found["parent"], found["has torch"], found["TORCH_LOGS"]) == (
-        os.getpid(),
-        False,
-        "+dynamo",
-    )
-
-
-def test_a_functions_rank_is_fresh(server):
-    found = _description(FUNCTION)
-    assert (found["parent"], found["has torch"]) == (os.getpid(), False)
-
-
-def test_a_server_outlives_the_signals_that_are_for_the_launcher(server):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        server.send_signal(number)
-    assert _description(RECIPE)["parent"] == server.pid
-
-
-def _description_in_a_process_without_server(code, directory):
-    """Return the printed description of a rank of `test.RECIPE`, after `code`."""
-    begin = "import sys; del sys.path[0]\nfrom tests import test_rank_start as test"
-    code = f"{begin}\n{code}\nprint(test._description(test.RECIPE))"
-    path = os.pathsep.join([str(REPOSITORY), str(directory)])
+def test_a_process_without_server_has_its_own_code_and_fresh_ranks_where_torch_does_not_load(
+    tmp_path,
+):
+    package = tmp_path / "flyte_ddp/rank"  # in the working directory, which does not count
+    package.mkdir(parents=True)
+    for name in ("main.py", "__init__.py", "../__init__.py"):
+        (package / name).write_text("")
+    (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
+    code = """
+import dataclasses, sys; del sys.path[0]
+from tests import test_rank_start as test
+from tests.conftest import start_server_anew
+print(test._description(test.RECIPE)["training loop"])
+start_server_anew(["broken"])
+print(test._description(dataclasses.replace(test.RECIPE, slow_imports=["broken"]))["has torch"])
+"""
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path},
-        cwd=directory,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_ranks_are_fresh_where_the_server_cannot_load_torch(tmp_path):
-    (tmp_path / "broken.py").write_text("import os\nos._exit(3)\n")
-    code = (
-        "import dataclasses; test.RECIPE = dataclasses.replace(test.RECIPE, "
-        "slow_imports=['broken'])"
-    )
-    assert "'has torch': False" in _description_in_a_process_without_server(code, tmp_path)
-
-
-def test_a_server_has_the_training_loop_of_this_process_and_not_of_the_working_directory(tmp_path):
-    package = tmp_path / "flyte_ddp/rank"
-    package.mkdir(parents=True)
-    for name in ("main.py", "__init__.py", "../__init__.py"):
-        (package / name).write_text("")
-    assert f"'training loop': '{TRAINING_LOOP}'" in _description_in_a_process_without_server(
-        "", tmp_path
-    )
+    assert done.stdout.splitlines() == [TRAINING_LOOP, "False"]
 
 
 @pytest.mark.parametrize("config", [{"compile": True}, {"parallel": "fsdp"}], ids=str)

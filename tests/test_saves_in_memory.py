@@ -14,7 +14,7 @@ import torch
 
 import flyte_ddp
 from flyte_ddp import events, session
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.local import LocalPlace
 from flyte_ddp.launch.process.programs import Job, Program
@@ -78,14 +78,12 @@ def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(
 ):
     """Without a place for checkpoints, too."""
     fork_functions(monkeypatch)
+    (tmp_path / "orders").mkdir()
     for number, order in enumerate(("rank-1-0", "rank-1-3")):
-        (tmp_path / f"{number}-{order}").touch()
-    call, loads = cloudpickle.dumps(_Call(train, (str(tmp_path), False, 0))), Loads()
-    state = driver.run(
-        Job(Program("train", call), "", time.time()),
-        LocalPlace(2, max_restarts=1),
-        listeners=[loads],
-    )
+        (tmp_path / "orders" / f"{number}-{order}").touch()
+    call, loads = cloudpickle.dumps(_Call(train, (str(tmp_path / "orders"), False, 0))), Loads()
+    job, place = Job(Program("train", call), "", time.time()), LocalPlace(2, max_restarts=1)
+    state = driver.run(job, place, listeners=[loads])
     weights, samples = cloudpickle.loads(state.finished.value)
     assert loads.found == [(3, MEMORY)]
     assert weights == undisturbed(False)
@@ -118,72 +116,40 @@ def test_a_damaged_state_in_memory_is_one_line_and_the_stores_is_used(
 def test_a_lost_node_costs_nothing_that_was_saved_in_memory_without_a_place_for_checkpoints(
     splits, first, second, tmp_path, undisturbed, client
 ):
-    cluster = dataclasses.replace(LOCAL, max_restarts=1)
-    weights, _, loads = lose(
-        tmp_path, "worker-0-3", "rank-0-7", splits=splits, nnodes=2, cluster=cluster, client=client
-    )
+    options = {"nnodes": 2, "cluster": dataclasses.replace(LOCAL, max_restarts=1), "client": client}
+    weights, _, loads = lose(tmp_path, "worker-0-3", "rank-0-7", splits=splits, **options)
     assert loads.found == [(3, first), (7, second)]
     assert weights == undisturbed(splits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [False, True])
-def test_another_number_of_ranks_goes_on_from_memory(splits, tmp_path, undisturbed, client):
+def test_another_number_of_ranks_goes_on_from_memory(tmp_path, undisturbed, client):
     cluster = dataclasses.replace(LOCAL, max_restarts=1, min_nodes=1, return_timeout=0.1)
-    weights, samples, loads = lose(
-        tmp_path, "worker-0-7", splits=splits, nnodes=2, cluster=cluster, client=client
-    )
+    options = {"nnodes": 2, "cluster": cluster, "client": client}
+    weights, samples, loads = lose(tmp_path, "worker-0-7", splits=True, **options)
     assert loads.found == [(7, MEMORY)]
     assert samples == 8 + 8 + 5  # all of the last three batches
-    for name, expected in undisturbed(splits).items():
-        torch.testing.assert_close(
-            torch.tensor(weights[name]), torch.tensor(expected), rtol=1e-3, atol=1e-5
-        )
-
-
-def misuse():
-    """Return the messages of wrong calls, and what the next attempt would find."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo")
-    split = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    messages = []
-    for state in ({"weights": torch.ones(1), "step": object()}, {"weights": split}):
-        try:
-            session.save(state, 1, in_memory=True)
-        except ConfigError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_what_cannot_be_kept_in_memory_is_one_line(monkeypatch):
-    session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
-    fork_functions(monkeypatch)
-    assert flyte_ddp.run(misuse) == [
-        "save: state['step']: expected tensors, numbers, texts or bytes in dicts, lists, tuples "
-        "and sets, "
-        "got a object (builtins)",
-        "session.save: state: expected whole tensors, as in memory before, got split ones",
-    ]
+    weights, expected = (
+        {name: torch.tensor(each) for name, each in values.items()}
+        for values in (weights, undisturbed(True))
+    )
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
 
 
 def save_and_load(splits):
-    """Return what this rank loads after each save, of which some are in memory alone."""
+    """Return what each rank loads after each save, of which some are in memory alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     dist.init_process_group("gloo")
-    found = []
+    mesh, found = init_device_mesh("cpu", (2,)), []
     for step, in_memory in enumerate((False, True, True, False, True), 1):
         weights = torch.full((4,), float(step))
-        if splits:
-            weights = distribute_tensor(weights, init_device_mesh("cpu", (2,)), [Shard(0)])
+        split = distribute_tensor(weights, mesh, [Shard(0)])
         wait_for_copies(60)
         dist.barrier()
-        session.save({"weights": weights, "step": step}, step, in_memory=in_memory)
+        session.save({"weights": split if splits else weights, "step": step}, step, in_memory)
         state = session.load()
         found.append((state["step"], state["weights"].tolist()))
     both = [None] * 2
@@ -198,3 +164,22 @@ def test_a_load_in_the_same_attempt_finds_the_newest_save_wherever_it_is(
     fork_functions(monkeypatch)
     ranks = flyte_ddp.run(save_and_load, splits, nproc_per_node=2, checkpoints=str(tmp_path))
     assert ranks == [[(step, [float(step)] * 4) for step in range(1, 6)]] * 2
+
+
+def save_split_after_whole():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    split = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    session.save({"weights": torch.ones(1)}, 1, in_memory=True)
+    session.save({"weights": split}, 1, in_memory=True)
+
+
+def test_a_split_state_after_a_whole_one_in_memory_is_one_line(monkeypatch):
+    session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
+    fork_functions(monkeypatch)
+    expected = "save: state: expected whole tensors, as in memory before, got split ones"
+    with pytest.raises(RankFailure, match=expected):
+        flyte_ddp.run(save_split_after_whole)

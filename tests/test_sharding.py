@@ -17,25 +17,19 @@ from torch.distributed import PrefixStore
 
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.events import (
     CheckpointLoaded,
-    CheckpointWritten,
     EpochFinished,
     HistogramsTaken,
     PredictionsMade,
     RunStarted,
     from_dict,
 )
-from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
-from flyte_ddp.world import World
 from tests.support.gang import Link, run_gang, train_recipe
 from tests.support.runs import new_run
-from tests.support.trainers import new_trainer
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -95,50 +89,12 @@ def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
 
     assert (first.started.world_size, second.started.world_size) == (2, 3)
     assert second.loaded.step == first.result.finished.step > 0
-    torch.testing.assert_close(weights(second.state()), weights(whole_run.state()), **TOLERANCE)
+    found, expected = second.state(), whole_run.state()
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(weights(found), weights(expected), **TOLERANCE)
     for ours, theirs in zip(second.result.epochs, whole_run.result.epochs, strict=True):
         assert ours.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
         assert ours.metrics["accuracy"] == pytest.approx(theirs.metrics["accuracy"], abs=0.003)
-
-
-@pytest.mark.long
-def test_states_of_shards_are_the_files_of_a_whole_model(resharded_run, whole_run, text):
-    second = resharded_run[1]
-    assert second.state().keys() == whole_run.state().keys()
-    assert not any(type(value).__name__ == "DTensor" for value in second.state().values())
-
-    # One process goes on from them, optimizer and all.
-    trainer, reference = (new_trainer(run, source=text, **CONFIG) for run in (second, whole_run))
-    for each in (trainer, reference):
-        each.data_fingerprint = describe_data(whole_run.data(text))["fingerprint"]
-    url, _ = trainer.resume()
-    assert (
-        url
-        == next(
-            event for event in reversed(second.events) if isinstance(event, CheckpointWritten)
-        ).url
-    )
-    reference.resume()
-    torch.testing.assert_close(
-        weights(trainer.model.state_dict()), weights(reference.model.state_dict()), **TOLERANCE
-    )
-    ours, theirs = (
-        trainer.optimizer.state_dict()["state"],
-        reference.optimizer.state_dict()["state"],
-    )
-    assert ours.keys() == theirs.keys()
-    for number, state in theirs.items():
-        torch.testing.assert_close(ours[number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_a_rank_with_shards_returns_freed_blocks_to_the_kernel_and_one_with_a_whole_model_keeps_them(  # noqa: E501
-    resharded_run, whole_run
-):
-    assert [
-        run.result.epochs[-1].metrics["maps_blocks"] for run in (*resharded_run, whole_run)
-    ] == [1, 1, 0]
 
 
 @pytest.mark.long
@@ -147,18 +103,23 @@ def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
         return [event for event in run.events if isinstance(event, kind)]
 
     second = resharded_run[1]
+    # freed blocks go back to the kernel, as no process with a whole model lets them
+    if sys.platform.startswith("linux"):
+        maps = [run.result.epochs[-1].metrics["maps_blocks"] for run in (second, whole_run)]
+        assert maps == [1, 0]
     assert second.started.num_parameters == whole_run.started.num_parameters
     names = [(layer.name, layer.output_shape) for layer in whole_run.started.layers]
     assert [(layer.name, layer.output_shape) for layer in second.started.layers] == names
     (histogram,) = shown(second, HistogramsTaken)
     expected = shown(whole_run, HistogramsTaken)[-1]
-    assert {name: sum(each.counts) for name, each in histogram.parameters.items()} == {
-        name: sum(each.counts) for name, each in expected.parameters.items()
-    }
+    sizes = [
+        {name: sum(each.counts) for name, each in taken.parameters.items()}
+        for taken in (histogram, expected)
+    ]
+    assert sizes[0] == sizes[1]
     assert histogram.gradients.keys() == expected.gradients.keys()
-    assert len(shown(second, PredictionsMade)[0].predictions) == len(
-        shown(whole_run, PredictionsMade)[0].predictions
-    )
+    num_shown = [len(shown(run, PredictionsMade)[0].predictions) for run in (second, whole_run)]
+    assert num_shown[0] == num_shown[1]
     assert shown(second, EpochFinished)[0].sample
     assert len(second.result.finished.rank_peak_memory_bytes) == 3
     held = second.result.finished.rank_num_parameters
@@ -293,10 +254,9 @@ def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_int
         loaded = next(values for values in events if values["event"] == "CheckpointLoaded")
         assert loaded["step"] == step
     states = [
-        torch.load(events[-1]["model_state_url"], weights_only=True) for events in (whole, resumed)
+        torch.load(each[-1]["model_state_url"], weights_only=True) for each in (whole, resumed)
     ]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def save_shards(store, rank, step, best=False):
@@ -375,15 +335,3 @@ def test_shards_of_one_step_make_a_checkpoint_when_a_rank_is_slow_and_none_when_
     assert {
         name for name in names if not name.startswith(f"step-{9:010d}")
     } == referenced | whole.keys()
-
-
-def test_a_model_whose_weights_can_be_drawn_one_by_one_is_never_built_whole():
-    world = World(0, 0, 2, torch.device("cpu"))
-    for name, is_meta in (("tests.test_split_model.Drawn", True), (TINY, False)):
-        config = config_of(name, {"parallel": "fsdp"})
-        recipe = get_recipe(name, config.recipe_options)
-        for parameter in build_model(recipe, config, world).parameters():
-            assert parameter.is_meta == is_meta
-        assert not any(
-            each.is_meta for each in build_model(recipe, TrainingConfig(), world).parameters()
-        )

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.recipes import Normed, Tiny
+from tests.support.recipes import Normed
 
 PACE = 0.02  # seconds of a step while a loss is to come
 
@@ -64,8 +64,6 @@ class Bereaved(Normed):
         self.meet("hold")
         self.meet("forward")
         self.meet("worker")
-        self.meet("raise")
-        self.meet("hang")
         losses.register_hook(lambda gradient: self.meet("backward"))
         return losses
 
@@ -100,21 +98,9 @@ class Bereaved(Normed):
         orders[0].unlink()
         if place == "between":
             time.sleep(0.5)  # the other ranks take this step
-        if place == "hang":
-            time.sleep(600)
-        if place == "raise":
-            raise ConnectionError("on purpose")
         is_node = place == "worker" or where != place
         os.kill(worker_above() if is_node else os.getpid(), signal.SIGKILL)
         time.sleep(600)  # until the supervisor notices that its worker is gone, no step follows
-
-
-class BereavedWithoutNorm(Bereaved):
-    """Its weights do not depend on the number of ranks."""
-
-    def model(self):
-        super().model()
-        return Tiny.model(self)
 
 
 def wait_for_copies(seconds=5):

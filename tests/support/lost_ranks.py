@@ -16,17 +16,17 @@ RECIPE = "tests.support.bereaved.Bereaved"  # 9 steps an epoch
 CONFIG = {"momentum": 0.9, "log_interval": 1, "model_state": "last"}
 
 
-def train(directory, place, *orders, recipe=RECIPE, checkpoints="", listeners=(), **config):
+def train(directory, place, *orders, checkpoints="", listeners=(), **config):
     """Train, and return what was seen of the run and the steps and places that it was resumed
     from.
     """
     (directory / "orders").mkdir(parents=True)
     for number, order in enumerate(orders):
         (directory / "orders" / f"{number}-{order}").touch()
-    run = new_run(directory, recipe)
+    run = new_run(directory, RECIPE)
     options = {"orders": str(directory / "orders") if orders else ""}
     values = {**CONFIG, "checkpoint_interval": 1000, "recipe_options": options, **config}
-    program = recipe_program(recipe, resolve(get_recipe(recipe, {}).defaults, values))
+    program = recipe_program(RECIPE, resolve(get_recipe(RECIPE, {}).defaults, values))
     job = Job(program, checkpoints or str(directory / "checkpoints"), time.time())
     run.result = driver.run(job, place, lambda: str(run.data()), [run, *listeners], run.relay)
     loaded = [

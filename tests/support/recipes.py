@@ -201,15 +201,6 @@ class Unshown(Tiny):
         raise KeyError("no such class")
 
 
-class Slow(Tiny):
-    """Takes long for its predictions, and says so."""
-
-    def predictions(self, batch, outputs, targets):
-        print("predicts")
-        time.sleep(9)
-        return super().predictions(batch, outputs, targets)
-
-
 class Volumes(Tiny):
     """With a 3-D convolution."""
 
