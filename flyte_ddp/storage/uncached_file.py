@@ -7,8 +7,10 @@ that begins where a page does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import mmap
 import os
 from typing import Any
@@ -29,7 +31,7 @@ def copy_bytes(data: Any, target: mmap.mmap, begin: int) -> None:
     numpy.copyto(numpy.frombuffer(target, numpy.uint8, len(copied), begin), copied)
 
 
-class UncachedFile:
+class UncachedFile(io.FileIO):
     """A new file to write to from its beginning to its end, in a `with` block, at whose end all is
     on the disk.
 
@@ -38,13 +40,9 @@ class UncachedFile:
     """
 
     def __init__(self, path: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        try:
-            self._file = os.open(path, flags | DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file = os.open(path, flags, 0o666)
+        super().__init__(path, "wb")
+        with contextlib.suppress(OSError):  # some file systems refuse the first write instead
+            fcntl.fcntl(self, fcntl.F_SETFL, DIRECT)
         self._block = mmap.mmap(-1, BLOCK)  # begins where a page does
         self._used = 0  # bytes of it
 
@@ -59,33 +57,22 @@ class UncachedFile:
                 self._write_block()
         return done
 
-    def flush(self) -> None:
-        """Do nothing: what was written is in the file at the end of the block."""
-
     def _write_block(self) -> None:
         block = memoryview(self._block)[: self._used]
         while block:
             try:
-                block = block[os.write(self._file, block) :]
+                block = block[os.write(self.fileno(), block) :]
             except OSError as error:  # also of the rest of a block that was written in part
-                if error.errno != errno.EINVAL or not self._end_direct_writes():
+                if error.errno != errno.EINVAL or not fcntl.fcntl(self, fcntl.F_GETFL) & DIRECT:
                     raise
+                fcntl.fcntl(self, fcntl.F_SETFL, 0)
         self._used = 0
-
-    def _end_direct_writes(self) -> bool:
-        """Write as usual from now on; return whether writes were direct."""
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~DIRECT)
-        return bool(flags & DIRECT)
-
-    def __enter__(self) -> UncachedFile:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
-                self._end_direct_writes()
+                fcntl.fcntl(self, fcntl.F_SETFL, 0)
                 self._write_block()
-                os.fsync(self._file)
+                os.fsync(self)
         finally:
-            os.close(self._file)
+            self.close()
