@@ -29,7 +29,6 @@ from types import TracebackType
 
 from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
 from flyte_ddp.storage import Storage, redact_url
-from flyte_ddp.storage.failures import describe
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
@@ -62,8 +61,8 @@ class Owner:
         """
         if self.released:
             return True
-        if self.machine == _machine():
-            return not _is_alive(self.pid, self.process_start)
+        if self.machine and self.machine == _read_machine():
+            return _read_start(self.pid) != self.process_start
         return True if run and self.run == run else None
 
     def __str__(self) -> str:
@@ -93,52 +92,45 @@ class Ownership:
             token=f"{uuid.uuid4().hex}-0",
             run=run,
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=_read_machine(),
             pid=os.getpid(),
-            process_start=_read_process(os.getpid())[1],
+            process_start=_read_start(os.getpid()),
             since=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
         )
         self.token = self._owner.token  # the newest, which may not be there yet
-        self._written = b""  # what this process put there last
-        self._lock = threading.Lock()
         self._wakes = threading.Event()
         self._has_ended = False
+        self._thread = threading.Thread(target=self._beat, name="ownership", daemon=True)
 
-    def renew(self, waits: bool = True) -> str:
+    def renew(self) -> str:
         """Return a new token, which ends the right of ranks with an earlier one to write. For every
         attempt of a gang.
 
-        Args:
-            waits: until it is in the store. Else a thread puts it there, and ranks that have it
-                write nothing before.
-
-        Raises:
-            ConfigError, StorageUnavailable, StorageDenied: as the class; also if a later attempt
-            has the place now.
+        A thread puts it into the store. Ranks that have it write nothing before it is there.
         """
         run, number = _parse(self.token)
         self.token = f"{run}-{number + 1}"
-        if waits:
-            self._send_heartbeat(self._storage)
-        else:
-            self._wakes.set()
+        self._wakes.set()
         return self.token
 
     def __enter__(self) -> Ownership:
         watched, over_at = b"", 0.0
         while True:
-            self._written, other = read_owner(self._storage)
+            contents, other = read_owner(self._storage)
             is_over = other is None or other.is_over(self._owner.run)
-            if is_over or (self._written == watched and time.monotonic() > over_at):
+            if is_over or (contents == watched and time.monotonic() > over_at):
                 with contextlib.suppress(FileChanged):  # another process was quicker: look again
-                    self._put(self._storage, self._owner)
+                    self._put(self._storage, contents)
                     break
-            elif is_over is False or self._written != watched != b"":
-                raise self._make_refusal(other)
+            elif is_over is False or contents != watched != b"":
+                raise ConfigError(
+                    "checkpoints: expected a place of this run's own, got "
+                    f"{redact_url(self._storage.url)}, which belongs to {other}, and that is alive"
+                )
             elif other and not watched:
-                watched, over_at = self._written, time.monotonic() + other.lease
+                watched, over_at = contents, time.monotonic() + other.lease
                 place = redact_url(self._storage.url)
                 wait = (
                     f"waiting up to {other.lease:.0f} s for a heartbeat of it. If it is over, "
@@ -146,7 +138,7 @@ class Ownership:
                 )
                 logger.warning("checkpoints: %s belongs to %s; %s", place, other, wait)
             time.sleep(LOOK_INTERVAL)
-        threading.Thread(target=self._beat, name="ownership", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -158,60 +150,30 @@ class Ownership:
         self._has_ended = True
         self._wakes.set()
         # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
-        release = threading.Thread(target=self._release, name="release", daemon=True)
-        release.start()
-        release.join(RELEASE_TIMEOUT)
+        self._thread.join(RELEASE_TIMEOUT)
 
-    def _release(self) -> None:
-        with self._lock, contextlib.suppress(Exception):  # the end of a run must not fail here
-            self._put(
-                self._beats, dataclasses.replace(self._owner, beat_at=time.time(), released=True)
-            )
-
-    def _make_refusal(self, other: Owner | None) -> ConfigError:
-        place = redact_url(self._storage.url)
-        return ConfigError(
-            f"checkpoints: expected a place of this run's own, got {place}, which belongs to "
-            f"{other}, and that is alive"
+    def _put(self, storage: Storage, replaced: bytes, released: bool = False) -> None:
+        owner = dataclasses.replace(
+            self._owner, token=self.token, beat_at=time.time(), released=released
         )
-
-    def _put(self, storage: Storage, owner: Owner) -> None:
         contents = json.dumps(dataclasses.asdict(owner), indent=1).encode()
-        storage.replace(OWNER, contents, self._written)
-        self._owner, self._written = owner, contents
+        storage.replace(OWNER, contents, replaced)
+        self._owner = owner
 
     def _beat(self) -> None:
-        """Send heartbeats to the end. Nothing but that ends them: without them another run may take
-        the place.
+        """Send heartbeats to the end, and release the place then. Nothing else ends them: without
+        them another run may take the place.
         """
-        logged: set[type[Exception]] = set()
-        while not self._has_ended:
+        is_over = False
+        while not is_over:
             self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else RETRY_INTERVAL)
             self._wakes.clear()
-            try:
-                self._send_heartbeat(self._beats)
-            except StorageUnavailable:
-                pass  # which is what the lease is for; the storage has logged it
-            except Exception as error:  # rank 0 finds out as well, before it writes
-                if type(error) not in logged:
-                    logged.add(type(error))
-                    logger.warning(
-                        "checkpoints: a heartbeat could not be written: %s", describe(error)
-                    )
-
-    def _send_heartbeat(self, storage: Storage) -> None:
-        with self._lock:
-            if self._has_ended:
-                return
-            owner = dataclasses.replace(self._owner, token=self.token, beat_at=time.time())
-            try:
-                self._put(storage, owner)
-            except FileChanged:  # by another run, or by hand; or the answer to our own put was lost
-                contents, other = read_owner(storage)
-                if other and _parse(other.token)[0] != _parse(self.token)[0]:
-                    raise self._make_refusal(other) from None
-                self._written = contents
-                self._put(storage, owner)
+            is_over = self._has_ended
+            # Rank 0 finds out as well before it writes, and reports it.
+            with contextlib.suppress(Exception):
+                contents, other = read_owner(self._beats)
+                if other is None or _parse(other.token)[0] == _parse(self.token)[0]:
+                    self._put(self._beats, contents, released=is_over)
 
 
 def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
@@ -222,12 +184,9 @@ def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
         contents = storage.read(OWNER)
     except FileNotFoundError:
         return b"", None
-    names = {field.name for field in dataclasses.fields(Owner)}
     try:
-        return contents, Owner(
-            **{name: value for name, value in json.loads(contents).items() if name in names}
-        )
-    except (ValueError, TypeError, AttributeError):
+        return contents, Owner(**json.loads(contents))
+    except (ValueError, TypeError):
         return contents, None
 
 
@@ -258,34 +217,23 @@ def _parse(token: str) -> tuple[str, int]:
     return run, int(number) if number.isdigit() else 0
 
 
-def _machine() -> str:
-    parts = [socket.gethostname()]
-    # Linux: a reboot, and another container, have other processes
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
-    return " ".join(parts)
-
-
-def _read_process(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state, and its start in ticks since the boot, which stay
-    where a clock is set.
-
-    Both are "" for a process that cannot be read, and where there is no /proc.
+def _read_machine() -> str:
+    """Return the boot and the process namespace, in which a process number means one process; ""
+    where there is no /proc.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-        return fields[0], fields[19]
-    except (OSError, IndexError):
-        return "", ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
-def _is_alive(pid: int, start: str) -> bool:
+def _read_start(pid: int) -> str:
+    """Return the start of a process in ticks since the boot, which stay where a clock is set; ""
+    for one that has ended.
+    """
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's, which /proc may hide from this one
-        pass
-    state, found = _read_process(pid)
-    return state not in ("Z", "X") and found in ("", start)
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

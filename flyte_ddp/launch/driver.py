@@ -224,7 +224,7 @@ class _Driver:
 
     def drive(self) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
-        run, latest, needs_store = self.run, None, True
+        run, latest = self.run, None
         resumed_step = call_in_background(self._newest_step)
         while True:
             # since then the nodes were started
@@ -238,7 +238,7 @@ class _Driver:
             )
             # A new token for each gang: a rank of an earlier one that still lives on a silent node
             # may not write now.
-            owner = self.ownership.renew(waits=needs_store) if self.ownership else ""
+            owner = self.ownership.renew() if self.ownership else ""
             shows_nodes = self.place.is_cluster and run.job.program.shows_ranks
             attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
             try:
