@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp.checkpoints import store as checkpoint
 from flyte_ddp.checkpoints.files import load_state, portable
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.state_file import CHECKSUM, compute_checksum, save_state
@@ -28,8 +26,7 @@ from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageU
 from flyte_ddp.events import Reported
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
-from tests.support.image_store import running_store
-from tests.support.runs import REPOSITORY, new_run
+from tests.support.runs import new_run
 
 
 def _state(number=0.0):
@@ -80,12 +77,15 @@ def _flip(file):
 
 
 def test_a_saved_state_is_loaded(tmp_path):
-    store = _store(tmp_path, 3, 12)
+    store, saved = _store(tmp_path, 3), _state(12)
+    expected_url = store.save(saved, 12, best=False)
+    saved["model"]["weight"].zero_()  # it was copied
+    store.wait()
     state, url, skipped = store.load_latest()
 
     assert torch.equal(state["model"]["weight"], _state(12)["model"]["weight"])
     assert state["progress"] == _state(12)["progress"]
-    assert (url, skipped) == (store.save(_state(12), 12, best=False), [])
+    assert (url, skipped) == (expected_url, [])
     assert store.load(3)["progress"]["step"] == 3
 
 
@@ -100,16 +100,6 @@ def test_the_thread_that_writes_yields_its_core_to_the_training(tmp_path):
     assert os.getpriority(os.PRIO_PROCESS, writer.native_id) == min(19, own + WRITER_NICENESS)
 
 
-def test_a_state_is_copied_before_save_returns(tmp_path):
-    store = CheckpointStore(str(tmp_path), 2)
-    state = _state(1)
-    store.save(state, 1, best=False)
-    state["model"]["weight"].zero_()
-    store.wait()
-
-    assert store.load(1)["model"]["weight"][0] == 1
-
-
 def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
     assert _latest(_store(tmp_path / "nowhere")) == (None, [])
     with pytest.raises(CheckpointError, match="step-0000000007"):
@@ -119,13 +109,13 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda tensors, manifest: _cut(tensors), " bytes, got "),
-        (lambda tensors, manifest: _flip(tensors), "its checksum is not"),
+        (lambda tensors, manifest: _cut(tensors), " bytes that were written, got "),
+        (lambda tensors, manifest: _flip(tensors), "with another checksum"),
         (lambda tensors, manifest: tensors.unlink(), "is missing"),
         (lambda tensors, manifest: tensors.write_bytes(b""), "got 0"),
         (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),
-        (lambda tensors, manifest: manifest.write_text("[]"), "TypeError"),
-        (lambda tensors, manifest: manifest.write_text('{"step": 9}'), "KeyError"),
+        (lambda tensors, manifest: manifest.write_text("[]"), "AttributeError"),
+        (lambda tensors, manifest: manifest.write_text('{"format": 3}'), "KeyError"),
     ],
     ids=[
         "truncated",
@@ -210,52 +200,30 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path):
         assert store.load(step)["progress"]["step"] == step
 
 
-def test_remains_of_a_killed_writer_are_removed_with_the_next_save(tmp_path):
-    store = _store(tmp_path, 1, 2)
-    _files(store, 1)[1].unlink()
-    (tmp_path / f"step-0000000003-0badcafe.pt.{32 * '0'}.tmp").write_bytes(b"half")
-    (tmp_path / "notes.txt").write_text("the user's own")
-    store.save(_state(4), 4, best=False)
-    store.wait()
-
-    assert _kept(store) == [2, 4]
-    assert len(store.storage.names()) == 2 * 2 + 1
-    assert (tmp_path / "notes.txt").exists()
-
-
-def test_tensors_that_no_manifest_names_are_removed_after_a_day(tmp_path):
-    old = _store(tmp_path, 1, 2)
-    orphans = [
-        tmp_path / f"step-0000000002-{mark}.pt"
-        for mark in ("00c0ffee", "00c0ffee-1of2", "0badcafe")
-    ]
-    (tmp_path / "step-0000000000.json").write_text("{")
-    others = [tmp_path / "step-0000000000-0badcafe.pt"]
-    others += [
-        tmp_path / name
-        for name in ("skipped-1-step-0000000001-00c0ffee.pt", "step-of-mine.pt", "model.pt")
-    ]
-    for file in (*orphans, *others):
-        file.write_bytes(b"tensors")
-    for file in (*orphans[:2], *others, *_files(old, 1), *_files(old, 2)):
-        os.utime(file, (time.time() - 25 * 3600,) * 2)
-
-    _store(tmp_path, 3)
-
-    assert [file.exists() for file in orphans] == [False, False, True]
-    assert all(file.exists() for file in (*others, *_files(old, 1), *_files(old, 2)))
-    assert _kept(old) == [0, 1, 2, 3]
-
-
-def test_a_step_that_is_saved_again_after_a_restart_leaves_nothing_to_complain_of(tmp_path, caplog):
+def test_remains_of_killed_writers_are_removed_with_the_next_save(tmp_path):
     _store(tmp_path, 1, 2)
-    restarted = CheckpointStore(str(tmp_path), 2)
-    restarted.load_latest()
-    restarted.save(_state(2), 2, best=False)
-    restarted.wait()
-    assert caplog.messages == []
-    assert _kept(restarted) == [1, 2]
-    assert len(restarted.storage.names()) == 2 * 2
+    store = CheckpointStore(str(tmp_path), 10)
+    store.load_latest()
+    _files(store, 1)[1].unlink()
+    (tmp_path / "step-0000000000.json").write_text("{")
+    remains = [
+        f"step-0000000003-0badcafe.pt.{32 * '0'}.tmp",
+        "step-0000000002-00c0ffee-1of2.pt",
+        "step-0000000004-00c0ffee.pt",
+    ]
+    others = [
+        "step-0000000000-0badcafe.pt",  # of a checkpoint that cannot be read
+        "skipped-1-step-0000000001-00c0ffee.pt",
+        "notes.txt",
+    ]
+    for name in (*remains, *others):
+        (tmp_path / name).write_bytes(b"tensors")
+    _save(store, 4)
+
+    assert _kept(store) == [0, 2, 4]
+    assert not any((tmp_path / name).exists() for name in remains)
+    assert all((tmp_path / name).exists() for name in others)
+    assert len(store.storage.names()) == 2 * 2 + 1 + len(others)
 
 
 class Faulty:
@@ -311,29 +279,20 @@ def test_a_store_that_cannot_be_read_is_waited_for_and_loses_nothing(memory, mon
     assert sorted(store.storage.names()) == names
 
 
-def test_only_checkpoints_written_or_read_whole_are_deleted(tmp_path):
-    _store(tmp_path, 3, 2000, 3000)
-    store = CheckpointStore(str(tmp_path), 1)  # as one that read nothing
-    for step in (10, 11, 12):
-        _save(store, step)
-
-    assert _kept(store) == [3, 12, 2000, 3000]
-    for step in _kept(store):
-        assert store.load(step)["progress"]["step"] == step
-
-
-def test_checkpoints_of_earlier_attempts_are_read_whole_before_deletion(tmp_path):
-    before = _store(tmp_path, 3, 4, 5, 6, best=(3,))
-    _flip(_files(before, 4)[0])
+def test_only_checkpoints_of_this_run_are_deleted(tmp_path):
+    _store(tmp_path, 3, 4, 5, 6, best=(3,))
     store = CheckpointStore(str(tmp_path), 2)
     assert _latest(store) == (6, [])
     for step in range(7, 13):
         _save(store, step)
-
     assert _kept(store) == [3, 11, 12]
-    assert (
-        sorted(file.name[17:32] for file in tmp_path.glob("skipped-*")) == ["step-0000000004"] * 2
-    )
+
+    store = CheckpointStore(str(tmp_path), 1)  # of a run that has read nothing
+    for step in (7, 8):
+        _save(store, step)
+    assert _kept(store) == [3, 8, 11, 12]
+    for step in _kept(store):
+        assert store.load(step)["progress"]["step"] == step
 
 
 # Saving does not wait for the store
@@ -379,8 +338,8 @@ def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypa
     def note():
         nonlocal stored
         signs.append(time.monotonic())
-        if len(signs) < 15:
-            stored += 1  # as by another part of the upload
+        # by another part of the upload; from then on the same parts are uploaded again and again
+        stored = len(signs) if len(signs) < 15 else len(signs) % 3
 
     with pytest.raises(
         StorageUnavailable,
@@ -394,38 +353,6 @@ def test_waiting_sends_heartbeats_and_ends_when_no_bytes_move(tmp_path, monkeypa
     with pytest.raises(StorageUnavailable):
         store.save(_state(2), 2, best=False)
     gate.is_open.set()
-
-
-@pytest.mark.long
-def test_parts_that_are_uploaded_again_are_no_progress(monkeypatch):
-    monkeypatch.setattr(checkpoint, "MAX_PAUSE", 0.5)
-    with running_store() as store:
-        app = store.app
-
-        def never_complete(environ, start_response):
-            if environ["REQUEST_METHOD"] == "POST" and "uploadId" in environ["QUERY_STRING"]:
-                start_response("503 Unavailable", [("Content-Length", "0")])
-                return [b""]
-            return app(environ, start_response)
-
-        store.app = never_complete
-        checkpoints = CheckpointStore(
-            store.fill({"": b""}).replace("/images", "/run"), 2, timeout=6
-        )
-        # A newer state takes the place of one that failed: its parts are no progress either.
-
-        def save_all():
-            for step in range(1, 61):
-                checkpoints.save({"weights": torch.zeros(5 << 20)}, step, best=False)
-                time.sleep(1)
-
-        with pytest.raises(StorageUnavailable, match="could not be written to for 6 s"):
-            save_all()
-        assert sum(method == "PUT" for method, *_ in store.requests) > 1
-        store.app = app
-        # its thread writes no line into another test
-        while checkpoints._current or checkpoints._queue:
-            time.sleep(0.1)
 
 
 def test_saves_continue_during_an_outage_with_one_log_line(memory, monkeypatch, caplog):
@@ -497,10 +424,11 @@ def test_a_copied_state_keeps_shared_tensors_shared():
     assert copy["a"].untyped_storage().data_ptr() == copy["b"].untyped_storage().data_ptr()
     # The next state is copied into other memory while this one is in use, and into the same
     # afterwards.
-    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() != copy["a"].data_ptr()
+    address = copy["a"].data_ptr()
+    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() != address
     assert torch.equal(copy["a"], before["a"])
-    memory.release(buffers)
-    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() == copy["a"].data_ptr()
+    del whole, copy, buffers
+    assert memory.copy({"model": state})[0]["model"]["a"].data_ptr() == address
     assert memory.copy({"model": {"a": torch.ones(7)}})[0]["model"]["a"].tolist() == [1.0] * 7
 
 
@@ -522,16 +450,6 @@ def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_pa
     assert kept[8] == 8
     assert all(step == value for step, value in kept.items())
     assert len(store.memory._free) <= 3
-
-
-def test_a_damaged_newer_checkpoint_does_not_displace_new_ones(tmp_path):
-    store = _store(tmp_path, 3, 6, 9, num_kept=1, best=(3,))
-    _flip(_files(store, 9)[0])
-    assert _latest(store)[0] == 3
-    store.save(_state(6), 6, best=False)
-    store.wait()
-
-    assert _latest(store) == (6, [])
 
 
 def test_a_checkpoint_saved_again_is_whole_at_every_moment(tmp_path, monkeypatch):
@@ -562,27 +480,6 @@ def test_a_refused_write_is_raised_at_the_next_save(tmp_path):
         store.save(_state(), 2, best=False)
 
 
-@pytest.mark.parametrize("killed_before", ["write", "replace"])
-def test_a_killed_writer_leaves_no_partial_file(tmp_path, killed_before):
-    store = _store(tmp_path, 3)
-    program = f"""
-import os, signal, sys, torch
-from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
-store = CheckpointStore({str(tmp_path)!r}, 10)
-die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-if {killed_before!r} == "replace":
-    os.replace = die
-else:
-    os.fsync = die
-store.save({{"progress": {{"step": 6}}}}, 6, best=False)
-store.wait()
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, timeout=120)
-
-    assert done.returncode == -9
-    assert _latest(store) == (3, [])
-
-
 def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     storage = Storage(str(tmp_path), timeout=0)
     storage.write("file", b"old")
@@ -611,121 +508,31 @@ def test_a_portable_state_has_copies_on_the_cpu_in_the_default_format(tmp_path):
     assert loaded["weight"].any()
 
 
-# Runs that are killed and go on. Dropping has dropout, whose draws must be those of an
-# uninterrupted run.
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """A run killed in mid-epoch, its newest checkpoint then damaged, that went on to its end."""
-    run = new_run(tmp_path_factory.mktemp("resumed"), "Dropping")
-    manifests = []
-    # the newest state may have none yet when its rank is killed, on a busy machine all may
-    while len(manifests) < 2:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FAULT", "kill 0 17")
-            patch.setenv("STEP_SECONDS", "0.05")
-            with pytest.raises(RankFailure, match="SIGKILL"):
-                run.train(checkpoint_interval=2, checkpoints_to_keep=3)
-        manifests = sorted(run.checkpoints.glob("step-*.json"))
-    newest = run.checkpoints / json.loads(manifests[-1].read_text())["files"][0]["file"]
-    _flip(newest)
-    again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
-    return again, newest
-
-
-def test_a_killed_run_resumes_to_bitwise_the_same_weights(resumed, finished_run):
-    run, _ = resumed
-    whole = finished_run("Dropping", 2).state()
-
-    assert 0 < run.loaded.step < 27
-    assert run.state().keys() == whole.keys()
-    for name, value in run.state().items():
-        assert torch.equal(value, whole[name]), name
-
-
-def test_a_killed_run_reports_the_damaged_and_the_used_checkpoint(resumed):
-    run, damaged = resumed
-    loaded = run.loaded
-
-    assert len(loaded.skipped) == 1
-    assert damaged.name[:15] in loaded.skipped[0]
-    assert f"step-{loaded.step:010d}" in loaded.url
-    assert loaded.step < int(damaged.name[5:15])
-
-
-def test_a_killed_run_has_the_whole_history(resumed, finished_run):
-    run, _ = resumed
-    whole = finished_run("Dropping", 2).result.epochs
-
-    assert [(epoch.epoch, epoch.step) for epoch in run.result.epochs] == [(1, 9), (2, 18), (3, 27)]
-    for ours, theirs in zip(run.result.epochs, whole, strict=True):
-        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-12)
-        assert (ours.test_loss, ours.metrics["accuracy"]) == (
-            theirs.test_loss,
-            theirs.metrics["accuracy"],
-        )
-    assert run.result.finished.best_epoch == finished_run("Dropping", 2).result.finished.best_epoch
-
-
-def test_a_finished_run_started_again_takes_no_step(resumed):
-    run, _ = resumed
-    again = new_run(run.directory, "Dropping").train(checkpoint_interval=2, checkpoints_to_keep=3)
-
-    assert again.loaded.step == 27
-    assert again.last_step == 0
-    assert again.result.epochs == run.result.epochs
-    assert again.result.finished.best == run.result.finished.best
-    assert all(torch.equal(value, run.state()[name]) for name, value in again.state().items())
-
-
-@pytest.fixture(scope="module")
-def one_epoch(tmp_path_factory):
-    """The directory of a run of one epoch, which others copy and go on from."""
-    return new_run(tmp_path_factory.mktemp("one-epoch")).train(2, epochs=1).directory
-
-
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_another_number_of_ranks_resumes_to_the_same_weights(
-    tmp_path, one_epoch, finished_run, num_processes
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_with_the_whole_history(
+    tmp_path, finished_run
 ):
-    run = _copy(one_epoch, tmp_path).train(num_processes)
+    for epochs in (1, 2):
+        new_run(tmp_path).train(1, epochs=epochs)
+    newest = max((tmp_path / "checkpoints").glob("step-*.pt"))
+    _flip(newest)
+    run, whole = new_run(tmp_path).train(3), finished_run("Tiny", 2)  # on more ranks
 
-    assert (run.loaded.step, run.started.world_size) == (9, num_processes)
-    for name, value in finished_run("Tiny", 2).state().items():
+    assert (run.loaded.step, run.started.world_size) == (9, 3)
+    (line,) = run.loaded.skipped
+    assert newest.name[:15] in line
+    assert [(epoch.epoch, epoch.step) for epoch in run.result.epochs] == [(1, 9), (2, 18), (3, 27)]
+    for ours, theirs in zip(run.result.epochs, whole.result.epochs, strict=True):
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-4)
+    for name, value in whole.state().items():
         torch.testing.assert_close(run.state()[name], value)
 
 
-def _copy(directory, target):
-    shutil.copytree(directory / "checkpoints", target / "checkpoints")
-    return new_run(target)
-
-
 def test_other_recipe_options_are_refused_at_resume(tmp_path):
-    run = new_run(tmp_path, "Optional").train(1, epochs=1, recipe_options={"width": 24})
-
-    assert run.state()["0.weight"].shape[0] == 24
-    assert run.started.config["recipe_options"]["width"] == 24
-    assert run.started.data.endswith("for width 24")
+    new_run(tmp_path, "Optional").train(1, epochs=1, recipe_options={"width": 24})
     with pytest.raises(
-        (ConfigError, RankFailure),
-        match=(
-            r"recipe_options.width: expected 24, .* "
-            r"got 16;"
-        ),
+        (ConfigError, RankFailure), match=r"recipe_options.width: expected 24, .* got 16;"
     ):
-        new_run(tmp_path, "Optional").train(1, data=lambda: str(run.data()), epochs=2)
-
-
-def test_other_data_are_refused_at_resume(tmp_path, one_epoch):
-    with pytest.raises(
-        (ConfigError, RankFailure),
-        match=(
-            r"data: expected the data with which "
-            r".*step-0000000009.* got others"
-        ),
-    ):
-        _copy(one_epoch, tmp_path).train(1, source="7")
+        new_run(tmp_path, "Optional").train(1, epochs=2)
 
 
 # An object store
@@ -735,28 +542,6 @@ def test_other_data_are_refused_at_resume(tmp_path, one_epoch):
 def bucket(store_server):
     """The URL of an empty bucket."""
     return "s3://bucket"
-
-
-def test_checkpoints_in_a_bucket_are_saved_pruned_and_loaded(bucket):
-    store = _store(f"{bucket}/run", 1, 2, 3, 4, num_kept=2, best=(1,))
-
-    assert _kept(store) == [1, 3, 4]
-    assert len(store.storage.names()) == 2 * 3
-    assert _latest(CheckpointStore(f"{bucket}/run/", 2)) == (4, [])
-    file_system = store.storage.file_system
-    tensors = next(
-        name
-        for name in store.storage.names()
-        if name.startswith("step-0000000004") and "pt" in name
-    )
-    file_system.pipe_file(
-        f"{store.storage.root}/{tensors}",
-        file_system.cat_file(f"{store.storage.root}/{tensors}")[:99],
-    )
-    step, skipped = _latest(store)
-    assert step == 3
-    assert "bytes, got 99" in skipped[0]
-    assert abs(store.storage.modified(f"step-{3:010d}.json") - time.time()) < 3600
 
 
 def take_away(outage, seconds=4.0, run=None, step=0):

@@ -16,7 +16,6 @@ from torch import nn
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
-from flyte_ddp.checkpoints.files import FORMAT
 from flyte_ddp.checkpoints.resharding import SHARDS
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.store import CheckpointStore
@@ -157,7 +156,7 @@ def node_with(*states, num_parts=2, spoilt=()):
     memory.begin(NODE)
     for turn, (step, numbers) in enumerate(states, 1):
         for number in numbers:
-            values = {"format": FORMAT, SHARDS: [([2 * number], torch.full((2,), float(step)))]}
+            values = {SHARDS: [([2 * number], torch.full((2,), float(step)))]}
             if number == 0:
                 values |= {
                     "progress": {"step": step, "epochs": []},

@@ -303,22 +303,11 @@ def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(
     assert CheckpointStore(str(tmp_path), 5).load_latest()[1].endswith("step-0000000002.json")
 
 
-@pytest.mark.parametrize("what", ["format", "checksum"])
-def test_an_older_checkpoint_of_another_kind_is_refused_and_stays(
-    what, tmp_path, monkeypatch, caplog
-):
+def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        if what == "format":
-            patch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
+        patch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
         save(tmp_path, 1)
-    (manifest,) = tmp_path.glob("step-*.json")
-    if what == "checksum":
-        manifest.write_text(manifest.read_text().replace("xxh3_128", "blake3"))
-    expected = {
-        "format": "expected format 2, got format 99",
-        "checksum": "expected xxh3_128 of its files, got another checksum; the file is whole",
-    }
-    with pytest.raises(ConfigError, match=expected[what]):
+    with pytest.raises(ConfigError, match="expected format 3, got format 99; the file is whole"):
         CheckpointStore(str(tmp_path), 5).load_latest()
     save(tmp_path, 2, step=2)
     store = CheckpointStore(str(tmp_path), 1)
@@ -328,7 +317,6 @@ def test_an_older_checkpoint_of_another_kind_is_refused_and_stays(
         store.wait()
     left = sorted(path.name for path in tmp_path.glob("*.json"))
     assert left == ["step-0000000001.json", "step-0000000004.json"]
-    assert caplog.text.count("an older checkpoint stays") == 1
 
 
 # A recipe's metrics

@@ -16,10 +16,12 @@ import torch
 
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, compute_checksum
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage import read_file as fetch
+from flyte_ddp.storage.failures import describe
 from flyte_ddp.storage.weights import from_bytes
 
-FORMAT = 2  # of a checkpoint; another one is refused
+FORMAT = 3  # of a checkpoint; another one is refused
 
 Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
 
@@ -58,23 +60,16 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
         Damaged: it cannot be read, or lacks something.
         ConfigError: it is whole, but of another version of this package.
     """
+    keys = ("file", "bytes", CHECKSUM)
     try:
         manifest = json.loads(storage.read(name))
-        if any(
-            {"file", "bytes"} <= entry.keys() and CHECKSUM not in entry
-            for entry in manifest["files"]
-        ):
-            raise _foreign(storage, name, f"expected {CHECKSUM} of its files, got another checksum")
-        files = [
-            {key: entry[key] for key in ("file", "bytes", CHECKSUM)} for entry in manifest["files"]
-        ]
-    except ConfigError:
-        raise
+        found = manifest.get("format", 1)
+        if found == FORMAT:
+            files = [{key: entry[key] for key in keys} for entry in manifest["files"]]
+            return {**manifest, "files": files}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
-    if not files:
-        raise Damaged("its manifest names no file")
-    return {**manifest, "files": files}
+    raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
 
 
 def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, Any]:
@@ -87,7 +82,7 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
         MemoryError: it is whole, but does not fit into memory.
-        ConfigError: it is whole, but this version of torch or of this package cannot read it.
+        ConfigError: it is whole, but this version of torch cannot read it.
     """
     name = entry["file"]
     maps = maps and storage.is_local
@@ -100,23 +95,21 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
             size, checksum, source = len(contents), compute_checksum(contents), io.BytesIO(contents)
     except FileNotFoundError as error:
         raise Damaged(f"{name} is missing") from error
-    if size != entry["bytes"]:
-        raise Damaged(f"{name}: expected {entry['bytes']} bytes, got {size}")
-    if checksum != entry[CHECKSUM]:
-        raise Damaged(f"{name}: its checksum is not the one that was recorded when it was written")
+    if (size, checksum) != (entry["bytes"], entry[CHECKSUM]):
+        raise Damaged(
+            f"{name}: expected the {entry['bytes']} bytes that were written, got {size} with "
+            "another checksum"
+        )
     try:
         state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
-        found = state["format"]
     except Exception as error:  # of bytes that are those that were written
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        what = describe(error)
         # torch has no class for it
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(
                 f"checkpoints: {storage.join(name)} could not be read for want of memory: {what}"
             ) from None
         raise _foreign(storage, name, what) from error
-    if found != FORMAT:
-        raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
     return state
 
 
@@ -129,15 +122,11 @@ def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
     )
 
 
-def load_state(url: str, timeout: float = STORE_TIMEOUT) -> Any:
+def load_state(url: str) -> Any:
     """Return the state dict at `url`, in torch's format or safetensors, as `weights.from_bytes`
     does.
-
-    Args:
-        timeout: seconds to wait for a store that cannot be reached.
     """
-    directory, _, name = url.rpartition("/")
-    return from_bytes(Storage(directory, timeout=timeout).read(name))
+    return from_bytes(fetch(url))
 
 
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:

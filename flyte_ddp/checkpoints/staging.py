@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,8 +38,11 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 # pickle has another form for larger ones, which weights_only=True does not read
 MAX_INT_BITS = 255 * 8 - 1
 
-# one for each storage of a state, in the order in which it is visited
-Buffers = list[UntypedStorage]
+
+class Buffers(list[UntypedStorage]):
+    """The memory of a copied state: one buffer for each storage, in the order of the visit. Free
+    again when nothing refers to this list.
+    """
 
 
 class StagingMemory:
@@ -48,20 +51,17 @@ class StagingMemory:
     """
 
     def __init__(self) -> None:
-        self._free: list[Buffers] = []
-        self._shared: list[Buffers] = []  # as often as others use them besides the first user
-        self._lock = threading.Lock()
+        self._free: list[list[UntypedStorage]] = []
 
     def copy(self, state: Any) -> tuple[Any, Buffers]:
         """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the
-        memory it is in.
+        memory it is in. Whoever uses the copy has to keep both.
 
         Tensors that share memory, such as tied weights, share it in the copy too: they are written
         once.
         """
-        with self._lock:
-            reused = self._free.pop() if self._free else []
-        buffers: Buffers = []
+        reused = iter(self._free.pop() if self._free else [])
+        buffers = Buffers()
         copies: dict[int, UntypedStorage] = {}
         # alive until the end: `copies` knows their memory by its address
         resolved: list[torch.Tensor] = []
@@ -77,17 +77,15 @@ class StagingMemory:
                 resolved.append(value)
             source = value.untyped_storage()
             if source._cdata not in copies:
-                index = len(buffers)
-                buffer = (
-                    reused[index]
-                    if index < len(reused) and reused[index].nbytes() == source.nbytes()
-                    else None
-                )
-                buffers.append(_new_buffer(source) if buffer is None else buffer)
                 on_gpu = source.device.type == "cuda"
                 devices.update([source.device] if on_gpu else [])
-                _view_bytes(buffers[index]).copy_(_view_bytes(source), non_blocking=on_gpu)
-                copies[source._cdata] = buffers[index]
+                buffer = next(reused, None)
+                if buffer is None or buffer.nbytes() != source.nbytes():
+                    buffer = UntypedStorage(source.nbytes())
+                    buffer = buffer.pin_memory() if on_gpu else buffer
+                buffers.append(buffer)
+                copies[source._cdata] = buffer
+                _view_bytes(buffer).copy_(_view_bytes(source), non_blocking=on_gpu)
             copy = torch.empty(0, dtype=value.dtype)
             return copy.set_(
                 copies[source._cdata], value.storage_offset(), value.size(), value.stride()
@@ -96,27 +94,12 @@ class StagingMemory:
         copied = map_tensors(state, copy_tensor)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()  # copies into pinned memory run on
+        weakref.finalize(buffers, self._free.append, list(buffers)).atexit = False
         return copied, buffers
 
     def clear(self) -> None:
         """Return the memory that is not in use."""
-        with self._lock:
-            self._free.clear()
-
-    def share(self, buffers: Buffers) -> None:
-        """Note that a copy has another user, who releases it too."""
-        with self._lock:
-            self._shared.append(buffers)
-
-    def release(self, buffers: Buffers) -> None:
-        """Take back the memory of a copy that its user does not need any more."""
-        if buffers:
-            with self._lock:
-                others = [number for number, each in enumerate(self._shared) if each is buffers]
-                if others:
-                    del self._shared[others[0]]
-                else:
-                    self._free.append(buffers)
+        self._free.clear()
 
 
 def map_tensors(state: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -220,11 +203,6 @@ def _unreadable(value: Any, place: str) -> ConfigError:
         "tuples and sets, "
         f"got a {kind.__qualname__} ({kind.__module__}){remedy}"
     )
-
-
-def _new_buffer(source: UntypedStorage) -> UntypedStorage:
-    buffer = UntypedStorage(source.nbytes())
-    return buffer.pin_memory() if source.device.type == "cuda" else buffer
 
 
 def _view_bytes(storage: UntypedStorage) -> torch.Tensor:

@@ -8,12 +8,12 @@ finds damage, not forgery.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
+from torch.utils.serialization import config
 
 from flyte_ddp.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> di
     """
     stream = _ChecksumStream(file)
     try:
-        with contextlib.nullcontext() if with_crc32 else _fit_for_the_writer():
+        with config.patch({"save.compute_crc32": with_crc32}):  # type: ignore[attr-defined]
             torch.save(state, cast(BinaryIO, stream))
     except Exception as error:
         if stream.error is not None:  # torch hides it behind one of its own
@@ -81,13 +81,3 @@ class _ChecksumStream:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _fit_for_the_writer() -> contextlib.AbstractContextManager[object]:
-    """Let `torch.save` take no checksum in this thread, where this torch can."""
-    try:
-        from torch.utils.serialization import config
-    except ImportError:
-        return contextlib.nullcontext()
-    known = {"save.compute_crc32": False} if hasattr(config.save, "compute_crc32") else {}
-    return config.patch(known)  # type: ignore[attr-defined,no-any-return]  # torch adds it when it runs

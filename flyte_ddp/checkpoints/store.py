@@ -6,7 +6,7 @@ the manifest, names that file with its size and checksum. A state in shards has 
 one does not exist.
 
 Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is
-waited for. And nothing is deleted that this process did not write or read whole: what is damaged is
+waited for. And nothing is deleted that no newer checkpoint of this run replaces: what is damaged is
 renamed to `skipped-...`.
 
 Knows nothing of models. Rank 0 writes; of a state in shards every rank writes its own, and rank 0
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Protocol
 
@@ -51,6 +51,7 @@ from flyte_ddp.checkpoints.staging import (
 from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.storage.failures import describe
 from flyte_ddp.world import ALONE, World, call_together
 
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
@@ -72,12 +73,12 @@ class _Write:
     has_manifest: bool = True
     number: int = 0  # counts the saves of this process, so it is the same on all ranks
     contents: bytes = b""
-    buffers: Buffers = field(default_factory=list)  # the memory of `state`
+    buffers: Buffers | None = None  # the memory of `state`
     entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
 
-    def save_to(self, file: BinaryIO) -> None:
-        state = {"format": FORMAT, **(self.state or {})} if self.has_manifest else self.state or {}
-        self.entry = save_state(state, file, not self.has_manifest)
+    def save_to(self, file: BinaryIO) -> tuple[int, str]:
+        self.entry = save_state(self.state or {}, file, not self.has_manifest)
+        return self.entry["bytes"], self.entry[CHECKSUM]
 
 
 class Slots(Protocol):
@@ -87,8 +88,6 @@ class Slots(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
-
-    def begin(self) -> None: ...
 
     def write(
         self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]
@@ -137,7 +136,7 @@ class CheckpointStore:
         # Progress of an upload: the most bytes that any try has stored since the last complete
         # checkpoint, and when.
         self._most_stored, self._stored_at = 0, 0.0
-        self._outage: Exception | None = None  # why the last try failed
+        self._outage = ""  # why the last try failed
         self._failure: Exception | None = None  # final
         self._num_in_memory = 0  # states that are being written to the memory of the node
         self._changed = threading.Condition()
@@ -150,11 +149,11 @@ class CheckpointStore:
         """
         self.peers = peers
         self._num_saves = 0  # the ranks number them alike
-        # rank 0, which chooses the states that are written
-        self._follows = peers is not None and peers.rank > 0
-        self._choose: Callable[[list[_Write]], list[_Write]] = (
-            list if self._follows else _choose_wanted
-        )
+
+    @property
+    def _follows(self) -> bool:
+        """True where rank 0 chooses the states that this rank writes a part of."""
+        return self.peers is not None and self.peers.rank > 0
 
     def save(
         self,
@@ -187,8 +186,10 @@ class CheckpointStore:
             waits = self.returns_to_best and any(
                 each.best for each in (self._current, *self._queue) if each
             )
-            is_ready = self.slots is not None and self.slots.is_ready and (to_store or not waits)
-            to_memory = self.peers.all(is_ready) if self.peers else is_ready
+            is_ready = self.slots and self.slots.is_ready and not self._num_in_memory
+            to_memory = bool(is_ready and (to_store or not waits))
+            if self.peers:
+                to_memory = not self.peers.world.all_reduce(float(not to_memory))[0]
         if not (to_store or to_memory):
             return None
         try:
@@ -208,13 +209,13 @@ class CheckpointStore:
         if to_store or on_gpu:
             write.state, write.buffers = self.memory.copy(state)
         if to_memory:
-            self._save_in_memory(replace(write), state, on_gpu, is_shared=to_store)
+            self._save_in_memory(replace(write), state, on_gpu)
         if not to_store:
             return ""
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
 
-    def _save_in_memory(self, write: _Write, state: Any, on_gpu: bool, is_shared: bool) -> None:
+    def _save_in_memory(self, write: _Write, state: Any, on_gpu: bool) -> None:
         """Write a state to the memory of the node: from a copy that GPUs have made, in a thread, or
         on a CPU at once.
 
@@ -222,39 +223,28 @@ class CheckpointStore:
         """
         assert self.slots is not None  # else nothing is ready
         slots = self.slots
-        slots.begin()
-
-        def save_to(file: BinaryIO) -> tuple[int, str]:
-            write.save_to(file)
-            return write.entry["bytes"], write.entry[CHECKSUM]
 
         def save() -> None:
+            if on_gpu:
+                _yield_cores_to_training()
             try:
-                slots.write(write.step, self.peers.size if self.peers else 1, save_to)
+                slots.write(write.step, self.peers.size if self.peers else 1, write.save_to)
             except (
                 Exception
             ) as error:  # nothing is ready any more, and the store still has its checkpoints
-                logger.warning(
-                    "no more states are kept in memory: %s: %s", type(error).__name__, error
-                )
-            self._drop([write])
+                logger.warning("no more states are kept in memory: %s", describe(error))
+            write.state, write.buffers = None, None
             with self._changed:
                 self._num_in_memory -= 1
                 self._changed.notify_all()
 
-        def save_copy() -> None:
-            _yield_cores_to_training()
-            save()
-
         with self._changed:
             self._num_in_memory += 1
-        if not on_gpu:
-            write.state, write.buffers = map_tensors(state, lambda each: each.detach()), []
+        if on_gpu:
+            threading.Thread(target=save, name="memory", daemon=True).start()
+        else:
+            write.state = map_tensors(state, lambda each: each.detach())
             save()
-            return
-        if is_shared:
-            self.memory.share(write.buffers)
-        threading.Thread(target=save_copy, name="memory", daemon=True).start()
 
     def _make_room(self, write: _Write) -> None:
         """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for
@@ -265,12 +255,11 @@ class CheckpointStore:
                 self._keep([each.number for each in _choose_wanted([*self._queue, write])])
             kept = [each.number for each in (self._current, *self._queue) if each]
         if self.peers:
-            kept = self.peers.agree(kept)
+            kept = self.peers.world.broadcast_object(kept)
         with self._changed:
             self._keep(kept)
 
     def _keep(self, numbers: list[int]) -> None:
-        self._drop(each for each in self._queue if each.number not in numbers)
         self._queue = [each for each in self._queue if each.number in numbers]
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None]) -> str:
@@ -293,14 +282,8 @@ class CheckpointStore:
             ConfigError: the store refuses (`StorageDenied`), or the place belongs to another run.
             CheckpointError: the state cannot be written.
         """
-        if isinstance(self._failure, (ConfigError, StorageUnavailable)):
-            raise self._failure
         if self._failure is not None:
-            cause = self._failure.__cause__ or self._failure
-            raise CheckpointError(
-                f"{redact_url(self.storage.url)}: a checkpoint could not be written: "
-                f"{type(cause).__name__}: {cause}"
-            ) from self._failure
+            raise self._failure
         since = self._stuck_since
         if (stored := self._sink.stored_bytes) > self._most_stored:
             self._most_stored, self._stored_at = stored, time.monotonic()
@@ -358,41 +341,22 @@ class CheckpointStore:
         name = ""
         damage: Damaged | None = None
 
-        def find() -> tuple[str, dict[str, Any]]:
+        def find() -> str:
             if not world.is_first:
-                return "", {}
+                return ""
             if damage is not None:
                 skipped.append(self.retention.set_aside(self.storage, name, damage))
-            return self._find_latest(skipped)
+            return max(filter(is_manifest, self.storage.names()), default="")
 
-        while True:
-            name, manifest = world.broadcast_object(call_together(find, world))
-            if not name:
-                return None, "", skipped
+        while name := world.broadcast_object(call_together(find, world)):
             try:
-                state = assemble(
-                    manifest["files"],
-                    lambda entry: read_file(self.storage, entry, maps),
-                    world,
-                    box_of,
-                )
+                state = self._read(name, world, box_of, maps)
             except Damaged as error:
                 damage = error
             else:
                 self.retention.resumed = name
-                self.retention.note_whole(name, manifest)
                 return state, self.storage.join(name), skipped
-
-    def _find_latest(self, skipped: list[str]) -> tuple[str, dict[str, Any]]:
-        """Return the name of the newest manifest that can be read, and the manifest; ("", {}) where
-        there is none.
-        """
-        for name in sorted(filter(is_manifest, self.storage.names()), reverse=True):
-            try:
-                return name, read_manifest(self.storage, name)
-            except Damaged as damage:
-                skipped.append(self.retention.set_aside(self.storage, name, damage))
-        return "", {}
+        return None, "", skipped
 
     def load(
         self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
@@ -405,23 +369,27 @@ class CheckpointStore:
             StorageUnavailable, StorageDenied: it could not be read.
         """
         name = checkpoint_name(step) + ".json"
+        try:
+            return self._read(name, world, box_of, maps)
+        except Damaged as damage:
+            raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
 
-        def find() -> dict[str, Any]:
+    def _read(self, name: str, world: World, box_of: BoxOf, maps: bool) -> dict[str, Any]:
+        """Return the checkpoint with this manifest. Raises Damaged, on every rank."""
+
+        def read() -> dict[str, Any]:
             try:
                 return read_manifest(self.storage, name) if world.is_first else {}
             except Damaged as damage:
                 return {"damage": str(damage)}
 
-        try:
-            manifest = world.broadcast_object(call_together(find, world))
-            if "damage" in manifest:
-                raise Damaged(manifest["damage"])
-            state = assemble(
-                manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of
-            )
-        except Damaged as damage:
-            raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
-        self.retention.note_whole(name, manifest)
+        manifest = world.broadcast_object(call_together(read, world))
+        if "damage" in manifest:
+            raise Damaged(manifest["damage"])
+        state = assemble(
+            manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of
+        )
+        self.retention.own[name] = manifest
         return state
 
     # --- Writing: everything below runs in the writing thread
@@ -438,10 +406,8 @@ class CheckpointStore:
             )
             self._thread.start()
 
-    def _drop(self, writes: Iterable[_Write]) -> None:
-        for write in writes:
-            self.memory.release(write.buffers)
-            write.buffers = []
+    def _choose(self, queue: list[_Write]) -> list[_Write]:
+        return queue if self._follows else _choose_wanted(queue)
 
     def _write_queue(self) -> None:
         _yield_cores_to_training()
@@ -452,10 +418,9 @@ class CheckpointStore:
                 write = self._next()
                 self.on_busy(True)
                 self._write(write)
-                self._drop([write])
             except StorageUnavailable as error:  # the storage has logged it
                 self.on_busy(False)
-                self._outage = error
+                self._outage = str(error)
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
                     self._queue, self._current = self._choose(waiting), None
@@ -464,6 +429,9 @@ class CheckpointStore:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             except Exception as error:
+                if not isinstance(error, ConfigError):
+                    place, why = redact_url(self.storage.url), describe(error.__cause__ or error)
+                    error = CheckpointError(f"{place}: a checkpoint could not be written: {why}")
                 with self._changed:
                     self._failure, self._current = error, None
                     self.on_busy(False)
@@ -471,8 +439,9 @@ class CheckpointStore:
                 return
             else:
                 pause = FIRST_PAUSE
+                write.state, write.buffers = None, None  # the memory is free before the wait ends
                 with self._changed:
-                    self._outage, self._current = None, None
+                    self._outage, self._current = "", None
                     self.on_busy(bool(self._queue))
                     self._stuck_since, self._most_stored = 0.0, 0
                     self._changed.notify_all()
@@ -486,7 +455,7 @@ class CheckpointStore:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-            number, name = self.peers.begun() if self.peers and self._follows else (0, "")
+            number, name = self.peers.announced(0) if self.peers and self._follows else (0, "")
             with self._changed:
                 if self._follows:  # older ones are not written any more
                     self._keep([each.number for each in self._queue if each.number >= number])
@@ -502,29 +471,27 @@ class CheckpointStore:
     def _write(self, write: _Write) -> None:
         peers = self.peers if write.has_manifest else None
         if peers and not self._follows:
-            self.retention.files.update(peers.file(write.name, rank) for rank in range(peers.size))
-            peers.begin(write.number, write.name)
+            peers.announce(write.number, write.name)
         # Not for a local disk, which gets the tensors without a copy of them all: this thread's
         # core is the training's.
         if write.state is not None and not self._sink.is_local:
             write.save_to(buffer := io.BytesIO())
-            write.contents, write.state = buffer.getvalue(), None
-            self._drop([write])
+            write.contents, write.state, write.buffers = buffer.getvalue(), None, None
         self.retention.check_owner(self._sink)
         file = (
             peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
         )
-        self.retention.files |= {file} if write.has_manifest else set()
         self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
             return
         entries = [{"file": file, **write.entry}]
         if peers and self._follows:
-            peers.publish(write.number, entries[0])
+            peers.announce(write.number, entries[0])
             return
         if peers:
             entries += self._wait_for_peers(peers, write.number)
         manifest = {
+            "format": FORMAT,
             "files": entries,
             "step": write.step,
             "best": write.best,
@@ -533,16 +500,14 @@ class CheckpointStore:
         self.retention.check_owner(self._sink)  # an upload may take long
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
-        self.retention.note_whole(name, manifest)
+        self.retention.own[name] = manifest
         self.on_written(write.step, self.storage.join(name), write.best)
         try:
             self.retention.prune(name)
         except (
             Exception
         ) as error:  # the checkpoint is in place: what could not be deleted now goes the next time
-            logger.warning(
-                "checkpoints: old ones could not be removed: %s: %s", type(error).__name__, error
-            )
+            logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
 
     def _make_space(self) -> bool:
         """Make space on a full disk: while a training goes on, for the next checkpoint, and at its
@@ -555,29 +520,25 @@ class CheckpointStore:
         Returns:
             True if another try may succeed.
         """
-        if not self.has_finished:
-            if self.retention.num_kept > 1:
-                logger.warning(
-                    "the disk is full: from now on only the newest checkpoint and the best one stay"
-                )
-            with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
-                return self.retention.keep_newest()
-            return False
+        if not self.has_finished and self.retention.num_kept > 1:
+            logger.warning(
+                "the disk is full: from now on only the newest checkpoint and the best one stay"
+            )
         with self._changed:
             checkpoints = [write for write in self._queue if write.has_manifest]
-        if self.retention.keep_least(keeps_best=bool(checkpoints)):
-            return True
+        with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
+            if self.retention.keep_newest(keeps_best=bool(checkpoints)):
+                return True
+        if not (self.has_finished and checkpoints):
+            return False
         with self._changed:
-            self._drop(checkpoints)
             self._queue = [write for write in self._queue if not write.has_manifest]
-            self._stuck_since = 0.0 if checkpoints else self._stuck_since
+            self._stuck_since = 0.0
             self._changed.notify_all()
-        if checkpoints:
-            logger.warning(
-                "the last checkpoint is not written: the disk is full, and the "
-                "training has finished"
-            )
-        return bool(checkpoints)
+        logger.warning(
+            "the last checkpoint is not written: the disk is full, and the training has finished"
+        )
+        return True
 
     def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
         """Return the other ranks' entries once their files are in place. `check` ends the run if
@@ -585,10 +546,10 @@ class CheckpointStore:
         """
         entries: list[Entry] = []
         for rank in range(1, peers.size):
-            while not (entry := peers.published(number, rank)):
-                self._outage = StorageUnavailable(f"the shard of rank {rank} is not in place")
+            while (announced := peers.announced(rank))[0] != number:
+                self._outage = f"the shard of rank {rank} is not in place"
                 time.sleep(PEER_POLL)
-            entries.append(entry)
+            entries.append(announced[1])
             self._stuck_since = time.monotonic()
         return entries
 

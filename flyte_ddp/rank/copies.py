@@ -56,14 +56,11 @@ class Slots:
         """
         return bool(self._files) and self._complete_turn == self._turn
 
-    def begin(self) -> None:
-        """Note that a part will be written: nothing is ready until then."""
-        self._turn += 1
-
     def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
-        """Write the part that was begun. `save` writes it to a file, and returns its size and
-        checksum.
+        """Write a part: nothing is ready until it is complete. `save` writes it to a file, and
+        returns its size and checksum.
         """
+        self._turn += 1
         with self._files[self._turn % NUM_FILES] as file:
             num_bytes, checksum = save(file)
         where = {
