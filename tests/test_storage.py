@@ -78,12 +78,6 @@ def no_keys(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
 
 
-def test_a_local_file_is_written_without_being_read_at_once(place, tmp_path):
-    (tmp_path / "weights").write_bytes(b"12345678" * 1_500_000)  # more than a part of an upload
-    place.write("copy", tmp_path / "weights")
-    assert place.read("copy") == (tmp_path / "weights").read_bytes()
-
-
 def test_files_are_written_read_listed_renamed_and_deleted(place):
     assert place.names() == []
     place.write("a", b"one")
@@ -91,6 +85,8 @@ def test_files_are_written_read_listed_renamed_and_deleted(place):
     place.write("b", b"")
     assert place.read("a") == b"two"
     assert sorted(place.names()) == ["a", "b"]
+    assert {name: info["size"] for name, info in place.find().items()} == {"a": 3, "b": 0}
+    assert place.read_heads(["a", "none"], 2) == [b"tw", b""]
     place.rename("a", "aside")
     assert sorted(place.names()) == ["aside", "b"]
     assert place.read("aside") == b"two"
@@ -105,10 +101,12 @@ def test_files_are_written_read_listed_renamed_and_deleted(place):
 
 
 def test_single_files_are_written_read_and_fetched(place, tmp_path):
-    storage.write_file(place.join("file"), b"contents")
-    assert storage.read_file(place.join("file")) == b"contents"
+    contents = b"12345678" * 1_500_000  # more than a part of an upload
+    (tmp_path / "weights").write_bytes(contents)
+    storage.write_file(place.join("file"), tmp_path / "weights")
+    assert storage.read_file(place.join("file")) == contents
     storage.fetch_file(place.join("file"), tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == b"contents"
+    assert (tmp_path / "copy").read_bytes() == contents
     with pytest.raises(FileNotFoundError):
         storage.fetch_file(place.join("none"), tmp_path / "nothing")
     assert not list(tmp_path.glob("nothing*"))
@@ -156,17 +154,11 @@ def test_another_librarys_file_systems_under_fsspecs_names_are_not_used(url, tmp
         assert (found.names()[-1], found.read("owner.json")) == ("owner.json", b"one")
         found.delete("owner.json")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
-    for address in (
-        "gs://b/a",
-        "gcs://b/a",
-        "az://b/a",
-        "abfs://b/a",
-        "abfss://b@account.dfs.core.windows.net/a",
-    ):
+    for address in ("gs://b/a", "gcs://b/a", "az://b/a", "abfs://b/a"):
         opened, path = open_filesystem(address, anonymous=address.startswith("g"))
-        assert (type(opened).__name__, path) in [
-            ("GCSFileSystem", "b/a"),
-            ("AzureBlobFileSystem", "b/a"),
+        assert (type(opened).__module__.partition(".")[0], path) in [
+            ("gcsfs", "b/a"),
+            ("adlfs", "b/a"),
         ]
 
 
@@ -199,55 +191,25 @@ def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fa
     assert line.startswith(f"s3://away-and-{fault} cannot be reached: ")
 
 
-def test_operations_resume_after_an_outage_with_one_log_line(store, url, fast, caplog):
-    place = Storage(url)
-    place.write("a", b"1")
-    store.fault = "unavailable"
-    threading.Timer(1.0, lambda: setattr(store, "fault", "")).start()
-    began = time.monotonic()
-    assert place.read("a") == b"1"
-    assert time.monotonic() - began >= 0.9
-    assert place.names() == ["a"]
-    lines = [
-        record.getMessage()
-        for record in caplog.records
-        if record.name.startswith("flyte_ddp.storage")
-    ]
-    assert len(lines) == 2
-    assert "cannot be reached" in lines[0]
-    assert re.search(r" answers again after \d+ s$", lines[1])  # how many depends on the machine
-
-
-def slow_down(monkeypatch, store, seconds):
-    """Let the store work for `seconds` on each completion of an upload and on each copy; return
-    their requests.
-    """
-    app, seen = store.app, []
-
-    def work(environ, start_response):
-        if "HTTP_X_AMZ_COPY_SOURCE" in environ or (
-            environ["REQUEST_METHOD"] == "POST" and "uploadId" in str(environ)
-        ):
-            seen.append(environ["PATH_INFO"])
-            time.sleep(seconds)
-        return app(environ, start_response)
-
-    monkeypatch.setattr(store, "app", work)
-    return seen
-
-
-def test_the_store_may_work_on_an_upload_or_a_copy_for_longer_than_it_may_be_silent(
+def test_the_store_may_work_on_an_upload_for_longer_than_it_may_be_silent(
     store, url, monkeypatch, fast
 ):
+    app, seen = store.app, []
+
+    def complete_slowly(environ, start_response):
+        if environ["REQUEST_METHOD"] == "POST" and "uploadId" in environ["QUERY_STRING"]:
+            seen.append(environ["PATH_INFO"])
+            time.sleep(3)
+        return app(environ, start_response)
+
+    monkeypatch.setattr(store, "app", complete_slowly)
     monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
     monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 1 << 20)
-    seen = slow_down(monkeypatch, store, seconds=3)
     # other requests may take a second on a busy machine, and are made again
     place = Storage(url, timeout=20)
     place.write("a", os.urandom(2 * directory.UPLOAD_PART))
-    place.rename("a", "b")
-    assert len(place.read("b")) == 2 * directory.UPLOAD_PART
-    assert len(seen) == 2
+    assert len(place.read("a")) == 2 * directory.UPLOAD_PART
+    assert len(seen) == 1
 
 
 def test_a_stop_request_ends_waiting(monkeypatch, fast):
@@ -313,10 +275,9 @@ def test_clocks_that_differ_are_waited_for(store, url, fast):
     for action in (
         lambda: place.write("a", b"1"),
         lambda: place.read("a"),
-        lambda: place.modified("a"),
         place.names,
     ):
-        store.fault = "RequestTimeTooSkewed"  # an answer to HEAD has no body that says so
+        store.fault = "RequestTimeTooSkewed"
         threading.Timer(0.5, lambda: setattr(store, "fault", "")).start()
         action()
 
@@ -380,31 +341,36 @@ def test_flyte_s_variables_are_enough(store, url, monkeypatch, tmp_path):
     }
 
 
-def test_explicit_variables_win_over_flyte_s_as_a_whole(monkeypatch, tmp_path):
+FLYTES = {
+    "FLYTE_AWS_ENDPOINT": "http://flyte",
+    "FLYTE_AWS_ACCESS_KEY_ID": "flyte-key",
+    "FLYTE_AWS_SECRET_ACCESS_KEY": "flyte-secret",
+}
+AZURES = {"ACCOUNT_NAME": "account", "ACCOUNT_KEY": "a2V5"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"AWS_ACCESS_KEY_ID": "mine"}, {"AWS_ACCESS_KEY_ID": "mine"}),  # whole groups
+        ({"AWS_PROFILE": "mine"}, {}),
+        (
+            {f"FLYTE_AZURE_STORAGE_{name}": value for name, value in AZURES.items()},
+            {
+                "AWS_ACCESS_KEY_ID": "flyte-key",
+                "AWS_SECRET_ACCESS_KEY": "flyte-secret",
+                **{f"AZURE_STORAGE_{name}": value for name, value in AZURES.items()},
+            },
+        ),
+    ],
+)
+def test_explicit_variables_win_over_flyte_s(monkeypatch, tmp_path, given, expected):
     no_keys(monkeypatch, tmp_path)
-    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", "http://flyte")
-    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
-    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mine")
-    assert storage_environment() == {
-        "AWS_ACCESS_KEY_ID": "mine",
-        "AWS_ENDPOINT_URL": "http://flyte",
-    }
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("AWS_PROFILE", "mine")
-    assert storage_environment() == {"AWS_ENDPOINT_URL": "http://flyte"}
-
-
-def test_flyte_s_variables_are_enough_for_azure(monkeypatch):
-    monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_NAME", "account")
-    monkeypatch.setenv("FLYTE_AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-    file_system, path = open_filesystem("abfs://container/path")
-    assert (file_system.account_name, file_system.account_key, path) == (
-        "account",
-        "a2V5",
-        "container/path",
-    )
-    assert storage_environment()["AZURE_STORAGE_ACCOUNT_KEY"] == "a2V5"
+    for name, value in {**FLYTES, **given}.items():
+        monkeypatch.setenv(name, value)
+    assert storage_environment() == {"AWS_ENDPOINT_URL": "http://flyte", **expected}
+    if "FLYTE_AZURE_STORAGE_ACCOUNT_KEY" in given:
+        assert open_filesystem("abfs://container/path")[0].account_key == "a2V5"
 
 
 def test_another_process_adopts_only_missing_credentials(monkeypatch, tmp_path):
@@ -552,19 +518,17 @@ def test_a_path_is_a_path_whatever_its_name(name, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_line_until_something_is_written_again(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left")
+
     place = Storage(str(tmp_path), timeout=0)
     place.write("before", b"x")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Storage,
-            "_write",
-            lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")),
-        )
-        for _ in range(3):
+        patch.setattr(directory.os, "replace", fail)
+        for _ in range(2):
             with pytest.raises(StorageUnavailable, match="is full"):
                 place.write("after", b"y")
             assert place.read("before") == b"x"
-    place.write("after", b"y")
     place.write("after", b"z")
     begin, end = caplog.messages
     assert begin.startswith(f"the disk of {tmp_path} is full: ")

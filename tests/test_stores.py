@@ -1,30 +1,21 @@
-"""Google's and Azure's stores by their emulators: runs, ownership, outages and mistakes; other
-files have the rest.
-"""
+"""Google's and Azure's stores by their emulators, in outages and after mistakes."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from wsgiref.simple_server import make_server
 
 import pytest
-import torch
 
-from flyte_ddp.checkpoints.ownership import read_owner
 from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import Storage, directory, filesystem
 from tests.support.dask_runs import eventually
 from tests.support.emulators import PROGRAMS, abfs, gs  # noqa: F401 - fixtures
-from tests.support.image_store import image_tree, prepare, write_tree
-from tests.support.runs import how_it_ended, new_run, start_parent
-from tests.test_checkpoint import load_state, take_away
 from tests.test_storage import fast  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow
@@ -34,56 +25,6 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(params=PROGRAMS)
 def emulator(request):
     return request.getfixturevalue(request.param)
-
-
-def steps_of(url):
-    return sorted(
-        name for name in Storage(url).names() if name.startswith("step-") and name.endswith(".json")
-    )
-
-
-def kill(parent):
-    os.killpg(parent.pid, signal.SIGKILL)
-    parent.wait()
-
-
-def test_a_killed_run_resumes_through_outages_to_the_same_weights(
-    emulator, tmp_path, finished_run, monkeypatch
-):
-    url = emulator.new_bucket() + "/run"
-    monkeypatch.setenv("STEP_SECONDS", "1")
-    parent = start_parent(tmp_path, checkpoints=url, checkpoint_interval=1)
-    assert eventually(lambda: steps_of(url), timeout=200)
-    kill(parent)
-    monkeypatch.setenv("STEP_SECONDS", "0.2")
-    run = new_run(tmp_path)
-    take_away(emulator.refusing, 2)  # while the run starts
-    steps = take_away(emulator.refusing, 2, run, 15)
-    run.train(2, checkpoints=url, checkpoint_interval=1)
-
-    assert 0 < run.loaded.step < 15
-    assert steps[1] > steps[0]
-    for expected in ("cannot be reached", "answers again"):  # once, for the outage in mid-run
-        assert sum(expected in line for line in run.lines) == 1, run.lines
-    state, whole = load_state(run.result.finished.model_state_url), finished_run("Tiny", 2).state()
-    assert all(torch.equal(value, whole[name]) for name, value in state.items())
-
-
-def test_one_of_two_simultaneous_drivers_gets_the_place(emulator, tmp_path, monkeypatch):
-    monkeypatch.setenv("STEP_SECONDS", "60")  # none ends by itself
-    url = emulator.new_bucket() + "/run"
-    parents = [start_parent(tmp_path / name, checkpoints=url) for name in "ab"]
-    try:
-        assert eventually(lambda: any(parent.poll() is not None for parent in parents), timeout=200)
-        (refused,) = [parent for parent in parents if parent.poll() is not None]
-        (running,) = [parent for parent in parents if parent is not refused]
-        name, message = how_it_ended(refused)
-        assert (name, "belongs to process" in message) == ("ConfigError", True), message
-        assert read_owner(Storage(url))[1].pid == running.pid
-    finally:
-        for parent in parents:
-            if parent.poll() is None:
-                kill(parent)
 
 
 def test_a_store_that_stops_and_starts_again_is_waited_for_with_two_lines(emulator, fast, caplog):  # noqa: F811
@@ -121,29 +62,14 @@ def test_a_store_that_hangs_is_away(emulator, fast, monkeypatch):  # noqa: F811
 
 
 def test_listings_show_what_other_processes_have_just_written_and_deleted(emulator):
-    url = emulator.new_bucket() + "/run"
-    program = (
-        "import sys; from flyte_ddp.storage import Storage; place = Storage(sys.argv[1])\n"
-        "for line in sys.stdin:\n"
-        "    action, name = line.split()\n"
-        "    print(place.write(name, b'1') if action == 'write' else place.delete(name))"
-    )
-    command = [sys.executable, "-u", "-c", program, url]
-    place = Storage(url)
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        for action, name, names in (
-            ("write", "a", ["a"]),
-            ("write", "b", ["a", "b"]),
-            ("delete", "a", ["b"]),
-        ):
-            before = place.names()
-            print(action, name, file=other.stdin, flush=True)
-            assert other.stdout.readline() == "None\n"
-            assert sorted(place.names()) == names != before
-        other.stdin.close()
-    assert other.returncode == 0
+    place = Storage(emulator.new_bucket() + "/run")
+    file_system = place.file_system
+    other = type(file_system)(**file_system.storage_options, skip_instance_cache=True)
+    assert place.names() == []
+    other.pipe_file(f"{place.root}/a", b"1")
+    assert place.names() == ["a"]
+    other.rm_file(f"{place.root}/a")
+    assert place.names() == []
 
 
 def test_bytes_that_are_stored_are_counted_while_they_are_sent(emulator):
@@ -156,45 +82,6 @@ def test_bytes_that_are_stored_are_counted_while_they_are_sent(emulator):
     assert any(0 < each < size for each in seen)
     assert max(seen) < size + (1 << 20)
     assert place.stored_bytes == 0
-
-
-def test_azure_gets_few_blocks_of_a_file_at_once(abfs, monkeypatch):  # noqa: F811
-    """More would share the time that each may take, and hold memory, for each of some thousand
-    blocks.
-    """
-    place, size, under_way, seen = Storage(abfs.new_bucket() + "/run"), 80 << 20, [], []
-    transport = place.file_system.service_client._pipeline._transport
-    send = transport.send
-
-    async def count(*arguments, **options):
-        under_way.append(1)
-        seen.append(len(under_way))
-        try:
-            return await send(*arguments, **options)
-        finally:
-            under_way.pop()
-
-    monkeypatch.setattr(transport, "send", count)
-    place.write("a", bytes(size))
-    assert len(place.read("a")) == size
-    assert 1 < max(seen) <= 8
-
-
-def test_a_data_set_in_a_store_is_prepared_and_read_as_on_a_disk(emulator, tmp_path):
-    tree = image_tree()
-    url = emulator.new_bucket() + "/images"
-    for name, contents in tree.items():
-        Storage(url).write(name, contents)
-    on_disk, in_store = (tmp_path / "disk", tmp_path / "store")
-    for each in (on_disk, in_store):
-        each.mkdir()
-    _, train, test, _ = prepare(write_tree(tree, tmp_path / "images"), on_disk)
-    _, train_found, test_found, description = prepare(url, in_store)
-    assert url in description
-    assert [label for _, label in train_found] == [label for _, label in train]
-    for (found, label), (expected, expected_label) in zip(test_found, test, strict=True):
-        assert torch.equal(found, expected)
-        assert label == expected_label
 
 
 def test_a_missing_bucket_is_a_user_error_and_not_an_empty_one(emulator):
@@ -279,31 +166,17 @@ def google(monkeypatch):
     answers.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            error = {
-                "code": server.status,
-                "message": "The caller does not have storage.objects access",
-            }
-            body = json.dumps({"error": error}).encode()
-            self.send_response(server.status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            self.close_connection = True
+    def refuse(environ, start_response):
+        error = {"code": server.status, "message": "The caller has no storage.objects access"}
+        start_response(f"{server.status} No", [("Content-Type", "application/json")])
+        return [json.dumps({"error": error}).encode()]
 
-        do_POST = do_DELETE = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("NO_GCE_CHECK", "true")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with make_server("127.0.0.1", 0, refuse) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -192,13 +192,13 @@ def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
 
 def check_owner(storage: Storage, token: str) -> None:
     """Raise ConfigError if the place of `storage` does not belong to the run with this token any
-    more.
+    more; "" is the token of a place that nothing else uses.
 
     Raises:
         StorageUnavailable: it still belongs to an earlier attempt of that run; see
             `Ownership.renew`.
     """
-    _, owner = read_owner(storage)
+    owner = read_owner(storage)[1] if token else None
     if owner and (owner.token != token or owner.released):
         (run, number), (own_run, own_number) = _parse(owner.token), _parse(token)
         if run == own_run and number < own_number and not owner.released:

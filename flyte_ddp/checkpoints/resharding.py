@@ -119,7 +119,7 @@ class _Assembly:
             else:
                 kept = tensor  # it came whole
             self._tensors.append(kept)
-        self._num_values = [0] * len(self._split)
+        # starts and shapes of what was read of each, which several ranks may have
         self._read: list[set[tuple[tuple[int, ...], ...]]] = [set() for _ in self._split]
 
     def add_shards(self, shards: Sequence[tuple[Sequence[int], Tensor]], source: int) -> None:
@@ -145,10 +145,7 @@ class _Assembly:
         num_readers = world.all_reduce(*is_needed)
         for number, (tensor, box, index) in enumerate(self._split):
             starts, shape = placed[number]
-            # several ranks may have it
-            if (box_read := (tuple(starts), tuple(shape))) not in self._read[number]:
-                self._read[number].add(box_read)
-                self._num_values[number] += math.prod(shape)
+            self._read[number].add((tuple(starts), tuple(shape)))
             if world.rank == source:
                 part = shards[number][1]
             elif num_readers[number]:
@@ -176,7 +173,8 @@ class _Assembly:
 
     def finish(self) -> dict[str, Any]:
         """Return the state. Raises CheckpointError if a part of a tensor is missing."""
-        for (tensor, _, _), num_values in zip(self._split, self._num_values, strict=True):
+        for (tensor, _, _), read in zip(self._split, self._read, strict=True):
+            num_values = sum(math.prod(shape) for _, shape in read)
             if num_values != tensor.numel():
                 expected = f"expected {tensor.numel()} values of a split tensor in all files"
                 raise CheckpointError(f"{expected}, got {num_values}")

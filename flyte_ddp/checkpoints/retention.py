@@ -33,7 +33,7 @@ class Retention:
 
     def set_aside(self, storage: Storage, manifest_name: str, damage: Damaged) -> str:
         """Rename the files of a damaged checkpoint; return the line that reports it."""
-        self.check_owner(storage)
+        check_owner(storage, self.owner)
         mark = f"skipped-{uuid.uuid4().hex[:8]}-"
         stem = manifest_name.removesuffix(".json")
         # The manifest goes last: without it, tensors that are left would be found by nothing.
@@ -86,7 +86,3 @@ class Retention:
             is_left = is_tensors(name) and f"{name[:15]}.json" not in others
             if is_left or is_half_written(name):
                 self.storage.delete(name)
-
-    def check_owner(self, storage: Storage) -> None:
-        if self.owner:
-            check_owner(storage, self.owner)

@@ -38,6 +38,7 @@ from flyte_ddp.checkpoints.files import (
     read_file,
     read_manifest,
 )
+from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
 from flyte_ddp.checkpoints.retention import Retention
@@ -477,7 +478,7 @@ class CheckpointStore:
         if write.state is not None and not self._sink.is_local:
             write.save_to(buffer := io.BytesIO())
             write.contents, write.state, write.buffers = buffer.getvalue(), None, None
-        self.retention.check_owner(self._sink)
+        check_owner(self._sink, self.owner)
         file = (
             peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
         )
@@ -497,7 +498,7 @@ class CheckpointStore:
             "best": write.best,
             "written_at": time.time(),
         }
-        self.retention.check_owner(self._sink)  # an upload may take long
+        check_owner(self._sink, self.owner)  # an upload may take long
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
         self.retention.own[name] = manifest

@@ -82,10 +82,8 @@ def field(
 
     The limits of a list are those of its items.
     """
-    metadata = {LIMITS: Limits(**limits), HELP: help}
-    if factory is not None:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
+    return dataclasses.field(metadata={LIMITS: Limits(**limits), HELP: help}, **start)
 
 
 def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:

@@ -6,11 +6,9 @@ or `StorageUnavailable` (the store may come back).
 
 from __future__ import annotations
 
-import contextlib
-import email.utils
 import enum
 import errno
-import time
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from flyte_ddp.errors import CheckpointError, ConfigError
@@ -28,24 +26,27 @@ _NO_CREDENTIALS = {
     "RefreshError",
     "ClientAuthenticationError",
 }
-# Answers that no second try changes, apart from those with HTTP status 401 and 403.
-_REFUSALS = {
-    "AccountProblem",
-    "AllAccessDisabled",
-    "AuthorizationHeaderMalformed",
+# Codes of answers whose HTTP status does not tell enough.
+_BUCKETS = {
     "ContainerNotFound",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
     "InvalidBucketName",
-    "InvalidToken",
     "InvalidResourceName",
     "NoSuchBucket",
     "OutOfRangeInput",
+}
+_REFUSALS = {
+    *_BUCKETS,
+    "AccountProblem",
+    "AllAccessDisabled",
+    "AuthorizationHeaderMalformed",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
     "PermanentRedirect",
     "SignatureDoesNotMatch",
 }
-MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses requests whose clock is 15 minutes from its own
-# Answers with status 403 that pass: the clock of a machine was set, or will be.
+_CONDITIONS = {"ConditionalRequestConflict", "NotImplemented", "PreconditionFailed"}
+# The clock of a machine was set, or will be.
 _PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
 # Mistakes in a program or in a machine: to wait for another result would hide them.
 _NOT_OF_THE_STORE = (
@@ -55,6 +56,7 @@ _NOT_OF_THE_STORE = (
 )
 
 
+MAX_TEXT = 300  # characters of an error in one line
 # The permission that a request to S3 needs. A file that is not there is "forbidden" to who may not
 # list.
 _PERMISSIONS = {
@@ -89,21 +91,16 @@ def classify(error: Exception, has_answered: bool) -> Meaning:
     status, code = answer(error)
     if code in _REFUSALS:
         return Meaning.DENIED
-    if code in _PASSING_REFUSALS or (status == 403 and _clocks_differ(error)):
-        return Meaning.AWAY
-    if isinstance(error, (FileNotFoundError, FileExistsError)) or status in (409, 412, 501):
-        return Meaning.FINAL
-    if code in ("PreconditionFailed", "ConditionalRequestConflict", "NotImplemented"):
+    is_condition = code in _CONDITIONS or status in (409, 412, 501)
+    if is_condition or isinstance(error, (FileNotFoundError, FileExistsError)):
         return Meaning.FINAL
     if status == 404:
         return Meaning.MISSING
-    if _lacks_credentials(error):
-        # the service that issues them may be away
+    # The service that issues credentials may be away. A ValueError is at first an address that is
+    # none, later an answer that cannot be read.
+    if _lacks_credentials(error) or isinstance(error, ValueError):
         return Meaning.AWAY if has_answered else Meaning.DENIED
-    # at first an address that is none, later an answer that cannot be read
-    if isinstance(error, ValueError):
-        return Meaning.AWAY if has_answered else Meaning.DENIED
-    if (
+    if code not in _PASSING_REFUSALS and (
         status == 401
         or _is_forbidden(error, status)
         or isinstance(error, (IsADirectoryError, NotADirectoryError))
@@ -130,21 +127,12 @@ def remedy_for(error: Exception, is_local: bool) -> str:
         return "give a file"
     if is_local:
         return "give a place where this process may read and create files"
-    if code in (
-        "NoSuchBucket",
-        "ContainerNotFound",
-        "InvalidBucketName",
-        "InvalidResourceName",
-        "OutOfRangeInput",
-    ):
+    if code in _BUCKETS:
         return "create the bucket or correct the URL"
     if _is_forbidden(error, status):
-        needed = next(
-            (_PERMISSIONS[name] for name in _operations(error) if name in _PERMISSIONS), ""
-        )
-        return (
-            f"correct the keys, or give their owner the permission{f' {needed}' if needed else ''}"
-        )
+        requests = (getattr(cause, "operation_name", "") for cause in _causes(error))
+        needed = next((f" {_PERMISSIONS[name]}" for name in requests if name in _PERMISSIONS), "")
+        return f"correct the keys, or give their owner the permission{needed}"
     if _lacks_credentials(error) or status == 401:
         return (
             "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
@@ -175,27 +163,6 @@ def answer(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
-def _operations(error: BaseException) -> Iterator[str]:
-    """Yield the names of the requests that `error` stands for, as S3's client has them."""
-    for cause in _causes(error):
-        yield str(getattr(cause, "operation_name", ""))
-
-
-def _clocks_differ(error: BaseException) -> bool:
-    """Return whether the store's clock is too far from this machine's, as the date of its answer
-    shows.
-
-    The answer to a HEAD request has no body that could say so.
-    """
-    for cause in _causes(error):
-        response = getattr(cause, "response", None)
-        metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
-        with contextlib.suppress(KeyError, ValueError, TypeError):
-            theirs = email.utils.parsedate_to_datetime(metadata["HTTPHeaders"]["date"])
-            return abs(theirs.timestamp() - time.time()) > MAX_CLOCK_SKEW
-    return False
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -205,10 +172,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def describe(error: BaseException) -> str:
     """Return class and message of `error` in one line that ends, without secrets."""
     # Without azure's whole answer, after what it says.
-    message = redact_url(" ".join(str(error).split()).partition(" Content: <")[0])
-    if len(message) > 300:
-        message = message[:300] + "..."
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
+    message = redact_url(str(error).partition("Content: <")[0])
+    text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    return textwrap.shorten(text, MAX_TEXT, placeholder=" ...")
 
 
 def _is_forbidden(error: Exception, status: int) -> bool:
