@@ -182,9 +182,7 @@ def server_with_compiler():
     """Ranks that have imported torch's compiler and transformers, as those of a process whose first
     run is of text.
     """
-    start_server_anew(recipe_program("text", resolve({}, {"parallel": "fsdp"})).slow_imports)
-    yield
-    start_server_anew(["torch"])
+    yield from import_in_ranks("text", parallel="fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +190,11 @@ def server_with_metrics():
     """Ranks that have imported torchmetrics, as those of a process whose first recipe has metrics
     of its own.
     """
-    start_server_anew(
-        recipe_program("tests.test_task_metrics.Numbers", resolve({}, {})).slow_imports
-    )
+    yield from import_in_ranks("tests.test_task_metrics.Numbers")
+
+
+def import_in_ranks(recipe, **config):
+    start_server_anew(recipe_program(recipe, resolve({}, config)).slow_imports)
     yield
     start_server_anew(["torch"])
 

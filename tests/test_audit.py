@@ -22,6 +22,25 @@ REPOSITORY = Path(__file__).parents[1]
 UNKNOWN = "zipp  Dependency not found on PyPI and could not be audited: zipp (4.1.2)"
 
 
+def make(directory, target, *variables, **programs):
+    """Run make in a copy of what it reads, with stand-ins for programs in `directory`."""
+    for name, script in programs.items():
+        (directory / name.replace("_", "-")).write_text(f"#!/bin/sh\n{script}\n")
+        (directory / name.replace("_", "-")).chmod(0o755)
+    for file in (*REPOSITORY.glob("*.mk"), *REPOSITORY.glob("requirements*.txt")):
+        (directory / file.name).write_text(file.read_text())
+    for name in ("Makefile", "pyproject.toml"):
+        (directory / name).write_text((REPOSITORY / name).read_text())
+    return subprocess.run(
+        ["make", target, "IMAGE=x:1", *variables],
+        cwd=directory,
+        env={"PATH": f"{directory}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize(
     ("output", "status", "passes", "shown"),
     [
@@ -39,22 +58,10 @@ UNKNOWN = "zipp  Dependency not found on PyPI and could not be audited: zipp (4.
 def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(
     tmp_path, output, status, passes, shown
 ):
-    program = tmp_path / "pip-audit"
-    program.write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\nexit {status}\n")
-    program.chmod(0o755)
     (tmp_path / "installed").touch()
-    pins = ("requirements.txt", "requirements-dev.txt", "requirements-uv.txt")
-    for name in ("Makefile", "project.mk", *pins, "pyproject.toml"):
-        (tmp_path / name).write_text((REPOSITORY / name).read_text())
-    command = [
-        "make",
-        "audit",
-        f"BIN={tmp_path}",
-        f"INSTALLED={tmp_path / 'installed'}",
-        "UV=/bin/true",
-        "IMAGE=x:1",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    variables = (f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}", "UV=/bin/true")
+    script = f"cat <<END\n{output}\nEND\nexit {status}"
+    done = make(tmp_path, "audit", *variables, pip_audit=script)
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert shown in done.stdout
 
@@ -129,27 +136,8 @@ def test_the_image_installs_nothing_without_a_hash():
     [("Linux aarch64", True), ("Darwin arm64", True), ("Darwin x86_64", False)],
 )
 def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
-    for name, script in {"uname": f"echo {machine}", "uv": "exit 0"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
     (tmp_path / ".venv").mkdir()
-    for name in (
-        "Makefile",
-        "project.mk",
-        "requirements.txt",
-        "requirements-dev.txt",
-        "pyproject.toml",
-    ):
-        (tmp_path / name).write_text((REPOSITORY / name).read_text())
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["make", "setup", "IMAGE=x:1"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = make(tmp_path, "setup", uname=f"echo {machine}", uv="exit 0")
     assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), (
         done.stdout + done.stderr
     )

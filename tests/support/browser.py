@@ -4,7 +4,6 @@ Neither a driver nor a port is needed, and the protocol reports every console me
 failed request.
 """
 
-import base64
 import json
 import os
 import select
@@ -114,11 +113,6 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def screenshot(self, file: Path) -> None:
-        """Write the whole page, down to its end, as a PNG."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(answer["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last_id += 1

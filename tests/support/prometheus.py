@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ import yaml
 
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.metrics import PORT_VARIABLE
+from tests.support.ports import free_port
 
 needs_prometheus = pytest.mark.skipif(
     not shutil.which("promtool"),
@@ -34,16 +34,11 @@ def promtool(*arguments, stdin=""):
     return done.stdout
 
 
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def record_figures(patch):
     """Let tasks serve their figures, and return the list to which each new report adds them, or
     "".
     """
-    port = _free_port()
+    port = free_port()
     figures = []
 
     def scrape(_):
@@ -99,7 +94,7 @@ def run_prometheus(directory, scrape_configs, groups):
     }
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     promtool("check", "config", directory / "prometheus.yaml")
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     with open(directory / "prometheus.log", "w") as log:
         process = subprocess.Popen(
             [
