@@ -420,15 +420,11 @@ def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_pa
     """Never more than one being written, one that waits and the best one, however long the store is
     away.
     """
-    store = CheckpointStore(str(tmp_path), 2)
-    held = threading.Event()
-    write = Storage.write
-    monkeypatch.setattr(Storage, "write", lambda *arguments: held.wait(30) and write(*arguments))
+    gate, store = Gate(monkeypatch), CheckpointStore(str(tmp_path), 2)
     weights = [torch.full((5000,), float(step)) for step in range(9)]
     for step in range(1, 9):
         store.save({"progress": {"step": step}, "weight": weights[step]}, step, best=step == 2)
-        time.sleep(0.02)
-    held.set()
+    gate.is_open.set()
     store.wait()
     kept = {step: store.load(step)["weight"][0].item() for step in _kept(store)}
     assert kept[8] == 8

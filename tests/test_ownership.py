@@ -4,6 +4,7 @@ writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -12,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,23 +123,16 @@ def test_ranks_hold_what_they_write_until_a_store_that_was_away_has_their_token(
 
 
 def test_one_of_two_simultaneous_runs_gets_the_place(url):
-    taken, refused = [], []
-
     def start(number):
-        try:
-            taken.append(owns(url, f"run-{number}").__enter__())
-        except ConfigError as error:
-            refused.append(str(error))
+        with contextlib.suppress(ConfigError):
+            return owns(url, f"run-{number}").__enter__()
 
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if not url.startswith("memory"):  # which knows no condition for a put
-        assert (len(taken), len(refused)) == (1, 3)
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(filter(None, pool.map(start, range(4))))
     for each in taken:
         each.__exit__(None, None, None)
+    # the store in memory knows no condition for a put
+    assert len(taken) == 1 or url.startswith("memory")
 
 
 def test_heartbeats_survive_any_error(tmp_path, monkeypatch, beats_often):
@@ -251,26 +245,19 @@ def test_a_damaged_token_does_not_lock_the_place(tmp_path, beats_often):
 
 
 def test_a_replaced_owner_writes_deletes_and_renames_nothing(tmp_path):
-    state = {"progress": {"step": 1}, "model": torch.zeros(3)}
     with owns(str(tmp_path), "f1-n0") as first:
         store = CheckpointStore(str(tmp_path), 1, owner=first.token)
-        for step in (1, 2):
-            store.save(state, step, best=False)
-            store.wait()
+        store.save({"step": 2}, 2, best=False)
+        store.wait()
         change(str(tmp_path), token="another", run="f2-n0")
-        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-        store.save(state, 3, best=False)
-        with pytest.raises(
-            ConfigError,
-            match="belongs to run f2-n0 .* now, so this process writes nothing more there",
-        ):
-            store.wait()
-        manifest = Path(tmp_path, "step-0000000002.json")
-        manifest.write_text("damaged")
-        with pytest.raises(ConfigError, match="belongs to run f2-n0"):
-            CheckpointStore(str(tmp_path), 1, owner=first.token).load_latest()
-        assert manifest.exists()
-        assert {file.name for file in tmp_path.iterdir()} == before.keys()
+        (tmp_path / "step-0000000002.json").write_text("damaged")
+        before = sorted(tmp_path.iterdir())
+        store.save({"step": 3}, 3, best=False)
+        expected = "belongs to run f2-n0 .* now, so this process writes nothing more there"
+        for act in (store.wait, CheckpointStore(str(tmp_path), 1, owner=first.token).load_latest):
+            with pytest.raises(ConfigError, match=expected):
+                act()
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
@@ -279,9 +266,7 @@ def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
         with pytest.raises(ConfigError, match="belongs to run f1-n0"):
             run.train(1, data=lambda: pytest.fail("data were prepared"))
     run.train(1, epochs=1)
-    _, owner = read_owner(Storage(str(run.checkpoints)))
-    assert owner.released
-    assert dataclasses.replace(owner, token="").run == ""
+    assert read_owner(Storage(str(run.checkpoints)))[1].released
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_store_that_hangs(tmp_path, monkeypatch):

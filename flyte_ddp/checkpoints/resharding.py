@@ -93,10 +93,13 @@ class _Assembly:
         self._world = world
         state = {key: value for key, value in contents.items() if key != SHARDS}
         tensors = [tensor for _, tensor in find_tensors(state)]
-        self._outline = world.broadcast_object(
-            map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each), reader
+        self._outline, is_split = world.broadcast_object(
+            (
+                map_tensors(state, lambda each: each.to("meta") if _is_plain(each) else each),
+                [tensor.is_meta for tensor in tensors],
+            ),
+            reader,
         )
-        is_split = world.broadcast_object([tensor.is_meta for tensor in tensors], reader)
         self._tensors: list[Tensor | None] = []
         # (the whole one's shape, the box kept, where it is in `_tensors`: None before anything is
         # kept of it)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
-# seconds in which a store puts parts together or copies a file, perhaps without a byte
+# seconds in which a store puts the parts of a file together, perhaps without a byte
 SERVER_WORK_TIMEOUT = 300.0
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once
 
@@ -114,15 +114,6 @@ def _is_local(url: str) -> bool:
     return url.partition("::")[0] not in fsspec.available_protocols()
 
 
-# Requests for which the store works on data that it has: their answer takes the longer, the larger
-# the file is.
-_SERVER_WORK = {
-    "complete_multipart_upload": "CompleteMultipartUpload",
-    "copy_object": "CopyObject",
-    "upload_part_copy": "UploadPartCopy",
-}
-
-
 async def _limit(
     file_system: Any, what: str, request: Awaitable[T], num_bytes: int, limit: float
 ) -> T:
@@ -151,13 +142,12 @@ def _limit_s3_requests(file_system: Any) -> None:
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
         limit = READ_TIMEOUT
-        if operation := _SERVER_WORK.get(method):
+        if method == "complete_multipart_upload":  # the longer, the larger the file is
             limit = SERVER_WORK_TIMEOUT
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
-            client.meta.events.register(
-                f"before-call.s3.{operation}", _wait_for_work, unique_id=operation
-            )
+            event = "before-call.s3.CompleteMultipartUpload"
+            client.meta.events.register(event, _wait_for_work, unique_id=event)
         num_bytes = len(kwargs.get("Body") or b"")
         return await _limit(file_system, method, call(method, *args, **kwargs), num_bytes, limit)
 
@@ -306,4 +296,4 @@ CLIENTS = {
 
 # flytekit's file systems have a loop that is over before they are: their client would end a healthy
 # process with an error message.
-logging.getLogger("asyncio").addFilter(lambda record: not record.msg.startswith("Unclosed c"))
+logging.getLogger("asyncio").addFilter(lambda record: not str(record.msg).startswith("Unclosed c"))
