@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.state_file import save_state
@@ -176,11 +177,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
 
 
 def _kept(store):
-    return sorted(
-        int(name[5:15])
-        for name in store.storage.names()
-        if name.startswith("step-") and name.endswith(".json")
-    )
+    return sorted(stored_steps(store.storage.url))
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -19,39 +20,34 @@ from flyte_ddp.world import World
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Peers:
     """All ranks of a gang whose states are in shards.
-
-    Args:
-        world: for collectives of the training's thread.
-        store: the rendezvous. Only calls that return at once are made: others would keep the
-            collectives from it.
 
     Every method raises StorageUnavailable if the store is gone, which is with rank 0's process.
     """
 
-    def __init__(self, world: World, store: Store) -> None:
-        self.world = world
-        self.rank = world.rank
-        self.size = world.world_size
-        self._store = store
+    world: World  # for collectives of the training's thread
+    # The rendezvous. Only calls that return at once are made: others would keep the collectives
+    # from it.
+    store: Store
 
-    def file(self, stem: str, rank: int) -> str:
-        """Return the name of the file that `rank` writes."""
-        return f"{stem}-{rank}of{self.size}.pt"
+    def file(self, stem: str) -> str:
+        """Return the name of the file that this rank writes."""
+        return f"{stem}-{self.world.rank}of{self.world.world_size}.pt"
 
     def announce(self, number: int, value: Any) -> None:
         """Tell the other ranks about the state with this number: rank 0 the beginning of its files'
         names, as it begins to write it, another rank the entry of its part, when that is in place.
         """
-        key = f"flyte_ddp/checkpoint/{self.rank}"
-        _try(lambda: self._store.set(key, json.dumps([number, value])))
+        key = f"flyte_ddp/checkpoint/{self.world.rank}"
+        _try(lambda: self.store.set(key, json.dumps([number, value])))
 
     def announced(self, rank: int) -> tuple[int, Any]:
         """Return what `rank` has announced last; (0, "") for nothing yet."""
         key = f"flyte_ddp/checkpoint/{rank}"
         # `get` alone would wait for the key.
-        found = _try(lambda: self._store.get(key) if self._store.check([key]) else '[0, ""]')
+        found = _try(lambda: self.store.get(key) if self.store.check([key]) else '[0, ""]')
         number, value = json.loads(found)
         return number, value
 

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,13 +46,13 @@ class Buffers(list[UntypedStorage]):
     """
 
 
+@dataclass(eq=False)
 class StagingMemory:
     """Buffers for states of one run, which have the same tensors every time. Grows to what is in
     use at once.
     """
 
-    def __init__(self) -> None:
-        self._free: list[list[UntypedStorage]] = []
+    _free: list[list[UntypedStorage]] = field(default_factory=list)
 
     def copy(self, state: Any) -> tuple[Any, Buffers]:
         """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the

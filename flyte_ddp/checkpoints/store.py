@@ -154,7 +154,7 @@ class CheckpointStore:
     @property
     def _follows(self) -> bool:
         """True where rank 0 chooses the states that this rank writes a part of."""
-        return self.peers is not None and self.peers.rank > 0
+        return self.peers is not None and self.peers.world.rank > 0
 
     def save(
         self,
@@ -229,7 +229,9 @@ class CheckpointStore:
             if on_gpu:
                 _yield_cores_to_training()
             try:
-                slots.write(write.step, self.peers.size if self.peers else 1, write.save_to)
+                slots.write(
+                    write.step, self.peers.world.world_size if self.peers else 1, write.save_to
+                )
             except (
                 Exception
             ) as error:  # nothing is ready any more, and the store still has its checkpoints
@@ -479,9 +481,7 @@ class CheckpointStore:
             write.save_to(buffer := io.BytesIO())
             write.contents, write.state, write.buffers = buffer.getvalue(), None, None
         check_owner(self._sink, self.owner)
-        file = (
-            peers.file(write.name, peers.rank) if peers else write.name + ".pt" * write.has_manifest
-        )
+        file = peers.file(write.name) if peers else write.name + ".pt" * write.has_manifest
         self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
             return
@@ -546,7 +546,7 @@ class CheckpointStore:
         none comes.
         """
         entries: list[Entry] = []
-        for rank in range(1, peers.size):
+        for rank in range(1, peers.world.world_size):
             while (announced := peers.announced(rank))[0] != number:
                 self._outage = f"the shard of rank {rank} is not in place"
                 time.sleep(PEER_POLL)

@@ -434,6 +434,7 @@ def _note_answer(store: str, takes_space: bool) -> None:
     _reached.add(store)
     since, was_full = _outages.get(store, (0.0, False))
     # a full disk is read as any other
-    if (takes_space or not was_full) and _outages.pop(store, None):
+    if since and (takes_space or not was_full):
+        _outages.pop(store, None)
         what = "has space again" if was_full else "answers again"
         logger.warning("%s %s after %.0f s", store, what, time.monotonic() - since)

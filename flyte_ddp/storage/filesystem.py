@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import logging
 import pkgutil
 import re
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -294,6 +298,28 @@ CLIENTS = {
     **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
 }
 
-# flytekit's file systems have a loop that is over before they are: their client would end a healthy
-# process with an error message.
-logging.getLogger("asyncio").addFilter(lambda record: not str(record.msg).startswith("Unclosed c"))
+
+def _close_sessions() -> None:
+    """Close the connections of all file systems that this process has shared.
+
+    flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a
+    healthy process with an error message ("Unclosed client session").
+    """
+    google = "GCSFileSystem", "_session"  # flytekit's, and ours
+    for module, name, session in (
+        ("s3fs", "S3FileSystem", "_s3creator"),
+        ("gcsfs", *google),
+        ("gcsfs.core", *google),
+    ):
+        cls = getattr(sys.modules.get(module), name, None)
+        for file_system in list(getattr(cls, "_cache", {}).values()):
+            # the process is ending: there is nothing left to fail
+            with contextlib.suppress(Exception):
+                loop = file_system.loop or file_system.storage_options["loop"]
+                if loop.is_running():
+                    close = getattr(file_system, session).__aexit__(None, None, None)
+                    asyncio.run_coroutine_threadsafe(close, loop).result(timeout=2)
+
+
+# Not `atexit.register`: flytekit's own handler, which ends its loop, would come first.
+getattr(threading, "_register_atexit", atexit.register)(_close_sessions)

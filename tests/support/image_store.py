@@ -94,6 +94,8 @@ class ImageStore:
                 f"<Error><Code>{code}</Code><Message>a test wants this</Message></Error>".encode()
             )
             headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
+            if code == "RequestTimeTooSkewed":
+                headers.append(("Date", "Mon, 01 Jan 2024 00:00:00 GMT"))
             start_response(status, headers)
             return [body] if environ["REQUEST_METHOD"] != "HEAD" else []
         name = path.split("/", 2)[-1]
