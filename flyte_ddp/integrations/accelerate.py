@@ -57,18 +57,13 @@ def prepare(
         return accelerator.prepare(*objects)
     check_split(accelerator)
     training.begin("prepare")
-    models = [each for each in objects if isinstance(each, nn.Module)]
+    kinds = [isinstance(each, nn.Module) for each in objects]
     index = next((index for index, each in enumerate(objects) if isinstance(each, DataLoader)), -1)
-    if len(models) != 1 or index < 0:
+    if sum(kinds) != 1 or index < 0:
         raise ConfigError(
-            f"prepare: expected one model and a DataLoader, got {len(models)} models among "
+            f"prepare: expected one model and a DataLoader, got {sum(kinds)} models among "
             f"{len(objects)}"
         )
-    if training.record_once():
-        # it began before this call
-        for tracker in [each for each in accelerator.trackers if each.name == "wandb"]:
-            tracker.finish()
-            accelerator.trackers.remove(tracker)
     # The loader last, because the checkpoint may change its batch size; the order that the user
     # gave stays.
     others = accelerator.prepare(*objects[:index], *objects[index + 1 :])
@@ -78,7 +73,7 @@ def prepare(
     log = accelerator.log
 
     def report_and_log(values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        session.report(step=task.step, **training.select_numbers(values))
+        session.report(step=session.current().step, **training.select_numbers(values))
         log(values, step, **options)
 
     accelerator.log = report_and_log
@@ -88,12 +83,14 @@ def prepare(
 def check_split(accelerator: Accelerator) -> None:
     """Raise ConfigError if the model is split otherwise than by FSDP2."""
     kind, layout = accelerator.distributed_type, accelerator.parallelism_config
-    got = "FSDP1" if kind == DistributedType.FSDP and not accelerator.is_fsdp2 else kind.value
-    if got in ("FSDP1", DistributedType.DEEPSPEED.value, DistributedType.MEGATRON_LM.value):
-        raise ConfigError(f"accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, got {got}")
-    if layout and layout.non_data_parallel_size > 1:
-        expected = "expected DDP or FSDP2 alone, of which each rank has its own samples"
-        raise ConfigError(f"accelerator: parallelism_config: {expected}, got {layout}")
+    is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    splits_more = bool(layout and layout.non_data_parallel_size > 1)
+    if is_fsdp1 or splits_more or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        got = "FSDP1" if is_fsdp1 else layout if splits_more else kind.value
+        raise ConfigError(
+            "accelerator: expected DDP, or FSDP2 by an fsdp_version of 2, of which each rank has "
+            f"its own samples, got {got}"
+        )
 
 
 class _Training:
@@ -112,8 +109,6 @@ class _Training:
         self.accelerator = accelerator
         self.save_steps = save_steps
         self.epoch = 0  # of the next pass
-        # of the samples of the epoch that a checkpoint is in: the state of the generator
-        self._order = b""
         self._model = accelerator.unwrap_model(
             next(each for each in prepared if isinstance(each, nn.Module))
         )
@@ -128,19 +123,19 @@ class _Training:
         found = self._found = training.load(self._model, self._optimizers)
         loaders.check_length(found, loader.dataset)
         self._num_samples = loaders.count_samples(loader.dataset)
-        self.step = found["step"] if found else 0  # optimizer steps that are done
         for each, state in zip(self._others, found["others"] if found else (), strict=bool(found)):
             each.load_state_dict(state)
         total = found["global_batch_size"] if found else total
         self.global_batch_size: int = total or loader.batch_size * rank_and_world_size()[1]
-        self._generator = getattr(loader.sampler, "generator", None)
-        if isinstance(loader.sampler, RandomSampler) and self._generator is None:
+        # of the order of the samples
+        self._generator = getattr(loader.sampler, "generator", None) or torch.Generator()
+        if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
             # As Accelerate does for several ranks; one alone would draw the order from the
             # process's own generator.
-            self._generator = loader.sampler.generator = torch.Generator()
+            loader.sampler.generator = self._generator
             self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         share = loaders.split_batch(self.global_batch_size)
-        self.loader = accelerator.prepare(loaders.with_batch_size(loader, share))
+        self.loader = accelerator.prepare(loaders.with_batches(loader, share))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -155,9 +150,9 @@ class _Training:
             return
         self._found = None
         first = found["num_batches"] if found else 0
-        if found and self._generator is not None:
+        if found:
             self._generator.set_state(torch.tensor(list(found["order"]), dtype=torch.uint8))
-        self._order = self._state_of_order()
+        order = self._generator.get_state()
         self.loader.set_epoch(epoch)
         batches = skip_first_batches(self.loader, first) if first else self.loader
         batches.set_epoch(epoch)
@@ -168,28 +163,27 @@ class _Training:
             if not self.accelerator.sync_gradients:
                 training.beat()
                 continue
-            self.step += 1
-            is_last = number == len(self.loader)
-            self._order = self._state_of_order() if is_last else self._order
-            session.report(step=self.step, epoch=epoch + number / len(self.loader))
-            place = (epoch + 1, 0) if is_last else (epoch, number)
-            if self.step % self.save_steps == 0:
+            step = session.current().step + 1
+            place = epoch, number, order
+            if number == len(self.loader):
+                place = epoch + 1, 0, self._generator.get_state()
+            session.report(step=step, epoch=epoch + number / len(self.loader))
+            if step % self.save_steps == 0:
                 self.save(*place)
             training.end_if_stopped(lambda place=place: self.save(*place))
 
-    def _state_of_order(self) -> bytes:
-        """Return the state from which the order of the next pass is drawn."""
-        return bytes(self._generator.get_state().tolist()) if self._generator is not None else b""
+    def save(self, epoch: int, num_batches: int, order: torch.Tensor) -> None:
+        """Save the training as it is after an optimizer step. For all ranks together.
 
-    def save(self, epoch: int, num_batches: int) -> None:
-        """Save the training as it is after an optimizer step. For all ranks together."""
+        Args:
+            order: state of the generator that draws the order of the epoch.
+        """
         values = {
             "global_batch_size": self.global_batch_size,
             "num_samples": self._num_samples,
-            "step": self.step,
             "epoch": epoch,
             "num_batches": num_batches,
-            "order": self._order,
+            "order": bytes(order.tolist()),
             "others": [each.state_dict() for each in self._others],
         }
-        training.save(self._model, self._optimizers, self.step, values)
+        training.save(self._model, self._optimizers, session.current().step, values)

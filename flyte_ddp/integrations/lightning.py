@@ -49,7 +49,6 @@ class SessionCallback(Callback):  # type: ignore[misc]
         # of the checkpoint that the training goes on from
         self._found: dict[str, Any] | None = None
         self._num_samples: int | None = None  # of the training data
-        training.record_once()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not session.is_in_run():
@@ -64,12 +63,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
         if found:
             self.global_batch_size = found["global_batch_size"]
             for each, state in zip(_stateful(trainer), found["others"], strict=True):
-                each.load_state_dict(state)
-            for callback in trainer.callbacks:
-                if state := found["callbacks"].get(callback.state_key):
-                    callback.load_state_dict(state)
-        self._step = trainer.global_step
-        trainer.loggers = [*trainer.loggers, _Reports(trainer)]
+                if state:
+                    each.load_state_dict(state)
+        trainer.loggers = [*trainer.loggers, _Reports()]
         process = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = lambda loader: process(self._fit(trainer, loader))
 
@@ -81,16 +77,13 @@ class SessionCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not session.is_in_run():
-            return
-        if trainer.global_step == self._step:
+        if not session.is_in_run() or trainer.global_step == session.current().step:
             training.beat()
             return
-        self._step = trainer.global_step
         self._num_batches = batch_idx + 1
         epoch = trainer.current_epoch + self._num_batches / trainer.num_training_batches
-        session.report(step=self._step, epoch=epoch)
-        if self._step % self.save_steps == 0:
+        session.report(step=trainer.global_step, epoch=epoch)
+        if trainer.global_step % self.save_steps == 0:
             self.save(trainer)
         training.end_if_stopped(lambda: self.save(trainer))
 
@@ -105,7 +98,6 @@ class SessionCallback(Callback):  # type: ignore[misc]
             "epoch": trainer.current_epoch + trainer.is_last_batch,
             "num_batches": 0 if trainer.is_last_batch else self._num_batches,
             "others": [each.state_dict() for each in _stateful(trainer)],
-            "callbacks": {each.state_key: each.state_dict() for each in trainer.callbacks},
         }
         training.save(trainer.lightning_module, trainer.optimizers, trainer.global_step, values)
 
@@ -125,36 +117,32 @@ class SessionCallback(Callback):  # type: ignore[misc]
         self._num_samples = loaders.count_samples(loader.dataset)
         num_shares = _num_shares(trainer)
         self.global_batch_size = self.global_batch_size or (loader.batch_size or 0) * num_shares
-        loader = loaders.with_batch_size(
-            loader, loaders.split_batch(self.global_batch_size, num_shares)
-        )
-        if self._found:
-            loader = loaders.skip_batches(loader, self._found["num_batches"])
-            sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-            if hasattr(sampler, "set_epoch"):  # the loop does it too late for loader processes
-                sampler.set_epoch(self._found["epoch"])
-        return loader
+        found = self._found or {"num_batches": 0, "epoch": trainer.current_epoch}
+        share = loaders.split_batch(self.global_batch_size, num_shares)
+        if hasattr(loader.sampler, "set_epoch"):  # the loop does it too late for loader processes
+            loader.sampler.set_epoch(found["epoch"])
+        return loaders.with_batches(loader, share, found["num_batches"])
 
     def _check_batches(self, trainer: Trainer, loader: Batches) -> Batches:
         """Return `session.batches` of the epoch that begins; it keeps the global batch by
         itself.
         """
-        if trainer.reload_dataloaders_every_n_epochs != 1:
-            got = trainer.reload_dataloaders_every_n_epochs
-            raise ConfigError(
-                f"reload_dataloaders_every_n_epochs: expected 1 with session.batches, got {got}"
-            )
-        if loader.batches.epoch != trainer.current_epoch:
-            expected = f"expected trainer.current_epoch, which is {trainer.current_epoch}"
-            raise ConfigError(f"session.batches: epoch: {expected}, got {loader.batches.epoch}")
-        if loader.batches.length is None:  # of which Lightning reads a batch ahead
-            raise ConfigError(
-                "session.batches: dataset: expected one with a length and items under Lightning"
-            )
-        if (got := loader.batches.share[1]) != (num_shares := _num_shares(trainer)):
-            expected = f'expected {num_shares} ranks, as of strategy.device_mesh["data_parallel"]'
-            raise ConfigError(f"session.batches: mesh: {expected}, got {got}")
-        self.global_batch_size = loader.batches.global_batch_size
+        batches = loader.batches
+        for name, got, expected in (
+            (
+                "reload_dataloaders_every_n_epochs",
+                trainer.reload_dataloaders_every_n_epochs,
+                1,
+            ),
+            ("session.batches: epoch", batches.epoch, trainer.current_epoch),
+            # those of strategy.device_mesh["data_parallel"]
+            ("session.batches: ranks of its mesh", batches.share[1], _num_shares(trainer)),
+            # Lightning reads a batch ahead of others
+            ("session.batches: dataset has a length", batches.length is not None, True),
+        ):
+            if got != expected:
+                raise ConfigError(f"{name}: expected {expected} under Lightning, got {got}")
+        self.global_batch_size = batches.global_batch_size
         return loader
 
 
@@ -163,20 +151,18 @@ class _Reports(Logger):  # type: ignore[misc]
 
     name, version = "session", ""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        session.report(step=self._trainer.global_step, **training.select_numbers(metrics))
+        session.report(step=session.current().step, **training.select_numbers(metrics))
 
     def log_hyperparams(self, *arguments: Any, **given: Any) -> None:
         """Report nothing."""
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
-    """Return what has a state besides the model, its optimizers and the callbacks."""
+    """Return what has a state besides the model and its optimizers."""
     schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
     return [
+        *trainer.callbacks,
         trainer.fit_loop,
         *schedulers,
         trainer.precision_plugin,

@@ -5,6 +5,7 @@ no framework.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -13,16 +14,16 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.batches import rank_and_world_size
 
 KEPT = (
-    *(
-        "dataset",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-    ),
-    *("generator", "prefetch_factor", "persistent_workers"),
+    "dataset",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
 )
 
 
@@ -60,54 +61,35 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
         )
 
 
-def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """Return the loader with batches of another size. Raises ConfigError if it makes its batches
-    itself.
+def with_batches(loader: DataLoader[Any], batch_size: int, num_skipped: int = 0) -> DataLoader[Any]:
+    """Return the loader with batches of another size, whose next pass begins behind `num_skipped`
+    of them, which are not read.
+
+    Raises:
+        ConfigError: it makes its batches itself, or would have to skip those of an iterable.
     """
-    if loader.batch_size == batch_size:
+    if loader.batch_size == batch_size and not num_skipped:
         return loader
-    if loader.batch_size is None:
-        raise ConfigError(
-            f"DataLoader: expected a batch_size, to change it to {batch_size}, got a batch sampler"
-        )
     kept = {name: getattr(loader, name) for name in KEPT}
-    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if loader.batch_size is None or (is_iterable and num_skipped):
+        raise ConfigError(
+            "DataLoader: expected a batch_size, and to resume in an epoch a data set with a length "
+            f"and items, got {loader.batch_size} and a {type(loader.dataset).__name__}"
+        )
+    if num_skipped:
+        return DataLoader(batch_sampler=_Batches(loader, batch_size, num_skipped), **kept)
+    sampler = None if is_iterable else loader.sampler
     return DataLoader(batch_size=batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
 
 
-def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """Return the loader, whose next pass begins behind `num_batches`, which are not read.
+class _Batches(BatchSampler):
+    """The batches of a loader, at the first pass without those that are done."""
 
-    Raises:
-        ConfigError: its data set is an iterable.
-    """
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        what = type(loader.dataset).__name__
-        raise ConfigError(
-            "DataLoader: expected a data set with a length and items, to resume in "
-            f"an epoch, got {what}"
-        )
-    kept = {name: getattr(loader, name) for name in KEPT}
-    return DataLoader(batch_sampler=_Remaining(loader.batch_sampler, num_batches), **kept)
-
-
-class _Remaining(BatchSampler):
-    """The batches of a sampler, at the first pass without those that are done."""
-
-    def __init__(self, batches: Any, num_skipped: int) -> None:
-        self.batches = batches
+    def __init__(self, loader: DataLoader[Any], batch_size: int, num_skipped: int) -> None:
+        super().__init__(loader.sampler, batch_size, loader.drop_last)
         self.num_skipped = num_skipped
-        self.sampler, self.batch_size, self.drop_last = (
-            batches.sampler,
-            batches.batch_size,
-            batches.drop_last,
-        )
 
     def __iter__(self) -> Iterator[list[int]]:
         first, self.num_skipped = self.num_skipped, 0
-        for number, batch in enumerate(self.batches):
-            if number >= first:
-                yield batch
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return islice(super().__iter__(), first, None)

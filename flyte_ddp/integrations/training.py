@@ -6,7 +6,6 @@ Knows no framework.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.process.programs import WANDB_VARIABLE
 from flyte_ddp.rank.batches import rank_and_world_size
 from flyte_ddp.rank.sharding import is_split
 
@@ -50,12 +48,11 @@ def save(
         values: what else belongs to the training: plain values, and no tensors where the model is
             split.
     """
-    state = {
-        **_collect_state(model, optimizers),
-        **values,
-        "generators": _gather(generator_states()),
-    }
-    session.save(state, step)
+    if session.is_in_run():
+        generators = _gather(generator_states())
+        session.save(
+            {**_collect_state(model, optimizers), **values, "generators": generators}, step
+        )
 
 
 def load_values(is_split: bool) -> dict[str, Any] | None:
@@ -109,16 +106,6 @@ def is_split_model(model: nn.Module) -> bool:
     return any(is_split(each) for each in model.parameters())
 
 
-def record_once() -> bool:
-    """Stop W&B from recording more in this process where the run itself is recorded; return whether
-    it is.
-    """
-    if WANDB_VARIABLE not in os.environ:
-        return False
-    os.environ["WANDB_MODE"] = "disabled"
-    return True
-
-
 def beat() -> None:
     """Report progress that is no optimizer step."""
     if session.is_in_run():
@@ -152,14 +139,11 @@ def select_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def generator_states() -> list[Any]:
     """Return the states of this process's random generators, as plain values."""
     name, keys, *rest = numpy.random.get_state()
-    states = [
-        random.getstate(),
-        (name, numpy.asarray(keys).tolist(), *rest),
-        bytes(torch.get_rng_state().tolist()),
-    ]
+    tensors = [torch.get_rng_state()]
     if torch.cuda.is_available():
-        states.append(bytes(torch.cuda.get_rng_state().tolist()))
-    return states
+        tensors.append(torch.cuda.get_rng_state())
+    array = (name, numpy.asarray(keys).tolist(), *rest)
+    return [random.getstate(), array, *(bytes(each.tolist()) for each in tensors)]
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
@@ -204,16 +188,10 @@ def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
     def split(value: Any, parameter: Any) -> Any:
-        if (
-            not is_split(parameter)
-            or not isinstance(value, torch.Tensor)
-            or value.shape != parameter.shape
-        ):
+        if not is_split(parameter) or getattr(value, "shape", None) != parameter.shape:
             return value
-        value = value.to(parameter.device)
-        return distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
 
     states = {
         index: {name: split(value, parameters[index]) for name, value in each.items()}

@@ -21,12 +21,14 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
 
+SAVE_STEPS = 100  # optimizer steps
 # Of the Trainer's own time and count of work: the run measures these itself.
 BOOKKEEPING = re.compile(
     r"(.*_)?(runtime|\w+_per_second|total_flos|num_input_tokens_seen|model_preparation_time)"
@@ -37,13 +39,12 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
     torchrun it is idle.
 
-    A checkpoint is made where the Trainer's `save_strategy` asks for one, in the session's place
-    and not in `output_dir`: copied before the next step and written in the background, by each rank
-    what it has of a split model. Only with `load_best_model_at_end` and the strategy `best`, which
-    need its own files, does the Trainer write these besides.
+    A checkpoint is copied before the next step and written in the background, by each rank what it
+    has of a split model. It takes the place of those that the Trainer itself would write to
+    `output_dir`, but for `load_best_model_at_end`, which needs them.
 
     Args:
-        save_steps: optimizer steps between two checkpoints, besides those of `save_strategy`.
+        save_steps: optimizer steps between two checkpoints.
         global_batch_size: samples of an optimizer step, at any number of ranks; by default what the
             arguments make of it at the number of ranks with which the run began.
 
@@ -53,32 +54,40 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, trainer: Trainer, save_steps: int | None = None, global_batch_size: int | None = None
+        self, trainer: Trainer, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None
     ) -> None:
         self.trainer = trainer
         self.save_steps = save_steps
         self.global_batch_size = global_batch_size
         # of the checkpoint that the training goes on from
         self._found: dict[str, Any] | None = None
-        self._is_due = False  # a checkpoint before the next step
         self._train = trainer.train
         if session.is_in_run():
             check_split(trainer.accelerator)
-            training.record_once()
             trainer.train = self.train
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""
         training.begin("trainer.train")
-        trainer = self.trainer
-        found = training.load_values(
+        trainer, args = self.trainer, self.trainer.args
+        if session.checkpoints and not args.load_best_model_at_end:
+            args.save_strategy = SaveStrategy.NO
+        found = self._found = training.load_values(
             trainer.is_fsdp_enabled or training.is_split_model(trainer.model)
         )
         loaders.check_length(found, trainer.train_dataset)
-        self._keep_global_batch(found["global_batch_size"] if found else self.global_batch_size)
+        total = found["global_batch_size"] if found else self.global_batch_size
+        size = args.per_device_train_batch_size
+        self.global_batch_size = total or size * args.gradient_accumulation_steps * args.world_size
+        share = loaders.split_batch(self.global_batch_size)
+        if share % size:
+            expected = (
+                f"expected a divisor of {share}, a rank's samples of {self.global_batch_size}"
+            )
+            raise ConfigError(f"per_device_train_batch_size: {expected}, got {size}")
+        args.gradient_accumulation_steps = share // size  # as many batches as that are
         if found is None:
             return self._train(resume_from_checkpoint, **options)
-        self._found = found
         # The one private name: a directory without weights, which `on_train_begin` loads, is
         # refused otherwise.
         trainer._load_from_checkpoint = lambda *arguments: None
@@ -86,9 +95,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             Path(directory, "trainer_state.json").write_text(found["trainer"], encoding="utf-8")
             return self._train(directory, **options)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
+    def on_train_begin(self, *arguments: Any, **given: Any) -> None:
         if self._found is not None:
             whole = None if self.trainer.is_fsdp_enabled else self._found
             self._found = training.load(self.trainer.model, [self._optimizer], whole)
@@ -102,28 +109,19 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if self._found is not None:
             training.set_generators(self._found)
             self._found = None
-        self._save_if_due()  # here also what an evaluation has changed is done
+        # here also what an evaluation has changed is done
+        elif state.global_step and state.global_step % self.save_steps == 0:
+            self.save()
         training.end_if_stopped(self.save)
+
+    def on_train_end(self, *arguments: Any, **given: Any) -> None:
+        if self._found is None:  # else it was at its end already
+            self.save()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        self._is_due |= bool(self.save_steps and state.global_step % self.save_steps == 0)
-        self.on_epoch_end(args, state, control)
-        if not control.should_log:
-            session.report(step=state.global_step, epoch=state.epoch)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        self._is_due |= control.should_save
-        control.should_save &= args.load_best_model_at_end or not session.checkpoints
-
-    def on_save(self, *arguments: Any, **given: Any) -> None:
-        self._is_due = True
-
-    def on_train_end(self, *arguments: Any, **given: Any) -> None:
-        self._save_if_due()
+        session.report(step=state.global_step, epoch=state.epoch)
 
     def on_log(
         self,
@@ -156,11 +154,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         }
         training.save(trainer.model, [self._optimizer], trainer.state.global_step, values)
 
-    def _save_if_due(self) -> None:
-        if self._is_due and session.checkpoints:
-            self.save()
-        self._is_due = False
-
     @property
     def _optimizer(self) -> Any:
         # not Accelerate's wrapper
@@ -169,18 +162,3 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     @property
     def _others(self) -> list[Any]:
         return [self.trainer.lr_scheduler, *filter(None, [self.trainer.accelerator.scaler])]
-
-    def _keep_global_batch(self, total: int | None) -> None:
-        """Let an optimizer step take `total` samples, by as many batches as that are for a
-        rank.
-        """
-        args = self.trainer.args
-        size = args.per_device_train_batch_size
-        self.global_batch_size = total or size * args.gradient_accumulation_steps * args.world_size
-        share = loaders.split_batch(self.global_batch_size)
-        if share % size:
-            expected = (
-                f"expected a divisor of {share}, a rank's samples of {self.global_batch_size}"
-            )
-            raise ConfigError(f"per_device_train_batch_size: {expected}, got {size}")
-        args.gradient_accumulation_steps = share // size

@@ -158,7 +158,7 @@ def train_transformers(task: Task, splits: bool = False) -> Any:
         optim="sgd",
         max_grad_norm=0.0,
         logging_steps=4,
-        save_steps=task.save_steps or 1000,
+        save_strategy="no",
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
         report_to="none",
@@ -171,7 +171,7 @@ def train_transformers(task: Task, splits: bool = False) -> Any:
     if task.save_steps:
         from flyte_ddp.integrations.transformers import SessionCallback
 
-        trainer.add_callback(SessionCallback(trainer, global_batch_size=task.batch_size))
+        trainer.add_callback(SessionCallback(trainer, task.save_steps, task.batch_size))
     trainer.train()
     return task.results(model)
 
@@ -275,7 +275,7 @@ def train_accelerate(task: Task, splits: bool = False) -> Any:
         wrapped, optimizer, loader = accelerator.prepare(*objects)
     for _ in range(task.epochs):
         for batch in loader:
-            task.begin_step(loader.step if task.save_steps else 0)
+            task.begin_step(session.current().step if task.save_steps else 0)
             loss = wrapped(**batch)["loss"]
             optimizer.zero_grad()
             accelerator.backward(loss)
