@@ -31,7 +31,7 @@ from tests.support.gang import session_of
 
 SLOW = pytest.mark.slow
 FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
-    *(pytest.param(each, marks=SLOW) for each in PROGRAMS if each not in ("pytorch", "accelerate")),
+    *(pytest.param(each, marks=SLOW) for each in PROGRAMS if each != "accelerate"),
     "accelerate",
 )
 
@@ -77,7 +77,10 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("framework", [each for each in FRAMEWORKS if "pytorch" not in str(each)])
+@pytest.mark.parametrize(
+    "framework",
+    ["accelerate", *(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning"))],
+)
 def test_a_stop_loses_no_step(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
     task = Task(str(tmp_path), save_steps=1000, step_seconds=0.5)

@@ -1,5 +1,4 @@
-"""Trainings in the loops of others, and in one of one's own, which count how often each sample is
-trained on.
+"""Trainings in the loops of others, which count how often each sample is trained on.
 
 The model has a parameter for each sample, whose gradient is the same each time the sample is seen.
 These are functions that every rank calls.
@@ -108,32 +107,6 @@ class Counting(nn.Module):
 def _whole(parameter: Tensor) -> Tensor:
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()
-
-
-def train_pytorch(task: Task) -> Any:
-    """Train in a loop of one's own, which does not ask whether it has to stop."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    model = Counting(task.num_samples)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    state = session.load() or {"step": 0}
-    step = state["step"]
-    if step:
-        model.load_state_dict(state["model"])
-    for epoch in session.epochs(task.epochs):
-        for batch, weight in session.batches(task.samples, task.batch_size, epoch):
-            task.begin_step(step)
-            optimizer.zero_grad()
-            (weight * wrapped(**batch)["loss"]).backward()
-            optimizer.step()
-            step += 1
-            session.report(step=step)
-            if task.save_steps and step % task.save_steps == 0:
-                session.save({"model": model.state_dict(), "step": step}, step)
-    return task.results(model)
 
 
 def train_transformers(task: Task, splits: bool = False) -> Any:
@@ -285,7 +258,6 @@ def train_accelerate(task: Task, splits: bool = False) -> Any:
 
 
 PROGRAMS = {
-    "pytorch": train_pytorch,
     "transformers": train_transformers,
     "transformers fsdp2": functools.partial(train_transformers, splits=True),
     "lightning": train_lightning,
