@@ -16,7 +16,6 @@ from torch import nn
 from flyte_ddp.checkpoints import staging
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank import evaluation, main, parallel, passes
-from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.world import World, process_group
 
 GPU = torch.device("cuda", 1)
@@ -45,10 +44,12 @@ def calls(monkeypatch):
 def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, local_rank, expected):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(main, "avoid_importing_dynamo", lambda: None)
+    keep_memory = mock.Mock()
+    monkeypatch.setattr(main, "keep_freed_memory", keep_memory)
     node = SimpleNamespace(num_threads=1, use_gpus=True, world_size=4)
     process = SimpleNamespace(node=node, rank=local_rank, local_rank=local_rank)
-    world = main._prepare_torch(TrainingConfig(), process)
+    world = main._prepare_torch(TrainingConfig(parallel="fsdp"), process)
+    keep_memory.assert_called_once_with(main.RETURNED_BYTES)
     assert world.device == torch.device("cuda", expected)
     assert calls[-1] == ("set_device", world.device)
     assert torch.backends.cudnn.benchmark
@@ -57,12 +58,6 @@ def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, loca
 def test_draws_on_a_gpu_are_seeded_by_the_step_like_those_on_the_host(calls):
     passes.seed_forward(TrainingConfig(), WORLD, step=3, micro_batch=1)
     assert calls == [("manual_seed", torch.default_generator.initial_seed())]
-
-
-def test_memory_and_name_are_those_of_the_gpu(calls):
-    assert main._peak_memory(WORLD) == 7 << 20
-    assert device_name(GPU) == "NVIDIA H100 (cuda:1)"
-    assert calls == [("max_memory_allocated", GPU), ("get_device_name", GPU)]
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])

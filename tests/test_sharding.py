@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.events import (
     CheckpointLoaded,
-    EpochFinished,
     HistogramsTaken,
     PredictionsMade,
+    RunFinished,
     RunStarted,
     from_dict,
 )
@@ -33,103 +32,7 @@ from tests.support.runs import new_run
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
-CONFIG = {
-    "epochs": 2,
-    # 12 splits evenly over 1, 2 and 3 ranks, and the last batch is smaller and uneven.
-    "global_batch_size": 12,
-    "evaluation_batch_size": 7,
-    "schedule": "constant",
-    "gradient_clip_norm": 0.5,
-    "recipe_options": {"layers": 2, "width": 32, "heads": 2, "context": 32},
-}
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}  # sums over ranks in another order
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Some documents, of which `text` makes 113 windows."""
-    directory = tmp_path_factory.mktemp("text")
-    for number in range(20):
-        lines = [f"{number * step} is {number} times {step}." for step in range(1, 11)]
-        (directory / f"{number}.txt").write_text("\n".join(lines))
-    return str(directory)
-
-
-@pytest.fixture(scope="module")
-def whole_run(text, tmp_path_factory):
-    return run_text(tmp_path_factory.mktemp("whole")).train(1, source=text, **CONFIG)
-
-
-def run_text(directory):
-    run = new_run(directory)
-    run.recipe = "tests.support.text_recipe.MallocWatchingText"
-    return run
-
-
-def weights(state):
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.fixture(scope="module")
-def resharded_run(text, tmp_path_factory):
-    """An epoch on two ranks, then one on three, with micro-batches and recomputed activations."""
-    directory = tmp_path_factory.mktemp("shards")
-    options = {"parallel": "fsdp", "gradient_accumulation": 2, "activation_checkpointing": True}
-    first = run_text(directory).train(2, source=text, **{**CONFIG, **options, "epochs": 1})
-    return first, run_text(directory).train(
-        3, source=text, **{**CONFIG, **options, "gradient_accumulation": 1}
-    )
-
-
-@pytest.mark.long
-def test_shards_on_two_and_then_three_ranks_train_to_the_weights_of_one_process(
-    resharded_run, whole_run
-):
-    first, second = resharded_run
-
-    assert (first.started.world_size, second.started.world_size) == (2, 3)
-    assert second.loaded.step == first.result.finished.step > 0
-    found, expected = second.state(), whole_run.state()
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(weights(found), weights(expected), **TOLERANCE)
-    for ours, theirs in zip(second.result.epochs, whole_run.result.epochs, strict=True):
-        assert ours.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
-        assert ours.metrics["accuracy"] == pytest.approx(theirs.metrics["accuracy"], abs=0.003)
-
-
-@pytest.mark.long
-def test_a_run_of_shards_shows_what_others_show(resharded_run, whole_run):
-    def shown(run, kind):
-        return [event for event in run.events if isinstance(event, kind)]
-
-    second = resharded_run[1]
-    # freed blocks go back to the kernel, as no process with a whole model lets them
-    if sys.platform.startswith("linux"):
-        maps = [run.result.epochs[-1].metrics["maps_blocks"] for run in (second, whole_run)]
-        assert maps == [1, 0]
-    assert second.started.num_parameters == whole_run.started.num_parameters
-    names = [(layer.name, layer.output_shape) for layer in whole_run.started.layers]
-    assert [(layer.name, layer.output_shape) for layer in second.started.layers] == names
-    (histogram,) = shown(second, HistogramsTaken)
-    expected = shown(whole_run, HistogramsTaken)[-1]
-    sizes = [
-        {name: sum(each.counts) for name, each in taken.parameters.items()}
-        for taken in (histogram, expected)
-    ]
-    assert sizes[0] == sizes[1]
-    assert histogram.gradients.keys() == expected.gradients.keys()
-    num_shown = [len(shown(run, PredictionsMade)[0].predictions) for run in (second, whole_run)]
-    assert num_shown[0] == num_shown[1]
-    assert shown(second, EpochFinished)[0].sample
-    assert len(second.result.finished.rank_peak_memory_bytes) == 3
-    held = second.result.finished.rank_num_parameters
-    assert (
-        sum(held)
-        == whole_run.started.num_parameters
-        == whole_run.result.finished.rank_num_parameters[0]
-    )
-    assert 0 < max(held) < 0.4 * sum(held)
-    assert shown(second, RunStarted)[0].config["parallel"] == "fsdp"
 
 
 # Checkpoints of shards, of a model whose last layer has three rows: a fourth rank holds none of
@@ -152,18 +55,16 @@ def train_and_note_reads(world, store, *arguments):
 
 
 def train_tiny(directory, num_ranks, **options):
-    """Train `Tiny` in a gang, on from what is there; return where it began, when it ended, and who
-    read what.
+    """Train `Tiny` in a gang, on from what is there; return the events by their kinds, of each the
+    last one, and who read what.
     """
     run = new_run(directory)
-    config = config_of(
-        TINY, {"optimizer": "adamw", "learning_rate": 0.01, "checkpoints_to_keep": 9, **options}
-    )
+    config = {"optimizer": "adamw", "learning_rate": 0.01, "gradient_clip_norm": 0.5}
+    config = config_of(TINY, {**config, "checkpoints_to_keep": 9, **options})
     given = (train_and_note_reads, TINY, config, str(run.data()), str(run.checkpoints))
     results = run_gang(num_ranks, *given)
     emitted = [from_dict(values) for values in results[0][0]]
-    loaded = next(event for event in emitted if isinstance(event, CheckpointLoaded))
-    return loaded, emitted[-1], [sorted(names) for _, names in results]
+    return {type(event): event for event in emitted}, [sorted(names) for _, names in results]
 
 
 def files_of(manifest):
@@ -176,18 +77,29 @@ def flip(file):
     file.write_bytes(contents)
 
 
+def shown(seen):
+    """What people see of a run, without the numbers."""
+    histograms = seen[HistogramsTaken]
+    return (
+        [(layer.name, layer.output_shape) for layer in seen[RunStarted].layers],
+        seen[RunStarted].num_parameters,
+        {name: sum(each.counts) for name, each in histograms.parameters.items()},
+        histograms.gradients.keys(),
+        len(seen[PredictionsMade].predictions),
+    )
+
+
 def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
     # to its end, because a slow writer leaves out a checkpoint on the way
     train_tiny(tmp_path / "whole", 1, epochs=2)
     undisturbed = CheckpointStore(str(tmp_path / "whole" / "checkpoints"), 2).load(2 * STEPS)
-    _, finished, _ = train_tiny(tmp_path / "whole", 1, epochs=3)
-    expected = torch.load(finished.model_state_url, weights_only=True)
+    whole, _ = train_tiny(tmp_path / "whole", 1, epochs=3)
 
-    for epoch, num_ranks in enumerate((1, 4, 3), start=1):
-        parallel = "ddp" if num_ranks == 1 else "fsdp"
-        loaded, finished, reads = train_tiny(
-            tmp_path / "run", num_ranks, epochs=epoch, parallel=parallel
-        )
+    for epoch, (num_ranks, num_parts) in enumerate(((1, 1), (4, 3), (3, 2)), start=1):
+        options = {"parallel": "ddp" if num_ranks == 1 else "fsdp", "epochs": epoch}
+        options["gradient_accumulation"] = num_parts
+        seen, reads = train_tiny(tmp_path / "run", num_ranks, **options)
+        loaded = seen[CheckpointLoaded]
         assert (loaded.step, loaded.skipped) == ((epoch - 1) * STEPS, [])
         if epoch > 1:
             # Each file is read by one rank, by all ranks in turn.
@@ -202,9 +114,12 @@ def test_checkpoints_go_from_ddp_to_4_and_to_3_ranks_of_shards(tmp_path):
             assert [name.rpartition("-")[2] for name in files] == [
                 f"{r}of{num_ranks}.pt" for r in range(num_ranks)
             ]
-    torch.testing.assert_close(
-        torch.load(finished.model_state_url, weights_only=True), expected, **TOLERANCE
-    )
+    urls = [each[RunFinished].model_state_url for each in (seen, whole)]
+    states = [torch.load(url, weights_only=True) for url in urls]
+    torch.testing.assert_close(*states, **TOLERANCE)
+    assert shown(seen) == shown(whole)
+    held = seen[RunFinished].rank_num_parameters
+    assert sum(held) == seen[RunStarted].num_parameters > 2 * max(held)
 
     flip(newest.with_name(files[1]))
     state, url, (line,) = CheckpointStore(str(newest.parent), 2).load_latest()
@@ -221,11 +136,10 @@ def test_sgd_goes_from_ddp_to_shards_and_back(tmp_path):
     run.
     """
     for epoch, (num_ranks, parallel) in enumerate(((1, "ddp"), (2, "fsdp"), (1, "ddp")), start=1):
-        loaded, finished, _ = train_tiny(
-            tmp_path, num_ranks, epochs=epoch, parallel=parallel, optimizer="sgd"
-        )
-        assert loaded.step == (epoch - 1) * STEPS
-        assert finished.step == epoch * STEPS
+        options = {"epochs": epoch, "parallel": parallel, "optimizer": "sgd"}
+        seen, _ = train_tiny(tmp_path, num_ranks, **options)
+        assert seen[CheckpointLoaded].step == (epoch - 1) * STEPS
+        assert seen[RunFinished].step == epoch * STEPS
 
 
 def resume_and_not(world, store, directory, data):
