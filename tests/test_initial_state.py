@@ -174,7 +174,7 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
     assert inputs[0] == inputs[2] == pin_state(str(url)) != inputs[1]
 
 
-@pytest.mark.parametrize("code", ["Tiny a1", "Tiny b2", "Dropped a1"])
+@pytest.mark.parametrize("code", ["Tiny a1", "Tiny b2", "Dropping a1"])
 def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     run = new_run(tmp_path)
     first = new_trainer(run)
@@ -183,7 +183,8 @@ def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     first.store.wait()
     second = new_trainer(run)
     name, second.recipe_version = code.split()
-    second.recipe = type(name, (type(second.recipe),), {})()
+    own = type(second.recipe)
+    second.recipe = type(name, (own,), {"__module__": own.__module__})()
     assert second.resume()[0]
     told = f"goes on with other code: recipe {code}, before Tiny a1"
     assert [told in line for line in caplog.messages] == [True] * (code != "Tiny a1")
