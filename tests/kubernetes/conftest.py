@@ -309,8 +309,6 @@ def _own_address() -> str:
     """This machine's address as pods reach it: the one from which it would talk to the API server's
     own.
     """
-    if address := os.environ.get("FLYTE_DDP_TEST_ADDRESS"):
-        return address
     api_server = kubectl(
         *("--namespace", "default", "get", "endpoints", "kubernetes"),
         *("--output", "jsonpath={.subsets[0].addresses[0].ip}"),

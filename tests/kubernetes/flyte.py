@@ -20,7 +20,6 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.events import RunState, read_history
 from tests.kubernetes.conftest import IMAGE, Namespace, apply
 from tests.kubernetes.store import Store
 
@@ -208,12 +207,6 @@ class Flyte:
         run = f"{PROJECT}/{DOMAIN}/{self.execution}/n2-0-n2-n1-0-n0"
         found = self.store.files.glob(f"flyte/data/checkpoints/{run}/step-*.json")
         return max((int(re.findall(r"step-(\d+)", path)[0]) for path in found), default=0)
-
-    def state(self, outputs: LiteralMap, directory: Path) -> RunState:
-        """Return the state of the run, from the history that a training task returned."""
-        file = directory / "history.jsonl"
-        self.store.files.get_file(outputs.literals["history"].scalar.blob.uri, str(file))
-        return RunState.of(read_history(file))
 
 
 def container_of(template: TaskTemplate) -> dict[str, Any]:

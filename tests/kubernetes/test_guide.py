@@ -6,7 +6,6 @@ A block that needs what is not here (a registry, Helm, a Flyte) is marked in the
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import subprocess
@@ -74,7 +73,6 @@ def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(
         input=KEY,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     shown = f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     print(shown)
@@ -87,15 +85,3 @@ def test_the_guide_leads_from_an_empty_namespace_to_a_checked_registration(
         re.MULTILINE,
     ), shown
     assert re.search(r"^Successfully registered \d\d entities$", done.stdout, re.MULTILINE), shown
-    assert f"version v1, image {IMAGE}" in done.stdout, shown
-
-    key = kubectl(
-        "--namespace",
-        new_namespace,
-        "get",
-        "secret",
-        "wandb",
-        "--output",
-        "jsonpath={.data.api_key}",
-    )
-    assert base64.b64decode(key).decode() == KEY

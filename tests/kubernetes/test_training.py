@@ -391,8 +391,6 @@ def test_a_cluster_starts_under_the_operator_of_the_helm_chart(
     with_command.write_text(f"#!/bin/sh\nexec sed 's/^\\( *\\)args:$/\\1command: {command}\\n&/'\n")
     with_command.chmod(0o755)
     operator = ("--namespace", "dask-operator")
-    image = "jsonpath={.spec.template.spec.containers[0].image}"
-    kept = kubectl(*operator, "get", "deployment", "dask-operator", "--output", image)
     repository, _, tag = IMAGE.rpartition(":")
     chart = files("dask_kubernetes") / "operator/deployment/helm/dask-kubernetes-operator"
     release = (helm, *operator)
@@ -425,4 +423,4 @@ def test_a_cluster_starts_under_the_operator_of_the_helm_chart(
         subprocess.run(
             [*release, "uninstall", "dask-operator", "--ignore-not-found", "--wait"], check=True
         )
-        install_operator(kept)
+        install_operator(IMAGE)
