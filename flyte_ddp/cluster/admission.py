@@ -130,10 +130,9 @@ def list_places(options: Any, name: str) -> dict[str, str]:
         return {name: options} if LOOKS_LIKE_PLACE.fullmatch(options) else {}
     if isinstance(options, (list, tuple)):
         options = dict(enumerate(options))
-    found: dict[str, str] = {}
-    for key, value in options.items() if isinstance(options, Mapping) else ():
-        found |= list_places(value, f"{name}.{key}")
-    return found
+    items = options.items() if isinstance(options, Mapping) else ()
+    found = (list_places(value, f"{name}.{key}") for key, value in items)
+    return {place: url for each in found for place, url in each.items()}
 
 
 def _is_ambiguous(url: str) -> bool:

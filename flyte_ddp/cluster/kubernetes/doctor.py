@@ -76,21 +76,30 @@ def diagnose(
     )
     checked = Finding(f"namespace {namespace} is checked (--namespace)", GOOD)
     if not tasks:
-        text = (
-            "the tasks' own pods were not checked; pass "
-            '--tasks "$(python -m flyte_ddp.flyte requests --json)"'
+        findings.append(
+            Finding(
+                "the tasks' own pods were not checked; pass "
+                '--tasks "$(python -m flyte_ddp.flyte requests --json)"',
+                UNKNOWN,
+            )
         )
-        findings.append(Finding(text, UNKNOWN))
     if unseen:
-        text = (
-            f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether a run "
-            "could start; ask with an administrator's kubeconfig"
+        findings.append(
+            Finding(
+                f"the kubeconfig's user may not see {', '.join(unseen)}, so nothing says whether "
+                "a run could start; ask with an administrator's kubeconfig",
+                UNKNOWN,
+            )
         )
-        findings.append(Finding(text, UNKNOWN))
     is_bad = any(each.level == BAD for each in findings)
     if not is_bad and not unseen:
-        text = f"a run of {config.num_nodes} nodes could start in namespace {namespace}"
-        findings.append(Finding(f"{text} if its image is admitted and can be pulled", GOOD))
+        findings.append(
+            Finding(
+                f"a run of {config.num_nodes} nodes could start in namespace {namespace} if its "
+                "image is admitted and can be pulled",
+                GOOD,
+            )
+        )
     order = (BAD, WARNING, UNKNOWN, GOOD)
     findings.sort(key=lambda each: order.index(each.level))
     return [f"{each}\n" for each in (checked, *findings)], 1 if is_bad else 2 if unseen else 0
