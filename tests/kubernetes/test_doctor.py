@@ -16,7 +16,6 @@ import pytest
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.cluster.kubernetes import lifecycle
 from flyte_ddp.errors import ClusterError, ConfigError
 from tests.kubernetes.conftest import ROOT, Namespace, eventually, kubectl, manifest, small_cluster
 
@@ -112,11 +111,8 @@ def test_no_run_starts_where_the_doctor_fails_and_one_does_where_it_is_mended(
     name: str,
     namespace: Namespace,
     doctor: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     situation = SITUATIONS[name]
-    monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 8.0)
-    monkeypatch.setattr(lifecycle, "REPORT_INTERVAL", 2.0)
     options = ("--tasks", json.dumps(TASKS), "--pod-template", "flyte-ddp")
     right = small_cluster(namespace=namespace.name, num_nodes=1)
     wrong = small_cluster(namespace=namespace.name, num_nodes=1, **situation.config)

@@ -70,6 +70,8 @@ INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
 TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
+# of the cluster that the doctor asks about; its secret has the same one, which policies compare
+DOCTOR_NAME = "ddp-doctor-00000000"
 ENDED = ("Succeeded", "Failed")  # phases of a pod
 # stands for the image of a task's pod that this process does not know
 UNKNOWN_IMAGE = "unknown.invalid/image"
@@ -393,7 +395,7 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     for name, task in (setup.tasks or {"any": {}}).items():
         pods[f"a task's pod ({name})"] = _task_pod(setup.account, task, template)
     create = ("CoreV1Api", "create_namespaced_pod", setup.namespace)
-    meta = {"metadata": {"generateName": "ddp-doctor-"}}
+    meta = {"metadata": {"name": DOCTOR_NAME}}
     for what, pod in pods.items():
         body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": pod}
         if refusal := _dry_run(*create, body):
@@ -401,9 +403,8 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
             if "violates PodSecurity" in refusal and what.startswith("a task"):
                 remedy = setting
             yield Finding(f"the API server would refuse {what}: {refusal}; {remedy}")
-    cluster = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", **meta}
-    place = (GROUP, VERSION, setup.namespace, PLURAL)
-    request = ("create_namespaced_custom_object", *place, {**cluster, "spec": setup.spec})
+    body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", **meta, "spec": setup.spec}
+    request = ("create_namespaced_custom_object", GROUP, VERSION, setup.namespace, PLURAL, body)
     # whether policies admit an image that is not known cannot be known
     if setup.config.kubernetes.image != UNKNOWN_IMAGE and (
         refusal := _dry_run("CustomObjectsApi", *request)

@@ -18,6 +18,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import context_namespace
 from flyte_ddp.cluster.kubernetes.checks import (
     BAD,
+    DOCTOR_NAME,
     GOOD,
     UNKNOWN,
     UNKNOWN_IMAGE,
@@ -69,7 +70,7 @@ def diagnose(
         namespace=namespace,
     )
     config = dataclasses.replace(config, kind="kubernetes", kubernetes=pods)
-    spec = cluster_spec(config, "ddp-doctor-00000000")["spec"]
+    spec = cluster_spec(config, DOCTOR_NAME)["spec"]
     driver = {"pods": Decimal(1), **quantities(tasks.get(DRIVER, {}))}
     findings, unseen = run_checks(
         Setup(config, spec, namespace, service_account, driver, tasks, allowed, pod_template)
