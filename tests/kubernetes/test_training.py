@@ -174,6 +174,7 @@ class Bereaved:
 @pytest.fixture(scope="module")
 def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
     # A short grace: with a longer one the deleted worker would train to the end of so short a run.
+    # And room for the states in memory of the third run beside what the first two have read.
     driver = start(
         "bereaved",
         "undisturbed",
@@ -181,6 +182,7 @@ def bereaved(start: Callable[..., Driver], namespace: Namespace) -> Bereaved:
         "unannounced",
         node_timeout=PATIENT,
         termination_grace=20,
+        worker_memory="2Gi",
     )
     driver.wait_for_step("undisturbed", 3)
     pods = driver.pods("worker")
