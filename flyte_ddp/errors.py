@@ -220,14 +220,6 @@ class NoChampion(ChampionError):
     """None has been promoted yet."""
 
 
-class MissingChampion(ChampionError):
-    """Files of the version in use are gone."""
-
-
-class CorruptChampion(ChampionError):
-    """A file of the version in use is not what was written."""
-
-
 class ChampionChanged(RuntimeError):
     """Another version was put in use meanwhile, by another promotion or a rollback. Nothing was
     done.

@@ -31,9 +31,7 @@ from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
     ConfigError,
-    CorruptChampion,
     FileChanged,
-    MissingChampion,
     NoChampion,
 )
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -120,17 +118,16 @@ class ChampionStore:
         """Return the manifest of the version in use, now or when `pointer` was read.
 
         Raises:
-            NoChampion, MissingChampion, CorruptChampion: there is no such manifest.
+            ChampionError: it is missing or damaged; NoChampion if none was promoted yet.
         """
         contents = self.pointer() if pointer is None else pointer
         if not contents and self.last_challenge().get("had_champion"):
-            raise MissingChampion(f"{self.storage.join(POINTER)} is missing")
+            raise ChampionError(f"{self.storage.join(POINTER)} is missing")
         named = self.parse(contents)
         contents = self._read(named.version, MANIFEST)
         if hashlib.sha256(contents).hexdigest() != named.manifest_sha256:
-            raise CorruptChampion(
-                f"{self._url(named.version, MANIFEST)} is damaged: its SHA-256 differs"
-            )
+            name = _name(named.version, MANIFEST)
+            raise ChampionError(f"{self.storage.join(name)} is damaged: its SHA-256 differs")
         return _manifest(contents)
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
@@ -142,7 +139,7 @@ class ChampionStore:
         try:  # the checksum proves that these bytes were promoted, not that they are harmless
             state: dict[str, Any] = from_bytes(contents)
         except pickle.UnpicklingError as error:
-            raise CorruptChampion(
+            raise ChampionError(
                 f"{self.state_url(manifest)} is not a state dict of tensors"
             ) from error
         return with_class_names(state, manifest.class_names or class_names_of(state)), manifest
@@ -157,7 +154,7 @@ class ChampionStore:
 
     def state_url(self, manifest: Manifest) -> str:
         """Return the URL of the state dict of a version. It never changes."""
-        return self._url(manifest.version, manifest.file)
+        return self.storage.join(_name(manifest.version, manifest.file))
 
     def versions(self, newest: int = 0) -> list[Manifest]:
         """Return the manifests of all complete versions, or of the `newest` so many, oldest
@@ -197,18 +194,15 @@ class ChampionStore:
             bytes=len(state),
             file=EXPORTED_STATE if is_safetensors(state) else MODEL_STATE,
         )
-        storage = self._open_storage(manifest.version)
         contents = _json(dataclasses.asdict(manifest))
-        storage.write(manifest.file, state)
+        self.storage.write(_name(manifest.version, manifest.file), state)
         if card:
-            storage.write(CARD, card)
-        storage.write(MANIFEST, contents)
+            self.storage.write(_name(manifest.version, CARD), card)
+        self.storage.write(_name(manifest.version, MANIFEST), contents)
         try:
-            self._point_to(manifest, contents, replaced)
+            self._replace_pointer(_pointer(manifest, contents), replaced)
         except ChampionChanged:
-            storage.delete(MANIFEST)  # first: without it there is no such version
-            storage.delete(manifest.file)
-            storage.delete(CARD)
+            self._delete(manifest.version)
             raise
         return manifest
 
@@ -226,19 +220,18 @@ class ChampionStore:
         """
         pointer = self.pointer()
         wanted = version or self.parse(pointer).parent
-        if not wanted:
-            raise ConfigError(
-                f"version: expected {self._choices()}, got none, and the version in "
-                "use has no parent"
+        known = self._list_versions()
+        if wanted not in known:
+            got = (
+                f"{wanted!r} in {self._shown}"
+                if wanted
+                else "none, and the one in use has no parent"
             )
-        if "/" in wanted or wanted not in self._list_versions():
-            raise ConfigError(
-                f"version: expected {self._choices()}, got {wanted!r} in {self._shown}"
-            )
+            raise ConfigError(f"version: expected one of {', '.join(known)}, got {got}")
         contents = self._read(wanted, MANIFEST)
         manifest = _manifest(contents)
         self._state(manifest)
-        self._point_to(manifest, contents, pointer, _utc_now())
+        self._replace_pointer(_pointer(manifest, contents, _utc_now()), pointer)
         return manifest
 
     def held(self, pointer: bytes | None = None) -> str | None:
@@ -262,15 +255,15 @@ class ChampionStore:
         return True
 
     def parse(self, pointer: bytes) -> Pointer:
-        """Parse `champion.json`. Raises NoChampion if it is empty, and CorruptChampion if it names
-        no version.
+        """Parse `champion.json`. Raises NoChampion if it is empty, and ChampionError if it names no
+        version.
         """
         if not pointer:
             raise NoChampion(f"{self._shown} has no champion yet")
         try:
             return Pointer(**json.loads(pointer))
         except (ValueError, TypeError) as error:
-            raise CorruptChampion(f"{self.storage.join(POINTER)} is damaged: {error}") from error
+            raise ChampionError(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
     def last_challenge(self) -> dict[str, Any]:
         """Return the record that `record_challenge` wrote last; empty if there is none, or a
@@ -320,14 +313,16 @@ class ChampionStore:
             pointer = self.parse(self.pointer())
             if version in (pointer.version, pointer.parent):
                 continue
-            storage = self._open_storage(version)
-            # the manifest first: without it there is no such version
-            for name in sorted(storage.names()):
-                storage.delete(name)
-            if storage.is_local:
-                storage.file_system.rmdir(storage.root)
+            self._delete(version)
             deleted.append(version)
         return deleted
+
+    def _delete(self, version: str) -> None:
+        storage = Storage(f"{self.url}/{VERSIONS}/{version}", "champion", self.timeout)
+        for name in sorted(storage.names()):  # the manifest first: without it there is no version
+            storage.delete(name)
+        if storage.is_local:
+            storage.file_system.rmdir(storage.root)
 
     def _read_record(self, name: str) -> dict[str, Any]:
         try:
@@ -339,14 +334,6 @@ class ChampionStore:
         except (ValueError, TypeError):
             return {}
 
-    def _point_to(
-        self, manifest: Manifest, contents: bytes, replaced: bytes, held_since: str = ""
-    ) -> None:
-        digest = hashlib.sha256(contents).hexdigest()
-        self._replace_pointer(
-            Pointer(manifest.version, digest, manifest.parent, held_since), replaced
-        )
-
     def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
         try:
             self.storage.replace(POINTER, _json(dataclasses.asdict(pointer)), replaced)
@@ -357,21 +344,15 @@ class ChampionStore:
 
     def _state(self, manifest: Manifest) -> bytes:
         contents = self._read(manifest.version, manifest.file)
-        if (
-            len(contents) != manifest.bytes
-            or hashlib.sha256(contents).hexdigest() != manifest.sha256
-        ):
-            raise CorruptChampion(f"{self.state_url(manifest)} is damaged: its SHA-256 differs")
+        if hashlib.sha256(contents).hexdigest() != manifest.sha256:
+            raise ChampionError(f"{self.state_url(manifest)} is damaged: its SHA-256 differs")
         return contents
 
     def _read(self, version: str, name: str) -> bytes:
         try:
-            return self._open_storage(version).read(name)
+            return self.storage.read(_name(version, name))
         except FileNotFoundError as error:
-            raise MissingChampion(f"{self._url(version, name)} is missing") from error
-
-    def _open_storage(self, version: str) -> Storage:
-        return Storage(f"{self.url}/{VERSIONS}/{version}", "champion", self.timeout)
+            raise ChampionError(f"{self.storage.join(_name(version, name))} is missing") from error
 
     def _list_versions(self) -> list[str]:
         return sorted(Storage(f"{self.url}/{VERSIONS}", "champion", self.timeout).names())
@@ -379,13 +360,6 @@ class ChampionStore:
     @property
     def _shown(self) -> str:
         return redact_url(self.url)
-
-    def _url(self, version: str, name: str) -> str:
-        return f"{self.url}/{VERSIONS}/{version}/{name}"
-
-    def _choices(self) -> str:
-        versions = ", ".join(manifest.version for manifest in self.versions())
-        return f"one of {versions}" if versions else "a version, and none was promoted yet"
 
 
 def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
@@ -395,18 +369,27 @@ def load_champion(url: str) -> tuple[dict[str, Any], Manifest]:
     only.
 
     Raises:
-        NoChampion, MissingChampion, CorruptChampion: all of them `ChampionError`; there is nothing
-        to serve. StorageUnavailable: the store could not be reached for some minutes.
+        ChampionError: there is nothing to serve; `NoChampion` before the first promotion.
+        StorageUnavailable: the store could not be reached for some minutes.
         ConfigError: no such kind of URL is known here, or the store refuses (`StorageDenied`).
     """
     return ChampionStore(url).load()
+
+
+def _name(version: str, name: str) -> str:
+    return f"{VERSIONS}/{version}/{name}"
+
+
+def _pointer(manifest: Manifest, contents: bytes, held_since: str = "") -> Pointer:
+    digest = hashlib.sha256(contents).hexdigest()
+    return Pointer(manifest.version, digest, manifest.parent, held_since)
 
 
 def _manifest(contents: bytes) -> Manifest:
     try:
         return Manifest(**json.loads(contents))
     except (ValueError, TypeError) as error:
-        raise CorruptChampion(f"a manifest is damaged, or of another version: {error}") from error
+        raise ChampionError(f"a manifest is damaged, or of another version: {error}") from error
 
 
 def _utc_now() -> str:
