@@ -13,8 +13,6 @@ from flytekit.core.context_manager import FlyteContextManager
 
 from flyte_ddp import events, session
 from flyte_ddp.__main__ import main
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.observers.metrics import PORT_VARIABLE
 from tests.support.ports import free_port
@@ -106,19 +104,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_rank_starts(environ
     )
 
 
-def count() -> str:
-    exec(compile(SCRIPT, "train.py", "exec"), {})
-    return session.checkpoints
-
-
 @task(task_config=Distributed(wandb="functions"))
 def recorded() -> str:
-    return count()
-
-
-@task(task_config=Distributed(max_hours=0.0006))
-def limited() -> str:
-    return count()
+    exec(compile(SCRIPT, "train.py", "exec"), {})
+    return session.checkpoints
 
 
 def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch):
@@ -135,25 +124,3 @@ def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch):
     assert 'flyte_ddp_step{run="",task="recorded"} ' in (environment / "scraped").read_text()
     run_id = Path(checkpoints, "wandb-run-id").read_text()
     assert list(history.parent.rglob(f"offline-run-*-{run_id}/*.wandb"))
-
-
-def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch):
-    fork_functions(monkeypatch)
-    monkeypatch.setenv("STEPS", "1000")
-    monkeypatch.delenv("SCRAPED")
-    with pytest.raises(
-        UserError,
-        match=(
-            r"max_hours: the run has taken 0\.0006 h.*: the run was "
-            r"stopped at step \d+"
-        ),
-    ):
-        limited()
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"max_hours: expected a finite number of at least 0 "
-            r"\(hours\), got -1"
-        ),
-    ):
-        Distributed(max_hours=-1)
