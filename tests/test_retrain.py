@@ -379,14 +379,14 @@ def test_a_rollback_while_a_challenger_is_measured_wins(store, make, monkeypatch
     judge(store, make(), PromotionCriteria(), model_state(40))
     first = store.version_in_use()
     judge(store, make("5"), PromotionCriteria(), model_state(20))
-    point_to = store._point_to
+    point_to = store._replace_pointer
 
     def roll_back_first(*arguments):
-        monkeypatch.setattr(store, "_point_to", point_to)
+        monkeypatch.setattr(store, "_replace_pointer", point_to)
         store.rollback()
         point_to(*arguments)
 
-    monkeypatch.setattr(store, "_point_to", roll_back_first)
+    monkeypatch.setattr(store, "_replace_pointer", roll_back_first)
     assert judge(store, make("6"), PromotionCriteria(), model_state(0)).outcome == Outcome.HELD
     assert store.version_in_use() == first
 
