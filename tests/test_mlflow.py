@@ -1,5 +1,5 @@
-"""MLflow's observer, by MLflow's own client: to files, to a real server, and to one that is away,
-refuses or hangs.
+"""MLflow's observer, by MLflow's own client: to files, and to a server that is away, refuses or
+hangs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,7 +31,7 @@ from flyte_ddp.flyte.settings import SettingsError, load_settings
 from flyte_ddp.flyte.study import _Observer
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
-from flyte_ddp.storage import read_file, write_file
+from flyte_ddp.storage import read_file
 from flyte_ddp.studies.report import StudyReport
 from tests.support.runs import fork_functions
 from tests.support.short_run import (
@@ -46,7 +44,6 @@ from tests.support.short_run import (
     whole_run,
 )
 
-VERSION = "3.17.2"
 TOKEN = "secret-of-mlflow"
 
 
@@ -60,51 +57,6 @@ def replay(listener: Mlflow, events: list[Event], error: BaseException | None = 
     for event in events:
         listener.handle(event)
     listener.close(error)
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with MLflow's server: its packages are of other versions than ours."""
-    if sys.version_info < (3, 11):
-        pytest.skip("one Python is enough")
-    place = tmp_path_factory.mktemp("mlflow")
-    if given := os.environ.get("MLFLOW_PACKAGES"):
-        return Path(given)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--target",
-        str(place),
-        f"mlflow=={VERSION}",
-    ]
-    subprocess.run(command, check=True, timeout=400)
-    return place
-
-
-@pytest.fixture
-def server(packages: Path, tmp_path: Path) -> Iterator[str]:
-    """The URL of a real MLflow server, whose files are below `tmp_path`."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-S", "-m", "mlflow", "server", f"--port={port}", "--workers=1"]
-    command += [f"--backend-store-uri=sqlite:///{tmp_path}/runs.db"]
-    command += [f"--artifacts-destination={tmp_path}/files"]
-    path = os.environ["PATH"] + os.pathsep + str(packages / "bin")
-    environment = {**os.environ, "PYTHONPATH": str(packages), "PATH": path}
-    process = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-    yield url
-    os.killpg(process.pid, 9)
-    process.wait()
 
 
 @pytest.fixture
@@ -189,21 +141,30 @@ def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
     )
 
 
-def test_a_history_is_uploaded_later_and_its_files_go_to_the_store_that_the_server_names(
-    files: str, tmp_path: Path, finished: Event
+@pytest.mark.parametrize("location", ["memory://mlflow", "mlflow-artifacts:/1"])
+def test_a_history_is_uploaded_later_with_its_files_to_the_server_or_the_store_that_it_names(
+    files: str, tmp_path: Path, finished: Event, monkeypatch: pytest.MonkeyPatch, location: str
 ) -> None:
     from mlflow import MlflowClient
 
-    MlflowClient(files).create_experiment("tests", artifact_location="memory://mlflow")
-    write_file(
-        "memory://histories/a.jsonl", "".join(map(to_line, [*whole_run(), finished])).encode()
-    )
+    MlflowClient(files).create_experiment("tests", artifact_location=location)
+    (history := tmp_path / "a.jsonl").write_text("".join(map(to_line, [*whole_run(), finished])))
+    sent: list[str] = []
+
+    def send(client: object, run: str, directory: str) -> None:
+        sent.extend(str(each.relative_to(directory)) for each in Path(directory).rglob("*.*"))
+
+    monkeypatch.setattr(MlflowClient, "log_artifacts", send)
     for _ in range(2):
-        mlflow.main(["memory://histories/a.jsonl", files, "tests", "late", "digits"])
+        mlflow.main([str(history), files, "tests", "late", "digits"])
     run, steps = find_run(files, "late")
     assert (steps("train/loss"), run.info.status) == ([*range(1, 13)], "FINISHED")
-    assert read_file(f"{run.info.artifact_uri}/model/model_state.safetensors") == b"weights"
-    assert b"digits" in read_file(f"{run.info.artifact_uri}/card/README.md")
+    if location.startswith("memory"):
+        assert read_file(f"{run.info.artifact_uri}/model/model_state.safetensors") == b"weights"
+        assert b"digits" in read_file(f"{run.info.artifact_uri}/card/README.md")
+    else:
+        expected = {"card/README.md", "card/run_card.json", "model/model_state.safetensors"}
+        assert {*sent} == expected
 
 
 def test_trials_that_start_at_once_share_a_new_experiment(
@@ -308,42 +269,6 @@ def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path)
         assert load_settings(settings, environment).mlflow_url == "http://mlflow.team:5000"
 
 
-@pytest.mark.slow
-def test_a_workflow_whose_rank_was_killed_is_one_run_with_its_card(
-    server: str, tmp_path: Path
-) -> None:
-    from mlflow import MlflowClient
-
-    command = [str(Path(sys.executable).with_name("pyflyte")), "run", "workflows/single_node.py"]
-    command += ["single_node_training_wf", "--recipe", "tests.support.recipes.Tiny"]
-    command += [
-        "--num_processes",
-        "2",
-        "--checkpoints",
-        str(tmp_path / "c"),
-        "--model_artifact",
-        "tiny",
-    ]
-    given = {
-        **os.environ,
-        "TRACKING": "mlflow",
-        "MLFLOW_TRACKING_URI": server,
-        "MLFLOW_EXPERIMENT_NAME": "tests",
-    }
-    given |= {"MLFLOW_TRACKING_TOKEN": TOKEN, "FAULT": "kill 1 5", "PYTHONPATH": "."}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert TOKEN not in done.stdout + done.stderr
-    run, steps = find_run(server, (tmp_path / "c" / "wandb-run-id").read_text())
-    assert run.info.status == "FINISHED"
-    assert steps("train/loss") == sorted({*steps("train/loss")})
-    (model,) = MlflowClient(server).list_artifacts(run.info.run_id, "model")
-    assert model.path == "model/model_state.safetensors"
-    (card,) = tmp_path.rglob(f"{run.info.run_id}/artifacts/card/run_card.json")
-    assert json.loads(card.read_text())["origin"]["code_version"]
-    assert json.loads(card.read_text())["ranks"]["restarts"] >= 1
-
-
 SCRIPT = """
 import os
 from flyte_ddp import session
@@ -364,16 +289,31 @@ def recorded() -> str:
     return session.checkpoints
 
 
-def test_functions_and_scripts_are_recorded_as_recipes_are(
+def run_recipe(place: Path) -> str:
+    from workflows.single_node import single_node_training_wf
+
+    checkpoints = str(place / "recipe")
+    single_node_training_wf(
+        recipe="tests.support.recipes.Tiny", num_processes=1, checkpoints=checkpoints
+    )
+    return checkpoints
+
+
+def test_functions_scripts_and_recipes_are_recorded(
     files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_functions(monkeypatch)
     for module in (mlflow, distributed):
         monkeypatch.setattr(module, "find_server", lambda: files)
-    for run in (lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"), recorded):
+    monkeypatch.setattr("tasks.frame.MLFLOW", (files, "tests"))
+    for run in (
+        lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"),
+        recorded,
+        lambda: run_recipe(tmp_path),
+    ):
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
         found, steps = find_run(files, Path(run(), "wandb-run-id").read_text())
-        assert (steps("train/loss"), found.info.status) == ([1, 2], "FINISHED")
+        assert (steps("train/loss")[:2], found.info.status) == ([1, 2], "FINISHED")
 
 
 def test_functions_and_scripts_without_a_server_are_one_line(

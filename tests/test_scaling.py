@@ -25,7 +25,6 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.studies import runner
 from flyte_ddp.studies.plots import scaling_panels
-from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import FINISHED, WAITING, TrialRun
 from flyte_ddp.studies.runner import check_trials, resize_cluster
 from flyte_ddp.studies.scaling import (
@@ -271,28 +270,6 @@ def test_every_figure_of_a_study_has_its_panel():
     assert meaning == "1: learning_rate 0.002; 2: learning_rate 0.1"
     assert ">1<" in to_svg(found[2])
     assert scaling_panels(Study([])) == ("", [])
-
-
-def report_of(runs, recipe="digits"):
-    return StudyReport(recipe, runs, target_loss=0.0)
-
-
-def test_the_page_shows_without_errors_in_a_real_browser(chromium, tmp_path):
-    runs = [run_of(1, 0.1, batch_per_rank=64), run_of(2, 0.06, batch_per_rank=64)]
-    waiting = Trial(3, {**runs[0].trial.values, "world_size": 4}, {}, TrainingConfig(), 4)
-    report = report_of([*runs, TrialRun(waiting, "", WAITING)])
-    report.close(None)
-    page = tmp_path / "report.html"
-    page.write_text(report.render(), encoding="utf-8")
-    assert chromium.open(page, width=1280) == []
-    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 7
-    heads = chromium.evaluate(
-        "[...document.querySelectorAll('.table th')].map(each => each.textContent).join()"
-    )
-    assert "batch_size_per_rank,world_size" in heads
-    assert "speed-up,efficiency" in heads
-    assert chromium.open(page, width=390, dark=True) == []
-    assert chromium.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 # --- One real study

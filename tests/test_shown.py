@@ -25,6 +25,7 @@ from flyte_ddp.events import (
     parse_history,
     to_line,
 )
+from flyte_ddp.flytekit_plugin import frame
 from flyte_ddp.launch import driver
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing, run
@@ -166,11 +167,6 @@ def test_figures_that_are_not_finite_are_null_in_json_and_come_back_as_nan(value
     strict(card_files(run_card(RunState.of(read)))["run_card.json"])
 
 
-def test_a_history_with_nan_of_an_earlier_version_is_read():
-    line = to_line(epoch_finished(1)).replace("0.6667", "NaN")
-    assert [event.epoch for event in parse_history(line.encode(), "history")] == [1]
-
-
 def _raise(*arguments, **options):
     raise TypeError("nothing\nto draw")
 
@@ -181,13 +177,12 @@ def _fill_disk(path, text, **options):
 
 FAULTS = {
     "a panel cannot be drawn": (drawing, "to_svg"),
-    "panels cannot be made": (run, "run_panels"),
     "a table cannot be made": (Report, "content"),
     "figures cannot be formatted": (run, "duration"),
     "the disk is full": (Path, "write_text"),
-    "the card cannot be made": ("flyte_ddp.flyte.frame", "card_files"),
-    "the export is gone": ("flyte_ddp.flyte.frame", "fetch_file"),
-    "nothing can be copied": ("shutil", "copy"),
+    "the card cannot be made": (frame, "card_files"),
+    "the export is gone": (frame, "fetch_file"),
+    "nothing can be copied": (shutil, "copy"),
 }
 
 
@@ -205,10 +200,7 @@ def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(
     )
     made = [*whole_run(), finished]
     fetch = _raise if what != "fetch_file" else _fetch_only(state)
-    monkeypatch.setattr(
-        f"{where}.{what}" if isinstance(where, str) else where, *([what] if not isinstance(where, str) else []),  # noqa: E501
-        _fill_disk if what == "write_text" else fetch,
-    )  # fmt: skip
+    monkeypatch.setattr(where, what, _fill_disk if what == "write_text" else fetch)
 
     def drive(job, place, data, listeners, *arguments, **options):
         with driver.Dispatcher(listeners) as dispatcher:

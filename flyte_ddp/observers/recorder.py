@@ -85,8 +85,6 @@ class Recorder:
         try:
             while not isinstance(item := self._queue.get(), str):
                 self._record(item)
-                if self._queue.empty():
-                    self._flush()
             status = item
         except Exception as error:  # of any kind: no failure of a service may end the training
             self._give_up(error)
@@ -144,9 +142,6 @@ class Recorder:
 
     def _log(self, event: Event, figures: Figures) -> None:
         """Log figures on their axis, or as part of the run's summary."""
-
-    def _flush(self) -> None:
-        """Send what `_log` has collected."""
 
     def _finish(self, status: str) -> None:
         """End the service's run as FINISHED, FAILED or KILLED."""

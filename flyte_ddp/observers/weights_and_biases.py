@@ -114,7 +114,21 @@ class Wandb(Recorder):
                 self._record_model(event)
 
     def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        import wandb
+
         self._run.config.update(config, allow_val_change=True)
+        # nodes without edges, as `wandb.watch(log_graph=True)` records them
+        graph = wandb.Graph("torch")
+        for index, layer in enumerate(event.layers):
+            graph.add_node(
+                id=index,
+                name=layer.name,
+                class_name=layer.kind,
+                output_shape=layer.output_shape,
+                num_parameters=[layer.num_parameters],
+            )
+        if event.layers:
+            self._run.summary["graph_0"] = graph
 
     def _log(self, event: Event, figures: Figures) -> None:
         if not figures.axis:

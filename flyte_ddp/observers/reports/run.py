@@ -18,7 +18,7 @@ from typing import Any
 from markupsafe import Markup
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import Event, Prediction, RunFinished, RunState, TimeSpent
+from flyte_ddp.events import Event, Prediction, RunFinished, RunStarted, RunState, TimeSpent
 from flyte_ddp.observers.formats import (
     duration,
     format_count,
@@ -84,31 +84,31 @@ class Report(Page):
     def content(self) -> dict[str, Any]:
         if self._panels is None:
             self._panels = self.draw(run_panels(self._state))
-        lead = "Waiting for the ranks to start."
-        if started := self._state.started:
-            ranks = format_count(started.world_size, "rank")
-            nodes = format_count(started.num_nodes, "node")
-            lead = f"{ranks} on {nodes}" + (f": {started.data}" if started.data else "")
+        if not (started := self._state.started):
+            lead = "Waiting for the ranks to start."
+            return {"lead": lead, "percent_done": 0, "cards": self._cards()}
+        ranks = format_count(started.world_size, "rank")
+        nodes = format_count(started.num_nodes, "node")
+        lead = f"{ranks} on {nodes}" + (f": {started.data}" if started.data else "")
         return {
             "lead": lead,
-            "percent_done": self._percent_done(),
+            "percent_done": self._percent_done(started),
             "notices": self._notices(),
-            "tiles": self._tiles(),
+            "tiles": self._tiles(started),
             "charts": [("", "", self._panels)],
             "table": self._epochs_table() if self._state.epochs else {},
             "predictions": self._prediction_section(),
             "cards": self._cards(),
-            "sections": self._sections(),
+            "sections": self._sections(started),
         }
 
     def _time_spent(self) -> TimeSpent:
         return self._state.time_spent(until=self.closed_at or time.time())
 
-    def _percent_done(self) -> int:
-        state = self._state
-        if state.started and state.started.num_steps:
-            return min(100, 100 * state.last_step // state.started.num_steps)
-        return 100 if state.finished else 0
+    def _percent_done(self, started: RunStarted) -> int:
+        if self._state.finished or not started.num_steps:
+            return 100 * bool(self._state.finished)
+        return min(100, 100 * self._state.last_step // started.num_steps)
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
@@ -126,28 +126,23 @@ class Report(Page):
             )
         return notices
 
-    def _tiles(self) -> list[dict[str, str]]:
-        started, state, spent = self._state.started, self._state, self._time_spent()
-        if started is None:
-            return []
+    def _tiles(self, started: RunStarted) -> list[dict[str, str]]:
+        state, spent = self._state, self._time_spent()
         latest = {name: value for report in state.reports for name, value in report.values.items()}
         best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
-        rate = latest.get("samples_per_second", 0.0)
-        if state.epochs:
-            rate = state.epochs[-1].samples_per_second
+        speed = "samples_per_second"
+        rate = state.epochs[-1].samples_per_second if state.epochs else latest.get(speed, 0.0)
         # A replayed history is reported within a second, so the duration in its own last event
         # counts.
         seconds = spent.wall or max(
             self.seconds(), state.finished.seconds if state.finished else 0.0
         )
         epoch = state.reports[-1].epoch if state.reports else None
-        ended = "since the launch" if self.status == "running" else "launch to end"
         on_gpu = started.device != "cpu"
         devices = started.world_size * (1 if on_gpu else started.num_threads)
         each = (
             started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
         )
-        hours = devices * seconds / 3600
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
         tiles = [
             tile(
@@ -156,7 +151,7 @@ class Report(Page):
             tile(
                 "Epochs",
                 f"{len(state.epochs)} / {epochs}" if epochs else "",
-                f"{self._percent_done()} % of {started.num_steps:,} steps",
+                f"{self._percent_done(started)} % of {started.num_steps:,} steps",
             ),
             tile(
                 "Step",
@@ -171,7 +166,7 @@ class Report(Page):
             tile(
                 "Wall time",
                 duration(seconds),
-                ended + (", this attempt" if state.resumed_step else ""),
+                "since the launch" + (", this attempt" if state.resumed_step else ""),
             ),
             tile(
                 "Goodput",
@@ -181,13 +176,13 @@ class Report(Page):
             tile("Ranks", f"{started.world_size}" if started.device else "", each),
             tile(
                 "GPU-hours" if on_gpu else "Core-hours",
-                f"{hours:,.{3 if hours < 1 else 1}f}" if started.device else "",
+                f"{devices * seconds / 3600:,.3g}" if started.device else "",
                 f"{devices} x wall time",
             ),
             *(
                 tile(name.replace("_", " "), f"{value:.4g}", "last reported")
                 for name, value in list(latest.items())[:MAX_TILES]
-                if not state.epochs and name != "samples_per_second"
+                if not state.epochs and name != speed
             ),
         ]
         return [each for each in tiles if each["value"]]
@@ -246,10 +241,10 @@ class Report(Page):
         texts = [
             (f"after epoch {epoch.epoch}", shorten(epoch.sample, MAX_TEXT)) for epoch in written
         ]
-        cards = [card("Generated text", *texts[0], texts[1:])] if texts else []
+        log = "\n".join(self._lines)
         return [
-            *cards,
-            *([card("Log", "the last lines", "\n".join(self._lines))] if self._lines else []),
+            *([card("Generated text", *texts[0], texts[1:])] if texts else []),
+            *([card("Log", "the last lines", log)] if log else []),
         ]
 
     def _prediction_section(self) -> dict[str, Any] | None:
@@ -275,10 +270,8 @@ class Report(Page):
             )
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
 
-    def _sections(self) -> list[dict[str, Any]]:
-        state, started, spent = self._state, self._state.started, self._time_spent()
-        if started is None:
-            return []
+    def _sections(self, started: RunStarted) -> list[dict[str, Any]]:
+        state, spent = self._state, self._time_spent()
         finished = state.finished or RunFinished(step=0, seconds=0.0)
         first_step = finished.first_step_seconds
         peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
