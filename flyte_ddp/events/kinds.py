@@ -109,13 +109,8 @@ class RunStarted(Timed):
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:
-        known = {"num_steps": self.num_steps, "num_parameters": self.num_parameters}
-        return Figures(
-            values={
-                "world_size": self.world_size,
-                **{name: value for name, value in known.items() if value},
-            }
-        )
+        names = ("world_size", "num_steps", "num_parameters")
+        return Figures(values={name: each for name in names if (each := getattr(self, name))})
 
 
 @dataclass(frozen=True)
@@ -150,15 +145,19 @@ class EpochFinished(Timed):
     sample: str = ""
 
     def figures(self) -> Figures:
-        values = {
-            "train_loss": self.train_loss,
-            "test_loss": self.test_loss,
-            **self.metrics,
-            "samples_per_second": self.samples_per_second,
-            "seconds": self.seconds,
-            **({"num_replaced": self.num_replaced} if self.num_replaced else {}),
-        }
-        return Figures(values=values, axis="epoch", step=self.step, epoch=self.epoch)
+        return Figures(
+            values={
+                "train_loss": self.train_loss,
+                "test_loss": self.test_loss,
+                **self.metrics,
+                "samples_per_second": self.samples_per_second,
+                "seconds": self.seconds,
+                **({"num_replaced": self.num_replaced} if self.num_replaced else {}),
+            },
+            axis="epoch",
+            step=self.step,
+            epoch=self.epoch,
+        )
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ class RunFinished(Timed):
 
     def figures(self) -> Figures:
         names = ("seconds", "best_epoch", "first_step_seconds", "peak_memory_bytes")
-        known = {name: getattr(self, name) for name in names if getattr(self, name)}
+        known = {name: each for name in names if (each := getattr(self, name))}
         best = {f"best_{name}": value for name, value in self.best.items()}
         return Figures(values={"finished": 1, **known, **best})
 
@@ -334,14 +333,11 @@ class Straggler:
         return self.whole_seconds / max(1e-9, self.whole_median_seconds)
 
     def __str__(self) -> str:
-        where = ", ".join(each for each in (self.node, self.device) if each)
-        of_phase = (
-            f"{1e3 * self.seconds:.3g} ms per step, median of the others "
-            f"{1e3 * self.median_seconds:.3g} ms"
-        )
+        where = ", ".join(filter(None, (self.node, self.device)))
         return (
             f"rank {self.rank}{f' ({where})' if where else ''} is slow in {self.phase}: "
-            f"{of_phase}; "
+            f"{1e3 * self.seconds:.3g} ms per step, median of the others "
+            f"{1e3 * self.median_seconds:.3g} ms; "
             f"in all phases {self.factor:.1f} x the median"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flyte_ddp.events import kinds
 from flyte_ddp.events.kinds import Event
@@ -54,20 +54,20 @@ class TimeSpent:
         return dataclasses.asdict(self)
 
 
+@dataclass
 class WallTime:
     """The account: each interval between two events is booked once, so the parts always add up to
     the wall time.
     """
 
-    def __init__(self) -> None:
-        self.seconds = TimeSpent().parts()
-        self.pause = "starting"  # what the time without steps goes to
-        self.phase = "starting"  # what the time since the last event goes to
-        self.last = 0.0  # event, seconds since the epoch
-        # steps of this attempt's checkpoints, and the seconds then
-        self.saved: list[tuple[int, dict[str, float]]] = []
-        # likewise the steps after the newest of them
-        self.reached: list[tuple[int, dict[str, float]]] = []
+    seconds: dict[str, float] = field(default_factory=lambda: TimeSpent().parts())
+    pause: str = "starting"  # what the time without steps goes to
+    phase: str = "starting"  # what the time since the last event goes to
+    last: float = 0.0  # event, seconds since the epoch
+    # steps of this attempt's checkpoints, and the seconds then
+    saved: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    # likewise the steps after the newest of them
+    reached: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def handle(self, event: Event) -> None:
         """Book the time since the last event. Events without a time are ignored."""

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
@@ -62,17 +63,18 @@ NO_STRAGGLERS = {"stragglers": 0, "straggler_factor": 1}
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RunFigures:
     """The listener of a run in Flyte's `attempt`, from 0: its newest figures, with `labels`, until
     it has ended.
     """
 
-    def __init__(self, labels: dict[str, str], attempt: int = 0) -> None:
-        self.labels = labels
-        self.is_open = True
-        self._values: dict[str, float] = {"attempt": attempt, "finished": 0, **NO_STRAGGLERS}
-        self._num_restarts = -1  # those after an announced loss included
-        self._num_announced = 0
+    labels: dict[str, str]
+    attempt: int = 0
+    is_open: bool = True
+    _num_restarts: int = -1  # those after an announced loss included
+    _num_announced: int = 0
+    _values: dict[str, float] = field(default_factory=lambda: {"finished": 0, **NO_STRAGGLERS})
 
     def handle(self, event: Event) -> None:
         figures = event.figures()
@@ -93,6 +95,7 @@ class RunFigures:
         """Return all metrics that are known, by name."""
         known = {
             **self._values,
+            "attempt": self.attempt,
             "restarts_total": max(0, self._num_restarts - self._num_announced),
             "announced_losses_total": self._num_announced,
         }

@@ -71,13 +71,13 @@ class Mlflow(Recorder):
     origin: Mapping[str, str] = field(default_factory=dict)  # see `run_card`
     # path or URL of the run's, for the command that uploads the rest
     history: str = "history.jsonl"
+    _client: Any = field(default=None, init=False)
+    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
+    _metrics: list[Any] = field(default_factory=list, init=False)  # that wait for `_flush`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("mlflow", "mlflow")
-        self._client: Any = None
-        self._state = RunState(keep_reports=False)
-        self._metrics: list[Any] = []  # that wait for `_flush`
 
     def _record(self, event: Event) -> None:
         self._state.handle(event)

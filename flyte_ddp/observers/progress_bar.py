@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
@@ -26,27 +27,28 @@ FORMATS = {
 }
 
 
+@dataclass(eq=False)
 class ProgressBar:
     """Shows the progress of a run: a live bar on a terminal, and a line from time to time
     elsewhere.
 
     What the output does not take is dropped, as on a full disk, or where the reader has gone.
-
-    Args:
-        stream: the output; standard error by default.
-        lines: the output of `write`; by default the same.
     """
 
-    def __init__(self, stream: TextIO | None = None, lines: TextIO | None = None) -> None:
+    stream: TextIO | None = None  # the output; standard error by default
+    lines: TextIO | None = None  # the output of `write`; by default the same
+    _bar: Any = None
+    _run: RunStarted | None = None
+    _next_step_line: float = 0.0
+    _lost_step: int = 0  # that the attempt before had reached
+    # `write` is called from other threads than `handle`
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
         open_standard_streams()
-        self._stream = Output(stream or sys.stderr)
-        self._lines = Output(lines) if lines else self._stream
+        self._stream = Output(self.stream or sys.stderr)
+        self._lines = Output(self.lines) if self.lines else self._stream
         self._is_live = self._stream.isatty()
-        self._bar: Any = None
-        self._run: RunStarted | None = None
-        self._next_step_line = 0.0
-        self._lost_step = 0  # that the attempt before had reached
-        self._lock = threading.Lock()  # `write` is called from other threads than `handle`
 
     def handle(self, event: Event) -> None:
         with self._lock:

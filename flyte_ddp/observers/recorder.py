@@ -21,6 +21,8 @@ MAX_EVENTS = 20_000  # that wait for the service
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
+NOTHING = {"step": 0.0, "epoch": 0.0}
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,14 +50,18 @@ class Recorder:
     model_artifact: str = ""  # the name under which the model is uploaded at the end; "" for none
     say: Callable[[str], None] = logger.warning  # prints a line for people
 
+    url: str = field(default="", init=False)  # of the run's page, when the service has answered
+    is_off: bool = field(default=False, init=False)  # the service has failed, or is not wanted
+    # what the service's run has, by axis; what it had when the ranks started
+    _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
+    _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
+    _run: Any = field(default=None, init=False)  # the service's
+    # a str is the status at the end
+    _queue: queue.Queue[Event | str] = field(
+        default_factory=lambda: queue.Queue(MAX_EVENTS), init=False
+    )
+
     def __post_init__(self) -> None:
-        self.url = ""  # of the run's page, when the service has answered
-        self.is_off = False  # the service has failed
-        self._reached = {"step": 0.0, "epoch": 0.0}  # what the service's run has, by axis
-        self._known = dict(self._reached)  # what it had when the ranks started
-        self._run: Any = None  # the service's
-        # a str is the status at the end
-        self._queue: queue.Queue[Event | str] = queue.Queue(MAX_EVENTS)
         self._thread = threading.Thread(
             target=self._work, name=f"{self.service} recorder", daemon=True
         )

@@ -144,7 +144,9 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
                         [size for size, _ in points],
                         [y.mean for _, y in points],
                         # a single measurement has no bar
-                        [y.half_width or math.nan for _, y in points],
+                        [y.half_width or math.nan for _, y in points]
+                        if any(y.half_width for _, y in points)
+                        else None,
                         color=color,
                         marker="o",
                         markersize=6,

@@ -38,7 +38,6 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.calls import call_scheduler
-from flyte_ddp.launch.dask.data import SharedData
 from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.driver import POLL_INTERVAL
@@ -129,18 +128,19 @@ class TrialRunner:
     initial_state: str = ""
     # receives all trials, in order, before the first one starts
     runs: list[TrialRun] = field(default_factory=list)
+    # trials that an earlier attempt started in place of drawn ones
+    recalled: set[int] = field(default_factory=set, init=False)
+    stop: StopRequest = field(default_factory=StopRequest, init=False)
+    # of running trials, by number
+    stops: dict[int, StopRequest] = field(default_factory=dict, init=False)
+    failures: list[Exception] = field(default_factory=list, init=False)
+    notifying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
         self.initial_state = pin_state(self.initial_state)
         # of the workers that trials share
-        self.pool = None if self.one_at_a_time else Pool(SharedData(Storage(self.storage.url)))
-        # trials that an earlier attempt started in place of drawn ones
-        self.recalled: set[int] = set()
-        self.stop = StopRequest()
-        self.stops: dict[int, StopRequest] = {}  # of running trials, by number
-        self.failures: list[Exception] = []
-        self.notifying = threading.Lock()
+        self.pool = None if self.one_at_a_time else Pool(self.storage.url)
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
         """Run `trials`, except those that are done according to `checkpoints`.
