@@ -138,16 +138,6 @@ def test_a_long_run_makes_no_larger_picture():
         assert len(drawing.to_svg(panel)) < 60_000
 
 
-def test_thinning_keeps_the_extremes():
-    points = [(float(x), math.sin(x)) for x in range(10_000)]
-    points[4321] = (4321.0, 50.0)
-    points[7654] = (7654.0, -50.0)
-    kept = drawing.thin(points, max_points=100)
-    assert len(kept) <= 100
-    assert {(4321.0, 50.0), (7654.0, -50.0)} <= set(kept)
-    assert kept == sorted(kept)
-
-
 @pytest.mark.parametrize("page", ["#ffffff", "#000000"])
 @pytest.mark.parametrize("color", [drawing.INK, *drawing.PALETTE])
 def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):

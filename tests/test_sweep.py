@@ -83,11 +83,11 @@ def test_a_grid_may_vary_a_recipes_options_beside_those_that_all_models_share():
 
 
 def test_a_list_has_a_model_for_each_of_its_objects():
-    grid = [{"learning_rate": 0.1}, {"global_batch_size": 64}, {"learning_rate": 0.1}]
+    grid = [{"learning_rate": 0.2}, {"global_batch_size": 64}, {"learning_rate": 0.2}]
     first, second = trials_of(SWEPT, {"epochs": 2}, grid)
-    assert first.overrides == {"epochs": 2, "learning_rate": 0.1}
+    assert first.overrides == {"epochs": 2, "learning_rate": 0.2}
     # What only others vary has the value that all share.
-    assert second.values["learning_rate"] == second.config.learning_rate != 0.1
+    assert second.values["learning_rate"] == second.config.learning_rate != 0.2
 
 
 def test_the_same_seed_draws_the_same_models_and_another_seed_others():

@@ -17,6 +17,7 @@ from flyte_ddp.observers.formats import format_count, format_figure, format_roun
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
+    MAX_MARKERS,
     PALETTE,
     Panel,
     label_x,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_LINES = 100  # of trials; more would become one grey area
-MAX_POINTS = 60  # of one line, because there are many lines
 MAX_CHOICE = 14  # characters of a value below an axis
 
 
@@ -58,12 +58,13 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
             points = [
                 (each.epoch, each.figures().values.get(metric, math.nan)) for each in run.epochs
             ]
-            look: dict[str, Any] = {"linewidth": 0.8, "markersize": 2, "alpha": FAINT / 3}
+            look: dict[str, Any] = {"linewidth": 0.8, "alpha": FAINT / 3}
             if index < len(best):
-                look = {"linewidth": 1.6, "markersize": 4, "label": f"{run.trial.number}"}
+                look = {"linewidth": 1.6, "label": f"{run.trial.number}"}
             # the best on top
-            look |= {"color": colors[index], "marker": "o", "zorder": 3 - index / len(ranked)}
-            drawn += plot(axes, points, MAX_POINTS, **look)
+            look |= {"color": colors[index], "zorder": 3 - index / len(ranked)}
+            marker = "o" if len(points) <= MAX_MARKERS else ""
+            drawn += plot(axes, points, marker=marker, markersize=3.5, **look)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         label_x(axes, "epoch")
         log_scale(axes, [value for _, value in drawn])

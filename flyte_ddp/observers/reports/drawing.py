@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import operator
 import re
 import threading
 import warnings
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 # Neighbors differ in brightness or in the blue-yellow direction, which almost everyone can see.
 PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
 
-MAX_POINTS = 500  # of one line; more cannot be distinguished at the width of a page
+MAX_MARKERS = 30  # of one line; with more points it has none
 MAX_TITLE = 40  # characters of a title
 MAX_LEGEND = 54  # characters of one line of a legend, its lines and gaps included
 MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
@@ -151,13 +150,9 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
         figure.savefig(path, dpi=160)
 
 
-def plot(
-    axes: Axes, points: Points, max_points: int = MAX_POINTS, **look: Any
-) -> list[tuple[float, float]]:
-    """Draw a line through the finite `points`, if there are any, and return those that are
-    drawn.
-    """
-    drawn = thin(points, max_points)
+def plot(axes: Axes, points: Points, **look: Any) -> list[tuple[float, float]]:
+    """Draw a line through the finite `points`, if there are any, and return these."""
+    drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if drawn:
         axes.plot(*zip(*drawn, strict=True), **look)
     return drawn
@@ -188,23 +183,6 @@ def log_scale(
     scale.set_minor_formatter(NullFormatter())
 
 
-def thin(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most `max_points` of the finite `points`, ordered by x, that look the same.
-
-    Of each stretch of the line its lowest and its highest point are kept.
-    """
-    drawn = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(drawn) <= max_points:
-        return drawn
-    size, y = math.ceil(len(drawn) / (max_points // 2)), operator.itemgetter(1)
-    stretches = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    return [
-        point
-        for stretch in stretches
-        for point in sorted({min(stretch, key=y), max(stretch, key=y)})
-    ]
-
-
 @contextmanager
 def _settings(salt: str) -> Iterator[None]:
     """Give matplotlib our settings inside the block, ids made from `salt`."""
@@ -218,6 +196,8 @@ def _settings(salt: str) -> Iterator[None]:
         "font.size": 10,
         "figure.figsize": (WIDTH, HEIGHT),
         "savefig.transparent": True,
+        # a long line keeps the points that can be distinguished, its extremes among them
+        "path.simplify_threshold": 1.0,
         "text.color": INK,
         "text.parse_math": False,  # a name with $ is no formula
         "text.usetex": False,

@@ -18,6 +18,7 @@ from flyte_ddp.observers.formats import format_figure, format_rounded
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
+    MAX_MARKERS,
     PALETTE,
     Panel,
     Points,
@@ -237,7 +238,7 @@ def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> list[tup
         points,
         color=PALETTE[color],
         linewidth=2,
-        marker="o" if len(points) <= 30 else "",
+        marker="o" if len(points) <= MAX_MARKERS else "",
         markersize=3.5,
         label=label or None,
     )
