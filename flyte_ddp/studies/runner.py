@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from flyte_ddp.errors import (
     SweepFailed,
     TrainingStopped,
     WorkersLost,
+    log_failures,
 )
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.launch import driver
@@ -59,8 +59,6 @@ from flyte_ddp.studies.results import (
 from flyte_ddp.studies.search import Search, Trial, build_trials
 
 Observer = Callable[[TrialRun, Event | None], None]
-
-logger = logging.getLogger(__name__)
 
 
 def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -> None:
@@ -269,11 +267,8 @@ class TrialRunner:
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
         """Call the observer, whose errors end no trial."""
-        with self.notifying:
-            try:
-                self.observe(run, event)
-            except Exception:
-                logger.exception("an observer failed on an event of %s", run.trial)
+        with self.notifying, log_failures(f"an event of {run.trial}"):
+            self.observe(run, event)
 
     def _stop_all(self, reason: str) -> None:
         # A trial enters its own before it looks at this: it gets the reason, or does not start.
