@@ -19,7 +19,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, GangLost
 from flyte_ddp.events import RunStarted, RunState
 from flyte_ddp.events.history import read_history
-from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
+from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.observers.reports.drawing import to_svg
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage.weights import pin_state
@@ -414,12 +414,3 @@ def test_a_failed_trial_ends_the_study_and_no_other_starts(tmp_path, monkeypatch
     with pytest.raises(FlyteRecoverableException, match="the gang was lost 4 times"):
         study(tmp_path)
     assert len(started) == 1
-
-
-def test_a_user_error_is_one_line_before_a_cluster_starts(tmp_path):
-    with pytest.raises(
-        InputError, match="^global_batch_size: expected a multiple of 5, got 12 .5 ranks"
-    ):
-        study(tmp_path, world_sizes=[1, 5])
-    with pytest.raises(InputError, match="^recipe: expected digits, .*, got 'nope'"):
-        study(tmp_path, recipe="nope")

@@ -421,18 +421,6 @@ def made_up_runs(grid, num_models=0, **statuses):
     return runs
 
 
-def test_the_monitor_ranks_trials_and_chooses_their_epochs():
-    runs = made_up_runs({"learning_rate": [0.1, 0.01]})
-    assert find_best(runs) is runs[1]
-    for run in runs:
-        config = dataclasses.replace(run.trial.config, monitor=Monitor("accuracy", "max"))
-        run.trial = dataclasses.replace(run.trial, config=config)
-    # the largest loss, and the best of all by its accuracy
-    runs[0].state.epochs[4].metrics["accuracy"] = 0.99
-    assert find_best(runs) is runs[0]
-    assert (runs[0].kept.epoch, runs[1].kept.epoch) == (5, 8)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_figure_that_is_not_finite_is_never_the_best(value, mode):

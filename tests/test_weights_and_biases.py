@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 
 from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
-from flyte_ddp.observers import weights_and_biases
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.short_run import (
     epoch_finished,
@@ -299,32 +297,6 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert_nowhere(KEY, tmp_path)
 
 
-def test_an_unreachable_server_is_reported_once(
-    tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
-    server.is_mute.set()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        refusing = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    for url in (refusing, server.url):
-        import wandb
-
-        wandb.teardown()
-        monkeypatch.setenv("WANDB_BASE_URL", url)
-        lines: list[str] = []
-        listener = Wandb(
-            "project", "run-1", tmp_path, keys={"WANDB_API_KEY": KEY}, say=lines.append
-        )
-        replay(listener, [*whole_run(), run_finished()])
-        assert len(lines) == 1
-        assert lines[0].startswith(
-            "W&B failed and records no more of this run; the training continues: CommError: "
-        )
-        assert listener.url == ""
-    assert_nowhere(KEY, tmp_path)
-
-
 def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,26 +360,6 @@ def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_
         "gradients/good"
     ]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
-
-
-def test_model_state_that_cannot_be_read_ends_the_reporting_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[str] = []
-    listener = Wandb(
-        "project",
-        "run-1",
-        tmp_path,
-        model_artifact="model-digits",
-        keys={"WANDB_API_KEY": KEY},
-        say=lines.append,
-    )
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    replay(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
-    assert len(lines) == 2
-    assert "FileNotFoundError" in lines[1]
-    assert "missing ***.pt" in lines[1], "whatever a message quotes, it is not the key"
-    assert lines[1].endswith("What it recorded is in " + lines[0].rsplit(" ", 1)[-1])
 
 
 MUTE_AFTER_START = """
