@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -170,49 +170,50 @@ def test_text_predictions_and_generated_text_are_recorded(tmp_path: Path) -> Non
     assert json.loads(table)["data"] == [["Bell", "b", "a"]]
 
 
-class WandbServer:
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server.requests.append(str(body))
+        server.answers.wait()
+        answer = b"" if self.command == "PUT" else server.answer(self.path, json.loads(body))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_PUT = do_POST
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class WandbServer(ThreadingHTTPServer):
     """A minimal W&B server: it keeps the history and the summary, and returns them to a resumed
     run.
     """
 
-    def __init__(self) -> None:
-        self.requests: list[str] = []
-        self.files: dict[str, bytes] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.summary = "{}"
-        self.exit_codes: list[int] = []
-        self.run_ids: set[str] = set()
-        self.is_mute = threading.Event()  # accepts requests and answers none
-        self.ends = threading.Event()
-        server = self
+    requests: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: str = "{}"
+    exit_codes: list[int] = field(default_factory=list)
+    run_ids: set[str] = field(default_factory=set)
+    answers: threading.Event = field(default_factory=threading.Event)  # else it is mute
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if server.is_mute.is_set():
-                    server.ends.wait()
-                answer = json.dumps(server.answer(self.path, json.loads(body))).encode()
-                self.respond(answer)
+    def __post_init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.daemon_threads = True
+        self.answers.set()
 
-            def do_PUT(self) -> None:
-                server.files[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-                self.respond(b"")
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
 
-            def respond(self, answer: bytes) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+    def answer(self, path: str, body: dict[str, Any]) -> bytes:
+        return json.dumps(self.find_answer(path, body)).encode()
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def find_answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path.endswith("/file_stream"):
             files = body.get("files") or {}
             self.rows += [
@@ -223,7 +224,6 @@ class WandbServer:
             ]
             self.exit_codes += [body["exitcode"]] if body.get("complete") else []
             return {}
-        self.requests.append(json.dumps(body))
         project = {"name": "project", "entity": {"name": "someone"}}
         bucket = {
             "id": "b",
@@ -231,25 +231,19 @@ class WandbServer:
             "displayName": "run-1",
             "config": "{}",
             "project": project,
+            "summaryMetrics": self.summary,
+            "historyLineCount": len(self.rows),
+            "historyTail": json.dumps([json.dumps(row) for row in self.rows[-1:]]),
+            "eventsLineCount": 0,
+            "logLineCount": 0,
+            "eventsTail": "[]",
+            "tags": [],
+            "wandbConfig": '{"t": 1}',
         }
         if "upsertBucket" in body["query"]:
             self.run_ids.add(body["variables"]["name"])
-            bucket["historyLineCount"] = len(self.rows)
             return {"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.rows}}}
         if "RunResumeStatus" in body["query"]:
-            tail = json.dumps([json.dumps(row) for row in self.rows[-1:]])
-            bucket |= {
-                "summaryMetrics": self.summary,
-                "historyLineCount": len(self.rows),
-                "historyTail": tail,
-            }
-            bucket |= {
-                "eventsLineCount": 0,
-                "logLineCount": 0,
-                "eventsTail": "[]",
-                "tags": [],
-                "wandbConfig": '{"t": 1}',
-            }
             return {"data": {"model": {**project, "bucket": bucket if self.rows else None}}}
         if "createRunFiles" in body["query"]:
             files = [
@@ -262,12 +256,12 @@ class WandbServer:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    server = WandbServer()
-    monkeypatch.setenv("WANDB_BASE_URL", server.url)
-    yield server
-    server.ends.set()
-    server.http.shutdown()
-    server.http.server_close()
+    with WandbServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        yield server
+        server.answers.set()
+        server.shutdown()
 
 
 def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: WandbServer) -> None:
@@ -293,7 +287,7 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
         "W&B refuses steps that go back"
     )
     assert server.exit_codes == [1, 0]
-    assert KEY not in "".join(server.requests) + "".join(map(str, server.files.values()))
+    assert KEY not in "".join(server.requests)
     assert_nowhere(KEY, tmp_path)
 
 
@@ -391,7 +385,7 @@ def test_a_silent_server_delays_neither_the_end_nor_the_exit(
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline().startswith("W&B: http")
-        server.is_mute.set()
+        server.answers.clear()
         # would time out, were the process's exit held up
         output, _ = process.communicate("\n", timeout=30)
     failed, goes_on = output.splitlines()

@@ -126,8 +126,10 @@ class ChampionStore:
         named = self.parse(contents)
         contents = self._read(named.version, MANIFEST)
         if hashlib.sha256(contents).hexdigest() != named.manifest_sha256:
-            name = _name(named.version, MANIFEST)
-            raise ChampionError(f"{self.storage.join(name)} is damaged: its SHA-256 differs")
+            raise ChampionError(
+                f"{self.storage.join(_name(named.version, MANIFEST))} is damaged: "
+                "its SHA-256 differs"
+            )
         return _manifest(contents)
 
     def load(self, pointer: bytes | None = None) -> tuple[dict[str, Any], Manifest]:
