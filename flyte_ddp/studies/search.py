@@ -17,7 +17,7 @@ import threading
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
@@ -129,7 +129,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
         )
         raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
     for name in (name for each in objects for name in each if not _is_field(name)):
-        known = [field.name for field in dataclasses.fields(TrainingConfig)]
+        known = [each.name for each in dataclasses.fields(TrainingConfig)]
         raise ConfigError(
             f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe "
             "option, "
@@ -211,6 +211,7 @@ def expand_world_sizes(
     return _combine(grid)
 
 
+@dataclass(eq=False)
 class Search:
     """An Optuna study in memory: stops trials that fall behind, and may suggest better ones.
     Thread-safe.
@@ -223,39 +224,39 @@ class Search:
     what "tpe" suggests, a tree-structured Parzen estimator of the results so far; trials that run
     count as bad ones until they end, so that workers do not crowd.
 
-    Args:
-        stop_early: one of `STOP_EARLY`.
-        sampler: one of `SAMPLERS`. "random" trials are drawn beforehand: see `expand_grid`.
-        grid, seed: what "tpe" samples from, and its seed.
-
     Raises:
         ConfigError: an unknown rule or sampler.
     """
 
-    def __init__(
-        self, stop_early: str = "none", sampler: str = "random", grid: Any = None, seed: int = 0
-    ) -> None:
-        check("stop_early", stop_early, str, Limits(choices=STOP_EARLY))
-        check("sampler", sampler, str, Limits(choices=SAMPLERS))
+    stop_early: str = "none"  # one of `STOP_EARLY`
+    sampler: str = "random"  # or "tpe"; "random" trials are drawn beforehand: see `expand_grid`
+    grid: Any = None  # that "tpe" samples from
+    seed: int = 0  # of "tpe"
+    # name of the file with what was trained in place of a drawn trial
+    note: str = field(default="", init=False)
+    _distributions: dict[str, BaseDistribution] = field(default_factory=dict, init=False)
+    _trials: dict[int, optuna.Trial] = field(default_factory=dict, init=False)  # that run
+    _last_epochs: dict[int, int] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        check("stop_early", self.stop_early, str, Limits(choices=STOP_EARLY))
+        check("sampler", self.sampler, str, Limits(choices=SAMPLERS))
         self._optuna = load_optuna()
-        self.note = ""  # name of the file with what was trained in place of a drawn trial
-        self._distributions: dict[str, BaseDistribution] = {}
-        if sampler == "tpe":
-            self.note = f"tpe-{hashlib.sha256(json.dumps([grid, seed], sort_keys=True).encode()).hexdigest()[:16]}.json"  # noqa: E501
-            self._distributions = _distributions(grid)
+        if self.sampler == "tpe":
+            origin = json.dumps([self.grid, self.seed], sort_keys=True).encode()
+            self.note = f"tpe-{hashlib.sha256(origin).hexdigest()[:16]}.json"
+            self._distributions = _distributions(self.grid)
         pruners = self._optuna.pruners
         pruner = {
             "none": pruners.NopPruner(),
             "median": pruners.MedianPruner(MIN_MEDIAN_TRIALS, MIN_MEDIAN_EPOCH),
             "halving": pruners.SuccessiveHalvingPruner(1, REDUCTION_FACTOR),
-        }[stop_early]
+        }[self.stop_early]
         estimator = self._optuna.samplers.TPESampler(
-            n_startup_trials=NUM_RANDOM, seed=seed, constant_liar=True
+            n_startup_trials=NUM_RANDOM, seed=self.seed, constant_liar=True
         )
         self._study: optuna.Study = self._optuna.create_study(sampler=estimator, pruner=pruner)
-        self._trials: dict[int, optuna.Trial] = {}  # that run, by number
-        self._last_epochs: dict[int, int] = {}
-        self._lock = threading.Lock()
 
     def start(
         self, trial: Trial, replace: Callable[[Mapping[str, Any]], Trial | None] | None = None

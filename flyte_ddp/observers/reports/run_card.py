@@ -105,21 +105,20 @@ def card_page(card: Mapping[str, Any]) -> str:
         "Versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
     }
     names = list(dict.fromkeys(name for epoch in card["epochs"] for name in epoch))
-    lines = [f"# {card['recipe']}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items() if value]
-    lines += [
-        "",
-        "## Epochs",
-        "",
-        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
-    ]
-    lines += ["|---" * len(names) + "|"]
-    lines += [
-        "| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |"
-        for epoch in card["epochs"]
-    ]
     config = json.dumps(card["config"], indent=1, ensure_ascii=False, default=repr)
-    return "\n".join([*lines, "", "## Config", "", "```json", config, "```", ""])
+    lines = [
+        *(f"# {card['recipe']}", "", "| | |", "|---|---|"),
+        *(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value),
+        *("", "## Epochs", ""),
+        "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "|---" * len(names) + "|",
+        *(
+            "| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |"
+            for epoch in card["epochs"]
+        ),
+        *("", "## Config", "", "```json", config, "```", ""),
+    ]
+    return "\n".join(lines)
 
 
 def _figure(name: str, value: Any) -> str:
