@@ -443,8 +443,8 @@ def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
     python, _, package, *arguments = (
         word.replace("CHAMPION_URL", store.url) for word in container["command"]
     )
-    assert (python, module) == ("python", "flyte_ddp.promotion")
-    assert main(arguments) == 0
+    assert (python, package) == ("python", "flyte_ddp")
+    assert command_line.main(arguments) == 0
     # It reads the store with the identity of the tasks.
     accounts = [
         each

@@ -25,7 +25,7 @@ from flyte_ddp.events import (
     parse_history,
     to_line,
 )
-from flyte_ddp.flytekit_plugin import frame
+from flyte_ddp.flyte import frame
 from flyte_ddp.launch import driver
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing, run
