@@ -5,6 +5,7 @@ the main thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -58,42 +59,36 @@ def test_a_living_run_of_this_machine_keeps_its_place_also_from_its_own_run_id(t
         flyte_ddp.run(go_on, checkpoints=str(tmp_path), run_id="r1-a0")
 
 
-@pytest.mark.parametrize("door", ["run", "train", "command line"])
-def test_each_door_passes_the_run_id_on_and_refuses_one_that_is_none(
-    door, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "script.py").write_text("")
+def start(door, place, run_id):
+    if door == "run":
+        flyte_ddp.run(go_on, checkpoints=place, run_id=run_id)
+    elif door == "flyte_ddp.train":
+        flyte_ddp.train("digits", checkpoints=place, run_id=run_id)
+    else:
+        command, target = door.split()
+        main([command, "--checkpoints", place, "--run-id", run_id, target])
 
-    def start(run_id):
-        if door == "run":
-            flyte_ddp.run(go_on, checkpoints=str(tmp_path), run_id=run_id)
-        elif door == "train":
-            flyte_ddp.train("digits", checkpoints=str(tmp_path), run_id=run_id)
-        elif main(
-            ["run", "--checkpoints", str(tmp_path), "--run-id", run_id, str(tmp_path / "script.py")]
-        ):
-            raise ConfigError(capsys.readouterr().err.removeprefix("error: ").rstrip())
 
-    class Passed(Exception):
-        pass
+@pytest.mark.parametrize("door", ["run", "flyte_ddp.train", f"run {__file__}", "train digits"])
+def test_each_door_passes_the_run_id_on(door, tmp_path, monkeypatch):
+    passed = []
 
     def stand_in(job, *arguments, **options):
-        raise Passed(job.run, job.checkpoints)
+        passed.append((job.run, job.checkpoints))
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(driver, "run", stand_in)
-    with pytest.raises(Passed) as passed:
-        start("nightly 7")
-    assert passed.value.args == ("nightly 7", str(tmp_path))
-    wrong = ["two\nlines", "x" * 300, *([5, None] if door != "command line" else [])]
-    for each in wrong:
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"^run_id: expected one line of at most 256 "
-                r"characters, got [^\n]*$"
-            ),
-        ):
-            start(each)
+    with contextlib.suppress(KeyboardInterrupt):
+        start(door, str(tmp_path), "nightly 7")
+    assert passed == [("nightly 7", str(tmp_path))]
+
+
+@pytest.mark.parametrize("door", ["run", "flyte_ddp.train"])
+@pytest.mark.parametrize("wrong", ["two\nlines", "x" * 300, 5, None])
+def test_a_run_id_is_one_line(door, wrong, tmp_path):
+    expected = r"^run_id: expected one line of at most 256 characters, got [^\n]*$"
+    with pytest.raises(ConfigError, match=expected):
+        start(door, str(tmp_path), wrong)
 
 
 @pytest.fixture
@@ -103,48 +98,6 @@ def recorded():
     before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
     yield found
     signal.signal(signal.SIGTERM, before)
-
-
-def wait_for(stop):
-    deadline = time.monotonic() + 60
-    while not stop.is_set() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return stop.reason
-
-
-def test_a_signal_reaches_runs_beside_a_main_thread_with_an_asyncio_loop(recorded, caplog):
-    both_in, first_out = threading.Barrier(2), threading.Event()
-
-    def stop_run(is_first):
-        with signals.stop_on_signals() as stop:
-            both_in.wait(60)
-            if is_first:
-                os.kill(os.getpid(), signal.SIGTERM)
-            reason = wait_for(stop)
-            both_in.wait(60)
-            if is_first:
-                return reason, 0
-            assert first_out.wait(60)
-            num_before = stop.num_requests
-            os.kill(os.getpid(), signal.SIGTERM)  # the handlers stay until the last run has ended
-            while stop.num_requests == num_before:
-                time.sleep(0.01)
-            return reason, stop.num_requests - num_before
-
-    async def run_both():
-        async def first():
-            try:
-                return await asyncio.to_thread(stop_run, True)
-            finally:
-                first_out.set()
-
-        return await asyncio.gather(first(), asyncio.to_thread(stop_run, False))
-
-    assert asyncio.run(run_both()) == [("SIGTERM", 0), ("SIGTERM", 1)]
-    assert not recorded
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert recorded == [signal.SIGTERM]  # the handler from before is back
-    assert not caplog.messages
 
 
 def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
@@ -166,25 +119,40 @@ def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
     )
 
 
-def train_until_stopped(process):
+def train_until_stopped(process, is_last):
     from flyte_ddp import session
 
     step = (session.load() or {"step": 0})["step"]
     while not session.stop_requested:
         step += 1
         session.report(step=step)
-        if step == 3:
+        if step == 3 and is_last():
             os.kill(process, signal.SIGTERM)
         time.sleep(0.01)
     session.save({"step": step}, step)
 
 
 @pytest.mark.long
-def test_sigterm_to_a_task_beside_the_main_thread_costs_no_step(tmp_path, recorded):
-    task = asyncio.to_thread(
-        flyte_ddp.run, train_until_stopped, os.getpid(), checkpoints=str(tmp_path), run_id="a"
-    )
-    with pytest.raises(TrainingStopped, match="SIGTERM: the run was stopped at step"):
-        asyncio.run(task)
+def test_sigterm_to_tasks_beside_the_main_thread_costs_no_step(tmp_path, recorded):
+    places = [str(tmp_path / name) for name in "ab"]
+
+    def is_last():  # the other run has begun to train too
+        (tmp_path / os.urandom(4).hex()).touch()
+        return len([each for each in tmp_path.iterdir() if each.is_file()]) == len(places)
+
+    async def run_both():
+        runs = [
+            asyncio.to_thread(
+                flyte_ddp.run, train_until_stopped, os.getpid(), is_last, checkpoints=place
+            )
+            for place in places
+        ]
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    for stopped in asyncio.run(run_both()):
+        assert isinstance(stopped, TrainingStopped)
+        assert str(stopped).startswith("SIGTERM: the run was stopped at step")
     assert not recorded
-    assert flyte_ddp.run(go_on, checkpoints=str(tmp_path)) >= 3
+    assert [flyte_ddp.run(go_on, checkpoints=place) >= 3 for place in places] == [True, True]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert recorded == [signal.SIGTERM]  # the handler from before is back

@@ -20,7 +20,7 @@ from flyte_ddp.config.fields import finite_number
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.process.programs import STOP_SIGNALS, stop_grace
 
-LOOP_TIMEOUT = 2.0  # seconds for a loop of asyncio to call a function in
+LOOP_TIMEOUT = 10.0  # seconds for a loop of asyncio to call a function in
 
 logger = logging.getLogger(__name__)
 
