@@ -38,6 +38,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.launch import driver
 from flyte_ddp.launch.dask.calls import call_scheduler
+from flyte_ddp.launch.dask.data import SharedData
 from flyte_ddp.launch.dask.place import DaskPlace, check
 from flyte_ddp.launch.dask.pool import Pool
 from flyte_ddp.launch.driver import POLL_INTERVAL
@@ -138,7 +139,7 @@ class TrialRunner:
         self.storage = Storage(self.checkpoints)
         self.initial_state = pin_state(self.initial_state)
         # of the workers that trials share
-        self.pool = None if self.one_at_a_time else Pool(self.storage.url)
+        self.pool = None if self.one_at_a_time else Pool(SharedData(Storage(self.storage.url)))
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
         """Run `trials`, except those that are done according to `checkpoints`.
