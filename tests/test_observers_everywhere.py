@@ -13,6 +13,7 @@ from flytekit.core.context_manager import FlyteContextManager
 
 from flyte_ddp import events, session
 from flyte_ddp.__main__ import main
+from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.observers.metrics import PORT_VARIABLE
 from tests.support.ports import free_port
@@ -124,3 +125,16 @@ def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch):
     assert 'flyte_ddp_step{run="",task="recorded"} ' in (environment / "scraped").read_text()
     run_id = Path(checkpoints, "wandb-run-id").read_text()
     assert list(history.parent.rglob(f"offline-run-*-{run_id}/*.wandb"))
+
+
+@task(task_config=Distributed(max_hours=0.0006))
+def limited() -> None:
+    exec(compile(SCRIPT, "train.py", "exec"), {})
+
+
+def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch):
+    fork_functions(monkeypatch)
+    monkeypatch.setenv("STEPS", "1000")
+    monkeypatch.delenv("SCRAPED")
+    with pytest.raises(UserError, match=r"max_hours: the run has taken 0\.0006 h"):
+        limited()

@@ -14,6 +14,14 @@ def panels_of(events: list[Event]) -> dict[str, drawing.Panel]:
     return {panel.name: panel for panel in plots.run_panels(RunState.of(events))}
 
 
+def test_a_restart_undoes_the_steps_after_its_checkpoint():
+    first = [*sample_run.training()[:2], *sample_run.steps(1, 80), sample_run.epoch(1)]
+    again = [sample_run.started(), sample_run.loaded(60), sample_run.epoch(1)]
+    history = RunState.of([*first, *again, *sample_run.steps(61, 71)])
+    assert [step.step for step in history.reports] == [*range(1, 61, 5), 61, 66, 71]
+    assert [epoch.epoch for epoch in history.epochs] == [1]
+
+
 def test_a_run_has_a_panel_for_all_its_data():
     everything = ["loss", "metric-0", "throughput", "learning-rate", "gradient-norm", "ranks"]
     assert list(panels_of(sample_run.training())) == everything

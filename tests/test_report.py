@@ -135,6 +135,13 @@ def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, wa
     assert notices == ([warning] if warns else [])
 
 
+def test_the_headline_is_the_monitored_figure():
+    started, *others = sample_run.training(epochs=3)
+    monitor = {"metric": "accuracy", "mode": "max"}
+    monitored = dataclasses.replace(started, config={**started.config, "monitor": monitor})
+    assert report_of([monitored, *others]).content()["tiles"][0]["name"] == "Best accuracy"
+
+
 def test_the_report_of_a_finished_run_is_complete():
     made = report_of(sample_run.whole_run())
     assert made.status == "finished"

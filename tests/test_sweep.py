@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from flyte_ddp import events
 from flyte_ddp.config import Monitor, TrainingConfig
-from flyte_ddp.errors import TrainingStopped
-from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
+from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.flyte.inputs import ClusterInput, Grid, InputError, TrainingOverrides
 from flyte_ddp.launch.dask import data
 from flyte_ddp.launch.dask.placement import Worker
 from flyte_ddp.launch.dask.pool import Pool
@@ -208,6 +210,29 @@ def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_mode
     assert "\n" not in str(caught.value)
 
 
+def test_no_more_models_are_drawn_than_distinct_ones_exist():
+    grid = {"optimizer": ["sgd", "adam"], "epochs": {"low": 1, "high": 2}}
+    assert len(trials_of("digits", {}, grid, num_models=50)) == 4
+
+
+def test_an_unknown_rule_or_sampler_is_refused():
+    with pytest.raises(ConfigError, match="stop_early: expected one of none, .*, got 'soon'"):
+        Search("soon")
+    with pytest.raises(ConfigError, match="sampler: expected one of random, tpe, got 'grid'"):
+        Search(sampler="grid")
+
+
+@pytest.mark.parametrize("grid", [{"epochs": [1, 2]}, [{"learning_rate": 0.1, "seed": 3}], "nope"])
+def test_a_grid_reaches_its_task_as_it_was_given_or_is_refused(grid):
+    context, kind = FlyteContextManager.current_context(), TypeEngine.to_literal_type(Grid)
+    if grid == "nope":
+        with pytest.raises(InputError, match="^grid.*: expected an? .*object such as .*nope"):
+            TypeEngine.to_literal(context, grid, Grid, kind)
+    else:
+        literal = TypeEngine.to_literal(context, grid, Grid, kind)
+        assert TypeEngine.to_python_value(context, literal, Grid) == grid
+
+
 # --- Stopping early
 # --------------------------------------------------------------------------------------------------
 
@@ -294,6 +319,12 @@ def test_after_random_models_tpe_suggests_those_that_results_speak_for():
     assert statistics.median(distance[30:]) < statistics.median(distance[:NUM_RANDOM])
     assert found == suggestions_of(3, 50)
     assert found != suggestions_of(3, 50, lambda values: -values["momentum"])
+
+
+def test_a_suggestion_of_no_use_leaves_the_model_that_was_drawn():
+    search = Search("none", "tpe", {"momentum": [0.1, 0.2]})
+    first = numbered(NUM_RANDOM + 1, momentum=0.1)
+    assert search.start(first, lambda values: None) is first
 
 
 def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monkeypatch):

@@ -356,6 +356,19 @@ def test_histograms_and_values_that_are_not_finite_do_not_end_the_reporting(tmp_
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
+def test_a_model_that_cannot_be_read_ends_the_recording_and_the_message_hides_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    lines: list[str] = []
+    options: dict[str, Any] = {"model_artifact": "digits", "keys": {"WANDB_API_KEY": KEY}}
+    listener = Wandb("project", "run-1", tmp_path, say=lines.append, **options)
+    replay(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
+    assert "FileNotFoundError" in lines[1]
+    assert "missing ***.pt" in lines[1]
+    assert lines[1].endswith("What it recorded is in " + lines[0].rsplit(" ", 1)[-1])
+
+
 MUTE_AFTER_START = """
 import sys
 from flyte_ddp.observers import weights_and_biases
