@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ChampionError, ConfigError, log_failures
+from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.events import plain
 from flyte_ddp.flyte.flyte_context import (
     Execution,
@@ -27,8 +26,6 @@ from flyte_ddp.flyte.outputs import RetrainingOutputs
 from flyte_ddp.flyte.resources import code_version
 from flyte_ddp.flyte.task import check_initial_state, check_output, check_urls, task_body
 from flyte_ddp.launch.devices import check_requested_gpus
-from flyte_ddp.observers.formats import format_figure
-from flyte_ddp.observers.reports.page import Page, row, section, tile
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
@@ -38,6 +35,7 @@ from flyte_ddp.promotion.policy import (
     judge,
     plan,
 )
+from flyte_ddp.promotion.report import RetrainingReport
 from flyte_ddp.storage import read_file, redact_url
 from flyte_ddp.storage.weights import pin_state
 
@@ -46,7 +44,6 @@ ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
 # import is not.
 BY_HAND = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
-MAX_VERSIONS = 20  # in the report
 
 
 class RetrainingPlan(NamedTuple):
@@ -222,7 +219,7 @@ def _outputs(
         f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in "
         f"{redact_url(store.url)}"
     )
-    page = _Report(store, recipe, result, execution)
+    page = RetrainingReport(store, recipe, result, execution.url)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
     directory = (
@@ -249,64 +246,3 @@ def _outputs(
             text = json.dumps(plain(values), indent=1, allow_nan=False)
             (directory / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
-
-
-class _Report(Page):
-    """The report of a retraining: its outcome, the champion and the versions before it."""
-
-    def __init__(
-        self, store: ChampionStore, recipe: str, result: PromotionResult, execution: Execution
-    ) -> None:
-        super().__init__(links={"Execution": execution.url} if execution.url else {})
-        self.store = store
-        self.recipe = recipe
-        self.result = result
-
-    @property
-    def title(self) -> str:
-        return f"Retraining {self.recipe}"
-
-    def content(self) -> dict[str, Any]:
-        try:
-            manifest: Mapping[str, Any] = vars(self.store.manifest())
-        except ChampionError as error:
-            manifest = {"champion": error}
-        facts = [
-            row(name.replace("_", " "), _plain(value))
-            for name, value in manifest.items()
-            if value != "" and not isinstance(value, dict)
-        ]
-        versions = [
-            row(
-                each.version,
-                ", ".join(_format_metric(name, value) for name, value in each.metrics.items()),
-                each.data,
-                marked=each.version == manifest.get("version"),
-            )
-            for each in reversed(self.store.versions(MAX_VERSIONS))
-        ]
-        return {
-            "lead": f"{self.result.outcome.value}: {self.result.reason}",
-            "tiles": [
-                tile(who, _format_metric(name, value), note)
-                for who, values, note in (
-                    ("Challenger", self.result.challenger, "on the held-out data"),
-                    ("Champion before", self.result.champion, "on the same data"),
-                )
-                for name, value in values.items()
-            ],
-            "sections": [
-                section(
-                    "The champion now", facts, redact_url(self.store.url), has_long_values=True
-                ),
-                section("Versions", versions, "the newest first; bold: in use"),
-            ],
-        }
-
-
-def _format_metric(name: str, value: float) -> str:
-    return f"{name.removeprefix('test_').replace('_', ' ')} {format_figure(name, value)}"
-
-
-def _plain(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
