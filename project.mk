@@ -64,5 +64,6 @@ train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1, BUILDER='podman build'
 	$(BUILDER) $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .
 
-register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; DRY_RUN=1, ACTIVATE=1
-	PATH="$(abspath $(BIN)):$$PATH" deploy/register.sh
+register: $(INSTALLED)  ## all workflows with Flyte, by settings.toml; PROJECT=, DOMAIN=, VERSION=, DRY_RUN=1, ACTIVATE=1
+	$(BIN)/python -m flyte_ddp register $(if $(PROJECT),--project $(PROJECT)) $(if $(DOMAIN),--domain $(DOMAIN)) \
+	  $(if $(VERSION),--version $(VERSION)) $(if $(filter 1,$(DRY_RUN)),--dry-run) $(if $(filter 1,$(ACTIVATE)),--activate)

@@ -43,6 +43,10 @@ COMMANDS = {
         "list the fields of a run's config and cluster, with defaults and units",
     ),
     "new": ("flyte_ddp.__main__:make_project", "make a project that trains on Flyte"),
+    "register": (
+        "flyte_ddp.flyte.register:main",
+        "register a project's workflows with Flyte, with its code",
+    ),
     "update": ("flyte_ddp.__main__:update_project", "bring a project up to this version"),
     "doctor": (
         "flyte_ddp.cluster.kubernetes.doctor:main",

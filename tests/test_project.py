@@ -382,41 +382,6 @@ print(find_project(), recipe_packages(), load_allowed().images)
     assert run([installed, tmp_path], "-c", program, cwd=tmp_path) == (0, "None [] ('*',)\n")
 
 
-def test_a_project_registers_with_its_settings_and_all_of_its_files(project, installed):
-    status, output = run(
-        [installed],
-        "-m",
-        "flyte_ddp.flyte",
-        "version",
-        cwd=project,
-        IMAGE="registry.example.com/mine:7",
-    )
-    assert status == 0, output
-    assert output.startswith("7-")
-    program = """
-from flyte_ddp.flyte import shipping
-shipping._check_that_all_is_shipped()
-from flyte_ddp.flyte.shipping import IS_INSTALLED, ROOT
-print(ROOT, IS_INSTALLED)
-"""
-    # The library lies below the project, in its own environment, as `make setup` has it.
-    (project / ".venv").mkdir()
-    (project / ".venv/lib").symlink_to(installed)
-    try:
-        assert run([project / ".venv/lib"], "-c", program, cwd=project) == (
-            0,
-            f"{project.resolve()} False\n",
-        )
-        (project / "recipes/hidden.py").touch()
-        (project / ".flyteignore").write_text("recipes/hidden.py\n")
-        status, output = run([project / ".venv/lib"], "-c", program, cwd=project)
-        assert status == 1
-        assert "recipes/hidden.py: expected a file that is shipped" in output.replace("\n", " ")
-    finally:
-        (project / "recipes/hidden.py").unlink()
-        (project / ".flyteignore").unlink()
-
-
 def test_the_commands_of_a_project_are_those_of_its_readme(project):
     help_text = subprocess.run(
         ["make", "help"], cwd=project, capture_output=True, text=True, check=True

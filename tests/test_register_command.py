@@ -1,44 +1,130 @@
-"""deploy/register.sh: its questions to Flyte, its registrations and its refusals."""
+"""`flyte-ddp register`, and the commands for the person on call."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
-import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import grpc
 import pytest
-from flyteidl.admin import execution_pb2, task_pb2
+from flyteidl.admin import execution_pb2
 from flyteidl.service import admin_pb2_grpc
 
-from flyte_ddp.flyte.__main__ import main as tasks_command
-from flyte_ddp.flyte.limits import CLASSES
-from flyte_ddp.flyte.settings import SettingsError
-from tests.test_registration import BIN, IMAGE, KNOWN, REPOSITORY, clean_environment, resources
+from flyte_ddp.__main__ import main
+from flyte_ddp.flyte import register
+from flyte_ddp.flyte.__main__ import main as flyte_command
+from flyte_ddp.flyte.settings import SETTINGS, SettingsError
+from tests.test_registration import IMAGE, KNOWN, REPOSITORY, clean_environment
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    for name in ("tasks", "workflows", "recipes", "settings.toml", ".gitignore"):
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        copy(REPOSITORY / name, tmp_path / name)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("IMAGE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The commands that were called, each with the IMAGE of its environment."""
+    made = []
+
+    def call(command, env):
+        made.append([*command[len(register.PYFLYTE) :], env["IMAGE"]])
+        return 0
+
+    monkeypatch.setattr(register.subprocess, "call", call)
+    return made
+
+
+def test_a_registration_ships_all_with_the_image_of_the_settings(project, calls, monkeypatch):
+    monkeypatch.setenv("IMAGE", IMAGE)
+    options = ["--project", "p", "--domain", "production", "--activate", "--dry-run"]
+    assert main(["register", *options]) == 0
+    assert " ".join(calls.pop()) == (
+        f"register --copy none --image {IMAGE} --project p --domain production --service-account "
+        f"flyte-ddp --version dry-run --activate-launchplans --dry-run workflows {IMAGE}"
+    )
+    assert main(["register", "--image", "other:1", "--version", "7"]) == 0
+    assert " ".join(calls.pop()) == (
+        "register --copy all --image other:1 --project flytesnacks --domain development "
+        "--service-account flyte-ddp --version 7 workflows other:1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "image", "expected"),
+    [
+        (lambda: None, "", "image: expected its name in settings.toml, in IMAGE or by --image"),
+        (
+            lambda: Path(".gitignore").write_text(""),
+            IMAGE,
+            ".gitignore: expected a line for .venv, which would be shipped",
+        ),
+        (
+            lambda: Path(".flyteignore").write_text("recipes/wine.py\n"),
+            IMAGE,
+            "recipes/wine.py: expected a file that is shipped, got one that is not there, or",
+        ),
+        (
+            lambda: shutil.rmtree("recipes"),
+            IMAGE,
+            "recipes: expected a file that is shipped, got one that is not there, or",
+        ),
+        (
+            lambda: Path("settings.toml").write_text("recipes = ["),
+            IMAGE,
+            "settings.toml: expected TOML, got ",
+        ),
+    ],
+)
+def test_a_registration_that_cannot_work_is_refused_in_one_line(
+    project, calls, capsys, change, image, expected
+):
+    (project / ".venv").mkdir()
+    (project / ".venv/file").touch()
+    (project / "recipes/wine.py").touch()
+    change()
+    assert main(["register", "--image", image]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {expected}")
+    assert calls == []
+
+
+@pytest.mark.slow
+def test_a_dry_run_needs_no_flyte_and_lists_everything():
+    done = subprocess.run(
+        ["make", "register", "DRY_RUN=1", "VERSION=7", "INSTALLED=", f"IMAGE={IMAGE}"],
+        cwd=REPOSITORY,
+        env=clean_environment(SANDBOX="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in (*KNOWN, "workflows.retrain.retrain_wf", "Launch Plan: retrain"):
+        assert f"{name} (Dry run Mode)" in done.stdout
+
+
+def test_the_doctor_gets_what_each_class_of_tasks_requests():
+    requests = json.loads(flyte_command(["requests", "--json"]))
+    assert requests.keys() == {"training", "evaluation", "driver", "small"}
+    assert requests["training"]["nvidia.com/gpu"] == str(SETTINGS.gpus)
+    assert requests["small"]["memory"] == f"{SETTINGS.small.memory_gib}Gi"
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
-    """Flyte's own service, as far as it refuses tasks that request too much."""
-
-    memory = "64Gi"
+    """Flyte's own service, as far as it aborts executions."""
 
     def __init__(self):
         self.requests = []
-
-    def CreateTask(self, request, context):
-        self.requests.append(request)
-        asked = resources(request.spec.template.container.resources.limits)[1]
-        if int(asked.removesuffix("Gi")) > int(self.memory.removesuffix("Gi")):
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"Requested MEMORY limit [{asked}] is greater than current limit set in the "
-                "platform configuration "
-                f"[{self.memory}]. Please contact Flyte Admins to change these limits or consult "
-                "the configuration",
-            )
-        return task_pb2.TaskCreateResponse()
 
     def TerminateExecution(self, request, context):
         self.requests.append(request)
@@ -63,134 +149,10 @@ def admin(monkeypatch):
     server.stop(None)
 
 
-def register(tmp_path, *, with_pyflyte=False, **environment):
-    """Run deploy/register.sh, with a `pyflyte` that only notes what it is called with unless
-    `with_pyflyte`.
-    """
-    calls = tmp_path / "calls"
-    stub = tmp_path / "pyflyte"
-    stub.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
-    stub.chmod(0o755)
-    path = os.pathsep.join(
-        str(place) for place in (BIN if with_pyflyte else tmp_path, BIN, os.environ["PATH"])
-    )
-    done = subprocess.run(
-        [REPOSITORY / "deploy" / "register.sh"],
-        env=clean_environment(**{"PATH": path, **environment}),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    return done, calls.read_text().splitlines() if calls.exists() else []
-
-
-def test_register_uses_the_settings_and_activates_the_launch_plan_if_asked(tmp_path, admin):
-    done, calls = register(tmp_path, IMAGE=IMAGE, PROJECT="p", DOMAIN="production", ACTIVATE="1")
-    assert done.returncode == 0, done.stderr
-    version = re.search(r"^version (7-[0-9a-f]{8}), image registry", done.stdout, re.MULTILINE)[1]
-    assert calls == [
-        f"register --project p --domain production --version {version} --image {IMAGE} "
-        "--service-account flyte-ddp --copy none workflows",
-        f"launchplan --project p --domain production --activate retrain {version}",
-    ]
-    (tmp_path / "calls").unlink()
-    done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
-    assert f"--version {version}" not in calls[0]  # the same code with other settings
-    # Flyte was asked before each, with the most of each resource that any task requests.
-    asked = [
-        resources(request.spec.template.container.resources.limits) for request in admin.requests
-    ]
-    assert asked == [("4", "16Gi", "50Gi", "1"), ("2", "4Gi", "4Gi", "")]
-    assert (admin.requests[0].id.project, admin.requests[0].id.version) == ("p", version)
-
-
-def test_register_registers_nothing_where_flyte_refuses_what_the_tasks_request_or_does_not_answer(
-    tmp_path, admin, monkeypatch
-):
-    admin.memory = "1Gi"  # as a stock installation
-    done, calls = register(tmp_path, IMAGE=IMAGE, SANDBOX="1")
-    assert (done.returncode, calls) == (1, [])
-    assert (
-        "Flyte refuses what the tasks request: Requested MEMORY limit [4Gi] is greater than"
-    ) in done.stderr
-    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h" in done.stdout
-    assert "Traceback" not in done.stderr
-    monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
-    done, calls = register(tmp_path, IMAGE=IMAGE)
-    assert (done.returncode, calls) == (1, [])
-    assert done.stderr.startswith("Flyte does not answer (")
-
-
-def test_register_activates_nothing_by_default_and_takes_another_version(tmp_path, admin):
-    _, (call,) = register(tmp_path, IMAGE="other:1", VERSION="7", SERVICE_ACCOUNT="me")
-    assert "--version 7 --image other:1 --service-account me" in call
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"ACTIVATE": "retrain"}, "ACTIVATE: expected 0 or 1, got 'retrain'"),
-        ({"DRY_RUN": "yes"}, "DRY_RUN: expected 0 or 1, got 'yes'"),
-        (
-            {"IMAGE": ""},
-            (
-                "image: expected the name of your image in settings.toml, in IMAGE or by "
-                "--image, got none"
-            ),
-        ),
-    ],
-)
-def test_register_refuses_bad_settings_before_any_request(tmp_path, environment, expected):
-    done, calls = register(tmp_path, **{"IMAGE": IMAGE, **environment})
-    assert done.returncode in (1, 2)
-    assert calls == []
-    assert expected in done.stderr
-
-
-@pytest.mark.slow
-def test_a_dry_run_needs_no_flyte_and_lists_everything(tmp_path):
-    done, _ = register(
-        tmp_path,
-        with_pyflyte=True,
-        DRY_RUN="1",
-        ACTIVATE="1",
-        SANDBOX="1",
-        IMAGE=IMAGE,
-        VERSION="7",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "training    2 CPU, 4Gi memory, 4Gi disk, timeout 4 h\n" in done.stdout
-    for name in (*(f"Task: {name}" for name in KNOWN), "Launch Plan: retrain"):
-        assert f"{name} (Dry run Mode)" in done.stdout
-    assert done.stdout.endswith(
-        f"retrain would be activated as version 7\nversion 7, image {IMAGE}\n"
-    )
-
-
-def test_the_doctor_gets_what_each_class_of_tasks_requests():
-    requests = json.loads(tasks_command(["requests", "--json"]))
-    assert requests.keys() == CLASSES.keys()
-    for name, arguments in CLASSES.items():
-        limits = arguments["limits"]
-        assert (requests[name]["cpu"], requests[name]["memory"]) == (str(limits.cpu), limits.mem)
-        assert requests[name].get("nvidia.com/gpu", "") == str(limits.gpu or "")
-
-
-def test_an_execution_is_aborted_by_its_name(admin, monkeypatch):
-    printed = tasks_command(["abort", "f3a9"])
-    assert printed == "aborted f3a9 in flytesnacks-development"
-    tasks_command(["abort", "f3b0", "vision", "production"])
+def test_an_execution_is_aborted_by_its_name(admin):
+    assert flyte_command(["abort", "f3a9"]) == "aborted f3a9 in flytesnacks-development"
+    flyte_command(["abort", "f3b0", "vision", "production"])
     found = [(each.id.project, each.id.domain, each.id.name) for each in admin.requests]
     assert found == [("flytesnacks", "development", "f3a9"), ("vision", "production", "f3b0")]
-    assert all(each.cause for each in admin.requests)
-
-
-def test_an_abort_that_flyte_refuses_is_one_line(admin, monkeypatch):
-    with pytest.raises(
-        SettingsError,
-        match="^Flyte refuses to abort gone in p-d: missing entity of type execution",
-    ):
-        tasks_command(["abort", "gone", "p", "d"])
-    monkeypatch.setenv("FLYTE_PLATFORM_URL", "127.0.0.1:9")
-    with pytest.raises(SettingsError, match="^Flyte does not answer "):
-        tasks_command(["abort", "f3a9"])
+    with pytest.raises(SettingsError, match="^Flyte did not abort gone in p-d: missing entity"):
+        flyte_command(["abort", "gone", "p", "d"])

@@ -104,7 +104,7 @@ def move_to_container(template):
         for name, value in container["resources"][kind].items():
             number = tasks_pb2.Resources.ResourceName.Value(RESOURCES[name])
             getattr(given.resources, kind).add(name=number, value=value)
-    return spec["terminationGracePeriodSeconds"]
+    return spec.get("terminationGracePeriodSeconds")
 
 
 def clean_environment(**changes):

@@ -427,90 +427,27 @@ def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs):
     assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
 
 
-def test_a_pod_with_other_code_than_registered_fails_without_a_retry(tmp_path, inputs, monkeypatch):
+def test_a_pod_with_another_library_than_registered_is_not_retried(tmp_path, inputs, monkeypatch):
     from flyteidl.core import errors_pb2
 
-    monkeypatch.setenv("FLYTE_DDP_CODE", "0123456789abcdef")
+    monkeypatch.setenv("FLYTE_DDP_LIBRARY", "flyte_ddp 01234567, torch 1.0")
     process, prefix = start_pod(tmp_path, 0, inputs)
     output, _ = process.communicate()
     assert (prefix / "error.pb").exists(), output
     error = errors_pb2.ErrorDocument.FromString((prefix / "error.pb").read_bytes()).error
     assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
-    assert "code: expected the version 01234567, which was registered, got" in error.message
+    said = "image: expected flyte_ddp 01234567, torch 1.0, as registered, got flyte_ddp "
+    assert said in error.message
 
 
-PRINT_TEMPLATE = """
-import json, sys
-from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
-from flytekit.tools.translator import get_serializable
-from collections import OrderedDict
-from google.protobuf.json_format import MessageToDict
-from tasks.train import train_on_one_node
-image = Image("default", "example.com/flyte-ddp", "1")
-settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "1")
-print(json.dumps(MessageToDict(get_serializable(OrderedDict(), settings, train_on_one_node).to_flyte_idl())))
-"""  # noqa: E501
+def test_the_cache_version_follows_the_code_of_recipes(tmp_path, monkeypatch):
+    from flyte_ddp.flyte.resources import code_version
 
-
-def registered_task(directory=REPOSITORY, **environment):
-    """The task's template as registration from `directory` would send it, as JSON."""
-    run = subprocess.run(
-        [sys.executable, "-c", PRINT_TEMPLATE],
-        cwd=directory,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(run.stdout)["template"]
-
-
-@pytest.fixture(scope="module")
-def sandbox_task():
-    return registered_task(SANDBOX="1")
-
-
-def resources_of(template, kind):
-    (container,) = template["k8sPod"]["podSpec"]["containers"]
-    return container["resources"][kind]
-
-
-def test_the_gpu_profile_requests_gpus_memory_disk_and_shared_memory():
-    template = registered_task(GPUS="4", GPU_TYPE="nvidia-tesla-a100", WANDB_ENTITY="team")
-    requests, limits = resources_of(template, "requests"), resources_of(template, "limits")
-    assert (
-        requests
-        == limits
-        == {"cpu": "16", "gpu": "4", "memory": "64Gi", "ephemeral-storage": "50Gi"}
-    )
-    assert template["extendedResources"]["gpuAccelerator"]["device"] == "nvidia-tesla-a100"
-    assert template["extendedResources"]["sharedMemory"]["sizeLimit"] == "8Gi"
-    assert template["metadata"]["retries"]["retries"] == 3
-    assert template["metadata"]["interruptible"]
-    assert template["metadata"]["discoverable"]
-    assert template["securityContext"]["secrets"][0]["group"] == "wandb"
-    assert template["config"]["link_type"] == "wandb-run"
-    assert template["config"]["entity"] == "team"
-
-
-def test_the_sandbox_profile_requests_no_gpu_and_no_secret(sandbox_task):
-    assert resources_of(sandbox_task, "limits") == {
-        "cpu": "2",
-        "memory": "4Gi",
-        "ephemeral-storage": "4Gi",
-    }
-    assert "gpuAccelerator" not in sandbox_task["extendedResources"]
-    assert "securityContext" not in sandbox_task
-
-
-def test_the_cache_version_follows_the_training_code(tmp_path, sandbox_task):
-    for name in ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml"):
-        subprocess.run(["cp", "-r", REPOSITORY / name, tmp_path], check=True)
-    versions = [sandbox_task["metadata"]["discoveryVersion"]]
-    for changed in ("", "recipes/__init__.py"):
-        if changed:
-            with open(tmp_path / changed, "a") as file:
-                file.write("\n# changed\n")
-        versions.append(registered_task(tmp_path, SANDBOX="1")["metadata"]["discoveryVersion"])
-    assert versions[0] == versions[1]  # of another process, at another place
-    assert versions[2] != versions[0]
+    (tmp_path / "meadow").mkdir()
+    file = tmp_path / "meadow/flowers.py"
+    file.write_text("PETALS = 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = [code_version(["meadow"]), code_version(["meadow"])]
+    file.write_text("PETALS = 6\n")
+    versions.append(code_version(["meadow"]))
+    assert versions[0] == versions[1] != versions[2]

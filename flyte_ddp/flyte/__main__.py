@@ -1,7 +1,6 @@
-"""Commands for `make image`, `make register`, the doctor and the person on call.
+"""Commands for `make image`, the doctor and the person on call.
 
-python -m flyte_ddp.flyte image | version | requests [--json]
-python -m flyte_ddp.flyte limits PROJECT DOMAIN VERSION
+python -m flyte_ddp.flyte image | requests [--json]
 python -m flyte_ddp.flyte abort EXECUTION [PROJECT DOMAIN]     # by default flytesnacks development
 """
 
@@ -10,34 +9,56 @@ from __future__ import annotations
 import json
 import sys
 
-from flyte_ddp.flyte.settings import SettingsError, load_settings, require_image
+from flytekit.exceptions.base import FlyteException
+
+from flyte_ddp.flyte.resources import pod
+from flyte_ddp.flyte.settings import SETTINGS, SettingsError, check_settings
+
+RESOURCES = {
+    "cpu": "cpu",
+    "memory": "mem",
+    "ephemeral-storage": "ephemeral_storage",
+    "nvidia.com/gpu": "gpu",
+}
 
 
 def main(arguments: list[str]) -> str:
-    settings = load_settings()
+    check_settings()
     match arguments:
         case ["image"]:
-            return require_image(settings.image)
-        case ["version"]:
-            return settings.version
+            return SETTINGS.image
         case ["requests"]:
-            from flyte_ddp.flyte.limits import describe_requests
-
-            return describe_requests()
+            return "\n".join(
+                f"{name:<12}{', '.join(f'{value} {key}' for key, value in asked.items())}"
+                for name, asked in requests_of_pods().items()
+            )
         case ["requests", "--json"]:
-            from flyte_ddp.flyte.limits import requests_of_pods
-
             return json.dumps(requests_of_pods())
-        case ["limits", project, domain, version]:
-            from flyte_ddp.flyte.limits import check_limits
-
-            check_limits(project, domain, version, require_image(settings.image))
-            return f"Flyte accepts what the tasks request in {project}-{domain}"
         case ["abort", execution, *place] if len(place) in (0, 2):
             project, domain = place or ("flytesnacks", "development")
             abort_execution(execution, project, domain)
             return f"aborted {execution} in {project}-{domain}"
     raise SettingsError(__doc__ or "")
+
+
+def requests_of_pods() -> dict[str, dict[str, str]]:
+    """Return what a pod of each size requests, which is its limit too, by the names that Kubernetes
+    gives resources.
+    """
+    sizes = {
+        "training": pod(SETTINGS.training, SETTINGS.gpus),
+        "evaluation": pod(SETTINGS.training, min(1, SETTINGS.gpus)),
+        "driver": pod(SETTINGS.driver),
+        "small": pod(SETTINGS.small),
+    }
+    return {
+        name: {
+            resource: str(value)
+            for resource, attribute in RESOURCES.items()
+            if (value := getattr(options["limits"], attribute))
+        }
+        for name, options in sizes.items()
+    }
 
 
 def abort_execution(name: str, project: str, domain: str) -> None:
@@ -48,13 +69,21 @@ def abort_execution(name: str, project: str, domain: str) -> None:
     Raises:
         SettingsError: Flyte refuses it, knows no such execution, or cannot be reached.
     """
+    from flytekit.clients.friendly import SynchronousFlyteClient
+    from flytekit.configuration import Config
     from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
-    from flyte_ddp.flyte.limits import open_flyte
-
-    with open_flyte(f"to abort {name} in {project}-{domain}") as client:
-        identifier = WorkflowExecutionIdentifier(project, domain, name)
-        client.terminate_execution(identifier, "aborted by `python -m flyte_ddp.flyte abort`")
+    identifier = WorkflowExecutionIdentifier(project, domain, name)
+    try:
+        SynchronousFlyteClient(Config.auto().platform).terminate_execution(
+            identifier, "aborted by `python -m flyte_ddp.flyte abort`"
+        )
+    except FlyteException as error:
+        details = getattr(error.__cause__ or error, "details", None)  # without gRPC's frame
+        message = str(details() if callable(details) else error).strip()
+        raise SettingsError(
+            f"Flyte did not abort {name} in {project}-{domain}: {message}"
+        ) from error
 
 
 if __name__ == "__main__":

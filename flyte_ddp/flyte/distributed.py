@@ -36,7 +36,6 @@ from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
-from flyte_ddp.flyte.shipping import ship_all_files
 from flyte_ddp.launch.devices import num_gpus
 from flyte_ddp.launch.process.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
@@ -169,7 +168,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             raise ConfigError(
                 "task_config: expected Distributed for @task, got it for another decorator"
             )
-        ship_all_files()
         # sizes of the ranks' pods, as the task's own options have them
         self._pods: dict[str, Any] = {}
         self._not_moved: list[str] = []  # other options that would be meant for those pods

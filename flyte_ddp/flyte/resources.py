@@ -6,6 +6,7 @@ Local runs ask for nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterable
@@ -13,16 +14,17 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
-from flytekit import Cache, Resources
+from flytekit import Cache, PodTemplate, Resources
 from flytekit.core.utils import ClassDecorator
 from flytekit.extras.accelerators import GPUAccelerator
 
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import compute_digest
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flyte.pods import pod_with
-from flyte_ddp.flyte.settings import SETTINGS, Size, shipped_code
-from flyte_ddp.flyte.shipping import CODE_VARIABLE
+from flyte_ddp.flyte.settings import SETTINGS, Size, check_settings
 from flyte_ddp.launch.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 
@@ -31,6 +33,7 @@ from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 # use that cache.
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
+LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # of every task: what it was registered with
 MLFLOW = (
     (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
 )
@@ -38,17 +41,10 @@ MLFLOW = (
 # missing starts, and records offline.
 SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else []
 # Also for the tasks that record nothing, because each of them reads the settings.
-ENVIRONMENT = {
-    CODE_VARIABLE: shipped_code(),
-    **(
-        {
-            "TRACKING": "mlflow",
-            "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
-            "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
-        }
-        if MLFLOW
-        else {}
-    ),
+MLFLOW_ENVIRONMENT = {
+    "TRACKING": "mlflow",
+    "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
+    "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
 }
 # W&B's own variables.
 WANDB_ENVIRONMENT = {
@@ -78,13 +74,20 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         ephemeral_storage=f"{size.disk_gib}Gi",
         gpu=str(gpus) if gpus else None,
     )
-    environment = {**ENVIRONMENT, **({REQUESTED_VARIABLE: str(gpus)} if gpus else {})}
+    environment = {
+        LIBRARY_VARIABLE: library_version(),
+        **(MLFLOW_ENVIRONMENT if MLFLOW else {}),
+        **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
+    }
+    template = RegisteredPod(annotations={"flyte-ddp/settings": SETTINGS.digest})
     # The timeout is that of an attempt, its waiting for a node included. Zero is no limit.
     options: dict[str, Any] = {
         "requests": asked,
         "limits": asked,
         "timeout": timedelta(hours=size.timeout_hours),
         "environment": environment,
+        "pod_template": template,
+        "container_image": SETTINGS.image or None,
     }
     if size.shared_memory_gib:
         # Ranks and loader processes pass tensors through /dev/shm, which a container otherwise has
@@ -97,11 +100,41 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         # the pod declares the port of the figures for the PodMonitor
         serving = {PORT_VARIABLE: str(port)} if port else {}
         environment |= {**WANDB_ENVIRONMENT, **serving, GRACE_VARIABLE: str(grace)}
-        template = pod_with(grace, {PORT_NAME: port} if port else {})
-        options |= {"pod_template": template, "secret_requests": SECRETS}
+        template.pod_spec = pod_with(grace, {PORT_NAME: port} if port else {}).pod_spec
+        options["secret_requests"] = SECRETS
     if trains or deck:
         options |= {"enable_deck": True, "deck_fields": ()}
     return options
+
+
+class RegisteredPod(PodTemplate):  # type: ignore[misc]
+    """The pod of a task. Flyte's version counts its hash, which a registration with bad settings
+    does not get.
+    """
+
+    def version_hash(self) -> str:
+        check_settings()
+        return str(super().version_hash())
+
+
+@functools.cache
+def library_version() -> str:
+    """Return the versions of this package and of torch, which a task's pod compares with its own.
+
+    This package's is a hash of its files: a checkout has one version for a long time.
+    """
+    return f"flyte_ddp {compute_digest(['flyte_ddp'])[:8]}, torch {version('torch')}"
+
+
+def check_library() -> None:
+    """Raise ConfigError in a pod whose image has another library than the registration."""
+    registered = os.environ.get(LIBRARY_VARIABLE, library_version())
+    if registered != library_version():
+        raise ConfigError(
+            f"image: expected {registered}, as registered, got {library_version()} in "
+            f"{os.environ.get(IMAGE_VARIABLE, 'this environment')}: build and push it again, or "
+            "register again"
+        )
 
 
 def code_version(packages: Iterable[str] = ()) -> str:

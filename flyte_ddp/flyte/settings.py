@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,12 @@ from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
 from flyte_ddp.config.source_code import (
     SETTINGS_FILE,
-    compute_digest,
     find_project,
     read_settings,
 )
 from flyte_ddp.errors import ConfigError
 
 PROFILES = ("production", "sandbox")
-PACKAGES = ("flyte_ddp", "tasks", "workflows")  # what is shipped beside the recipes
 
 
 class SettingsError(click.UsageError, ValueError):
@@ -41,10 +38,10 @@ class SettingsError(click.UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    cpus: int = field(1, minimum=1)
-    memory_gib: int = field(2, minimum=1)
-    disk_gib: int = field(20, minimum=0)
-    timeout_hours: int = field(6, minimum=0, help="of one attempt; 0: none")
+    cpus: int = field(minimum=1)
+    memory_gib: int = field(minimum=1)
+    disk_gib: int = field(minimum=0)
+    timeout_hours: int = field(minimum=0, help="of one attempt; 0: none")
     shared_memory_gib: int = field(0, minimum=0)
 
     def __post_init__(self) -> None:
@@ -78,7 +75,7 @@ class Settings:
         Size(4, 16, 50, 48, 8), help="CPUs and memory for each GPU, or in all where there is none"
     )
     driver: Size = field(Size(1, 8, 20, 48))
-    small: Size = field(Size())
+    small: Size = field(Size(1, 2, 20, 6))
     allowed: Allowed = field(Allowed())
     termination_grace: int = field(60, minimum=10)  # seconds
     tracking: str = field("wandb", choices=("wandb", "mlflow"))
@@ -97,35 +94,6 @@ class Settings:
         """A hash of every setting, wherever it came from."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def version(self) -> str:
-        """The version of an image's code with these settings: the image's tag and a hash of
-        both.
-        """
-        _, _, tag = require_image(self.image).rpartition(":")
-        return (
-            f"{tag[:32]}-{hashlib.sha256((shipped_code() + self.digest).encode()).hexdigest()[:8]}"
-        )
-
-
-def require_image(image: str) -> str:
-    """Return `image`. Raises SettingsError if there is none, or it has no tag."""
-    where = f"{SETTINGS_FILE}, in IMAGE or by --image"
-    if not image:
-        raise SettingsError(f"image: expected the name of your image in {where}, got none")
-    if not re.fullmatch(r"[^\s:@]+(:\d+/[^\s:@]+)?(:[\w.-]+|@sha256:[0-9a-f]{64})", image):
-        raise SettingsError(f"image: expected NAME:TAG in {where}, got {image!r}")
-    return image
-
-
-def shipped_code() -> str:
-    """Return a hash of everything that a registration ships: library, tasks, workflows, recipes and
-    settings.
-    """
-    project = find_project()
-    settings = [project / SETTINGS_FILE] if project else []
-    return compute_digest([*PACKAGES, *SETTINGS.recipes], extra_files=settings)
 
 
 def load_settings(

@@ -19,7 +19,12 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.frame import Frame, make_output_directory, open_frame
-from flyte_ddp.flyte.resources import MLFLOW, WANDB_ENVIRONMENT, code_version
+from flyte_ddp.flyte.resources import (
+    MLFLOW,
+    WANDB_ENVIRONMENT,
+    check_library,
+    code_version,
+)
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.storage.weights import TORCHVISION, pin_state, split_pin
@@ -40,6 +45,7 @@ def task_body(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with flyte_errors():
             check_settings()
+            check_library()
             extend_path()
             try:
                 inspect.signature(function).bind(*args, **kwargs)

@@ -254,9 +254,11 @@ def _find(name: str) -> type[Recipe]:
     except ModuleNotFoundError as error:
         # A missing dependency of the user's module is another error than an unknown recipe.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            in_pod = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+            hint = " in this pod: register with --copy all" if in_pod else ""
             raise ConfigError(
                 f"recipe: {expected}, got {name!r}: there is no module "
-                f"{error.name!r}{_suggest_module(error.name)}"
+                f"{error.name!r}{hint or _suggest_module(error.name)}"
             ) from None
         package = str(error.name).partition(".")[0]
         own = (

@@ -244,6 +244,8 @@ class Checkout:
                 "pyflyte",
                 "run",
                 "--remote",
+                "--copy",
+                "all",
                 "--image",
                 self.image,
                 "--service-account",

@@ -1,0 +1,83 @@
+"""`flyte-ddp register`: check what would be shipped, then call `pyflyte register`.
+
+Code travels with the registration, and Flyte's own hash is its version. The settings are part of
+it: see `flyte_ddp.flyte.resources.pod`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flytekit.tools.ignore import (
+    DockerIgnore,
+    FlyteIgnore,
+    GitIgnore,
+    IgnoreGroup,
+    StandardIgnore,
+)
+
+from flyte_ddp.config.source_code import SETTINGS_FILE
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.settings import Settings, load_settings
+
+PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
+# what lies in a project and is no part of a registration
+LEFT_OUT = (".venv", "runs", "wandb")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Register the workflows of the project in the working directory; return pyflyte's status."""
+    parser = argparse.ArgumentParser(
+        prog="flyte-ddp register",
+        description="Register the workflows of this directory's project, with its code.",
+        epilog="The settings are those of settings.toml and the variables that it names.",
+    )
+    parser.add_argument("--project", default="flytesnacks", help="(default flytesnacks)")
+    parser.add_argument("--domain", default="development", help="(default development)")
+    parser.add_argument("--image", default="", help="of every task (default: the settings')")
+    parser.add_argument("--service-account", default="flyte-ddp", help="of the launch plans")
+    parser.add_argument("--version", default="", help="(default: a hash, by Flyte)")
+    parser.add_argument("--activate", action="store_true", help="start the schedules")
+    parser.add_argument("--dry-run", action="store_true", help="send nothing")
+    options = parser.parse_args(arguments)
+    try:
+        settings = load_settings(Path(SETTINGS_FILE))
+        if not (image := options.image or settings.image):
+            raise ConfigError(
+                f"image: expected its name in {SETTINGS_FILE}, in IMAGE or by --image, got none"
+            )
+        check_shipped(settings)
+    except ValueError as error:  # also of the settings
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    copy, version = "all", options.version
+    if options.dry_run:  # which must not need a Flyte: pyflyte uploads what it packs
+        copy, version = "none", version or "dry-run"
+    command = [*PYFLYTE, "register", "--copy", copy, "--image", image]
+    command += ["--project", options.project, "--domain", options.domain]
+    command += ["--service-account", options.service_account]
+    command += ["--version", version] if version else []
+    command += ["--activate-launchplans"] if options.activate else []
+    command += ["--dry-run"] if options.dry_run else []
+    return subprocess.call([*command, "workflows"], env={**os.environ, "IMAGE": image})
+
+
+def check_shipped(settings: Settings) -> None:
+    """Raise ConfigError for what `--copy all` would leave out, or ship by mistake."""
+    kinds = [GitIgnore, DockerIgnore, StandardIgnore, FlyteIgnore]
+    ignored = IgnoreGroup(os.getcwd(), kinds)
+    for name in (SETTINGS_FILE, "workflows", "tasks", *settings.recipes):
+        for file in list(Path(name).rglob("*.py")) or [Path(name)]:
+            if not file.exists() or ignored.is_ignored(str(file)):
+                raise ConfigError(
+                    f"{file}: expected a file that is shipped, got one that is not there, or that "
+                    ".dockerignore, .flyteignore or .gitignore excludes"
+                )
+    for name in LEFT_OUT:
+        if Path(name).exists() and not ignored.is_ignored(name):
+            raise ConfigError(f".gitignore: expected a line for {name}, which would be shipped")
