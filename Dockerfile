@@ -38,15 +38,6 @@ COPY --from=pins /pins/requirements.txt /pins/
 RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
     /uv/bin/uv pip install --no-cache --no-deps --require-hashes --compile-bytecode -r /pins/requirements.txt
 
-# A project's flyte_ddp, and the packages of its recipes. A checkout of flyte-ddp has neither, and its flyte_ddp lies with the
-# code below; the first file is there so that COPY finds one.
-COPY requirements-uv.txt requirements-own.tx[t] wheel[s]/*.whl /pins/own/
-RUN --mount=type=bind,from=pins,source=/uv,target=/uv \
-    for wheel in /pins/own/*.whl; do [ ! -e "$wheel" ] || \
-    /uv/bin/uv pip install --no-cache --no-deps --compile-bytecode "$wheel"; done \
-    && { [ ! -e /pins/own/requirements-own.txt ] || \
-    /uv/bin/uv pip install --no-cache --compile-bytecode -c /pins/requirements.txt -r /pins/own/requirements-own.txt; }
-
 # flytekit leaves its S3 sessions open, and reports them in an ERROR line at the end of each process of a task. That end
 # closes them anyway. Here, because the process of a fast registration runs none of our code.
 RUN echo 'import atexit, sys; atexit.register(lambda: "aiohttp" in sys.modules and setattr(sys.modules["aiohttp"].ClientSession, "__del__", lambda self: None))' \

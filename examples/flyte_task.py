@@ -1,6 +1,4 @@
-"""A Flyte task whose function runs in every rank: `pyflyte run examples/flyte_task.py train --lr
-0.1`.
-"""
+"""A Flyte task whose function runs in every rank: `pyflyte run THIS_FILE train --lr 0.1`."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,5 @@
 """A recipe of your own: a small classifier of wines by their chemistry, on 178 samples that
-scikit-learn has.
-
-cp examples/wine.py recipes/
-pyflyte run workflows/single_node.py single_node_training_wf --recipe recipes.wine.Wine
+scikit-learn has: --recipe recipes.wine.Wine, from a copy in recipes/.
 """
 
 from dataclasses import dataclass

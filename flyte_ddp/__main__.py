@@ -42,12 +42,15 @@ COMMANDS = {
         "flyte_ddp.__main__:list_fields",
         "list the fields of a run's config and cluster, with defaults and units",
     ),
-    "new": ("flyte_ddp.__main__:make_project", "make a project that trains on Flyte"),
+    "new": ("flyte_ddp.__main__:make_project", "make a project that trains on Flyte, or add to it"),
     "register": (
         "flyte_ddp.flyte.register:main",
         "register a project's workflows with Flyte, with its code",
     ),
-    "update": ("flyte_ddp.__main__:update_project", "bring a project up to this version"),
+    "deploy": (
+        "flyte_ddp.__main__:print_manifests",
+        "print the rights of tasks in a namespace, for kubectl apply -f -",
+    ),
     "doctor": (
         "flyte_ddp.cluster.kubernetes.doctor:main",
         "tell whether a run could start on a Kubernetes cluster, and what keeps it from that",
@@ -99,22 +102,28 @@ def make_project(arguments: Sequence[str]) -> str:
     from flyte_ddp.config import project
 
     parser = argparse.ArgumentParser("flyte-ddp new", description=COMMANDS["new"][1])
-    parser.add_argument("directory", metavar="DIRECTORY", help="it may not have files")
+    parser.add_argument("directory", metavar="DIRECTORY", help="of the project")
+    text = f"more workflows, some of {', '.join(project.PARTS)}, separated by commas"
+    parser.add_argument("--with", dest="parts", default="", help=text)
+    parser.add_argument("--function", action="store_true", help="a function, instead of a recipe")
     text = "that flyte-ddp is installed from (default: as pip has noted it)"
     parser.add_argument("--wheel", default="", help=text)
     options = parser.parse_args(arguments)
-    return "\n".join(project.make_project(options.directory, options.wheel))
+    parts = [part for part in options.parts.split(",") if part]
+    lines = project.make_project(options.directory, parts, options.function, options.wheel)
+    return "\n".join(lines)
 
 
-def update_project(arguments: Sequence[str]) -> str:
+def print_manifests(arguments: Sequence[str]) -> str:
     from flyte_ddp.config import project
 
-    text = f"{COMMANDS['update'][1]}; changed files stay, and the changes are shown"
-    parser = argparse.ArgumentParser("flyte-ddp update", description=text)
-    parser.add_argument("directory", metavar="DIRECTORY", nargs="?", default=".")
-    parser.add_argument("--wheel", default="", help="as of new")
+    parser = argparse.ArgumentParser("flyte-ddp deploy", description=COMMANDS["deploy"][1])
+    parser.add_argument("--namespace", required=True, help="such as flytesnacks-development")
+    parser.add_argument("--image", default="", help="that the pods of runs may have")
+    text = "make the namespace, too, where Flyte does not"
+    parser.add_argument("--new-namespace", action="store_true", help=text)
     options = parser.parse_args(arguments)
-    return "\n".join(project.update_project(options.directory, options.wheel))
+    return project.manifests(options.namespace, options.image, not options.new_namespace)
 
 
 def list_fields(arguments: Sequence[str]) -> str:

@@ -107,13 +107,9 @@ def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
 def test_the_image_installs_nothing_without_a_hash():
     text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install [^\n;]*", text)
-    assert len(installs) == 5
-    wheel, own = (each for each in installs if "--require-hashes" not in each)
-    # which lies in the project
-    assert wheel.strip().endswith('--no-deps --compile-bytecode "$wheel"')
-    assert own.endswith("-c /pins/requirements.txt -r /pins/own/requirements-own.txt")  # its user's
+    assert len(installs) == 3
+    assert all("--require-hashes" in each for each in installs)
     assert set(re.findall(r"-r /pins/([^\s;]+)", text)) == {
-        "own/requirements-own.txt",
         "requirements-uv.txt",
         "requirements.txt",
         "gpu.txt",

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted(
     [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "examples/README.md"]
 )
-TARGETS = "".join((REPOSITORY / name).read_text() for name in ("Makefile", "project.mk"))
+TARGETS = (REPOSITORY / "Makefile").read_text()
 # for a cluster: tests/kubernetes/test_guide.py follows them
 GUIDES = sorted(REPOSITORY.glob("deploy/*.md"))
 # its commands take hours, and some of them are gone since

@@ -1,10 +1,7 @@
-"""The library as a wheel with its core dependencies alone, and the projects that it makes and
-updates.
-"""
+"""The library as a wheel with its core dependencies alone, and the projects that it makes."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,13 +12,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flyte_ddp.config.extras import EXTRAS
 from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
-SHARED = (REPOSITORY / "tasks", REPOSITORY / "workflows", REPOSITORY / "deploy")
 if sys.version_info >= (3, 11):
     import tomllib
 
@@ -202,7 +199,7 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
             "librosa",
             (
                 "expected the package librosa: pip install it, in a project by a line in "
-                "requirements-own.txt"
+                "pyproject.toml"
             ),
         ),
     ):
@@ -217,8 +214,13 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
 
 
 @pytest.mark.slow
-def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lacks(project, core):
+def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lacks(
+    installed, core, tmp_path
+):
     """Such as the one of an image with fewer packages than the settings and the inputs ask for."""
+    project = tmp_path / "project"
+    made = flyte_ddp(installed, "new", project, "--with", "sweep,retrain", cwd=tmp_path)
+    assert made[0] == 0, made
     pyflyte = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte")
     mlflow = {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://localhost:9"}
     settings = {
@@ -309,24 +311,45 @@ def test_the_extras_are_those_of_the_messages():
     assert everything.extras == extras.keys() - {"all", "dev", "bench"}
 
 
-@pytest.mark.long
-def test_a_new_project_has_the_files_of_this_checkout_and_trains_and_passes_its_test(
-    project, installed, wheel
-):
-    for directory in SHARED:
-        for file in directory.rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts:
-                copy = project / file.relative_to(REPOSITORY)
-                assert copy.read_bytes() == file.read_bytes()
-                assert os.access(copy, os.X_OK) == os.access(file, os.X_OK), copy
+def test_a_new_project_is_a_few_short_files(project, wheel):
+    files = [file for file in project.rglob("*") if file.is_file()]
     assert [file.name for file in (project / "wheels").iterdir()] == [wheel.name]
-    status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=project)
+    own = [file for file in files if file.suffix != ".whl" and file.name != "requirements.txt"]
+    assert len(own) <= 14, own
+    assert sum(len(file.read_text().splitlines()) for file in own) <= 400
+    for name in ("tasks/train.py", "workflows/multi_node.py"):
+        assert (project / name).read_bytes() == (REPOSITORY / name).read_bytes()
+
+
+def test_parts_are_added_at_once_or_later_and_touch_no_file_of_the_users(
+    installed, wheel, tmp_path
+):
+    made = ("new", "one", "--with", "sweep,script", "--wheel", wheel)
+    status, output = flyte_ddp(installed, *made, cwd=tmp_path)
     assert status == 0, output
-    program = (
-        "import flyte_ddp, tasks; from flyte_ddp.config.source_code import find_project; "
-        "print(find_project())"
+    (tmp_path / "one/settings.toml").write_text("recipes = []\n")
+    assert flyte_ddp(installed, "new", "one", "--with", "scaling,retrain", cwd=tmp_path) == (
+        0,
+        "added tasks/study.py\nadded workflows/scaling.py\nadded tasks/retrain.py\n"
+        "added workflows/retrain.py\n",
     )
-    assert run([installed], "-c", program, cwd=project) == (0, f"{project.resolve()}\n")
+    assert (tmp_path / "one/settings.toml").read_text() == "recipes = []\n"
+    (tmp_path / "one/tasks/generate.py").write_text("mine\n")
+    assert flyte_ddp(installed, "new", "one", "--with", "text", cwd=tmp_path) == (
+        2,
+        "error: --with: expected no file of your own at tasks/generate.py, got one\n",
+    )
+    assert (tmp_path / "one/tasks/generate.py").read_text() == "mine\n"
+
+
+@pytest.mark.long
+def test_a_project_of_either_kind_passes_its_test(project, installed, wheel, tmp_path):
+    made = ("new", tmp_path / "function", "--function", "--wheel", wheel)
+    status, output = flyte_ddp(installed, *made, cwd=tmp_path)
+    assert status == 0, output
+    for place in (project, tmp_path / "function"):
+        status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=place)
+        assert status == 0, output
 
 
 @pytest.mark.long
@@ -356,18 +379,6 @@ def test_a_project_trains_from_anywhere_and_bad_settings_fail_the_run_alone(
         assert imported == (0, "")
 
 
-def test_every_link_in_a_project_has_a_target(project):
-    pages = [page for page in project.rglob("*.md") if ".venv" not in page.parts]
-    assert {"README.md", "RUNBOOK.md", "clusters.md"} <= {page.name for page in pages}
-    missing = [
-        (page.name, target)
-        for page in pages
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]+)?\)", page.read_text())
-        if not (page.parent / target).exists()
-    ]
-    assert missing == []
-
-
 def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_path):
     """Its author's pods are its own code: without a settings.toml of ours, only what a launch
     chooses is limited.
@@ -383,75 +394,38 @@ print(find_project(), recipe_packages(), load_allowed().images)
 
 
 def test_the_commands_of_a_project_are_those_of_its_readme(project):
-    help_text = subprocess.run(
-        ["make", "help"], cwd=project, capture_output=True, text=True, check=True
-    ).stdout
-    for command in ("setup", "train", "test", "image", "register", "update", "doctor"):
-        assert f"make {command} " in help_text
-    plan = subprocess.run(
-        ["make", "-n", "setup"], cwd=project, capture_output=True, text=True, check=True
-    ).stdout
-    assert "-r requirements.txt -r requirements-project.txt" in plan
-    assert "--no-deps wheels/flyte_ddp-0.1.0-py3-none-any.whl" in plan
-    assert "-c requirements.txt -r requirements-own.txt" in plan
-    image = ("make", "-n", "image", "IMAGE=mine:1", "BUILDER=podman build")
-    plan = subprocess.run(image, cwd=project, capture_output=True, text=True, check=True).stdout
-    assert " ".join(plan.split()).endswith(" podman build --build-arg IMAGE=mine:1 -t mine:1 .")
+    def make(*arguments):
+        done = subprocess.run(
+            ["make", *arguments], cwd=project, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    for command in ("setup", "train", "test", "image", "register"):
+        assert f"make {command} " in make("help")
+    plan = make("-n", "setup")
+    assert "--require-hashes -r requirements.txt" in plan
+    assert "--no-deps wheels/*.whl" in plan
+    assert "-c requirements.txt -r pyproject.toml --extra test" in plan
+    assert "podman build --build-arg IMAGE=$image -t $image ." in make(
+        "-n", "image", "BUILDER=podman build"
+    )
 
 
-def test_an_update_replaces_what_its_user_has_not_changed_and_shows_the_rest(installed, tmp_path):
-    project = tmp_path / "old"
-    flyte_ddp(installed, "new", project, cwd=tmp_path)
-    notes = project / ".flyte-ddp.json"
-    noted = json.loads(notes.read_text())
-
-    def as_of_an_older_version(name, content, changed=None):
-        import hashlib
-
-        (project / name).write_text(content if changed is None else changed)
-        noted["files"][name] = hashlib.sha256(content.encode()).hexdigest()
-
-    as_of_an_older_version("tasks/train.py", "old\n")
-    as_of_an_older_version("tasks/gone.py", "no part any more\n")
-    as_of_an_older_version("tasks/kept.py", "no part any more\n", changed="mine\n")
-    as_of_an_older_version("Dockerfile", "FROM old\n", changed="FROM old\nRUN mine\n")
-    as_of_an_older_version("deploy/rbac.yaml", "old\n")
-    (project / "deploy/rbac.yaml").unlink()
-    del noted["files"]["workflows/text.py"]
-    (project / "workflows/text.py").unlink()
-    settings = (project / "settings.toml").read_text().replace('image = ""', 'image = "mine:1"')
-    (project / "settings.toml").write_text(settings)
-    (project / "recipes/own.py").write_text("mine\n")
-    as_of_an_older_version("requirements-own.txt", "# packages\n", changed="humanize\n")
-    notes.write_text(json.dumps({**noted, "version": "0.0.9"}))
-
-    status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_deploy_prints_what_a_namespace_needs(installed, tmp_path, is_installed):
+    options = ("deploy", "--namespace", "team", "--image", "host:5000/mine:7@sha256:00")
+    path, command = ([installed], str(installed / "bin/flyte-ddp"))
+    if not is_installed:
+        path, command = ([REPOSITORY], "-mflyte_ddp")
+    status, output = run(path, command, *options, cwd=tmp_path)
     assert status == 0, output
-    lines = output.splitlines()
-    assert lines[0] == f"{project}: from flyte-ddp 0.0.9 to 0.1.0"
-    assert [line for line in lines[1:] if not line.startswith(("@", "+", "-", " "))] == [
-        "Dockerfile: yours stays, because you have changed it; the new one is Dockerfile.new",
-        "deploy/rbac.yaml: you have deleted it; it stays away",
-        "removed tasks/gone.py",
-        "tasks/kept.py: no part of a project any more; yours stays, because you have changed it",
-        "updated tasks/train.py",
-        "added workflows/text.py",
-    ]
-    assert "-RUN mine" in lines
-    assert (project / "Dockerfile").read_text() == "FROM old\nRUN mine\n"
-    for name in ("Dockerfile.new", "tasks/train.py", "workflows/text.py"):
-        assert (project / name).read_bytes() == (
-            REPOSITORY / name.removesuffix(".new")
-        ).read_bytes()
-    assert (project / "settings.toml").read_text() == settings
-    assert (project / "recipes/own.py").read_text() == "mine\n"
-    assert (project / "requirements-own.txt").read_text() == "humanize\n"
-    assert not (project / "requirements-own.txt.new").exists()
-    assert not (project / "tasks/gone.py").exists()
-    assert not (project / "deploy/rbac.yaml").exists()
-
-    status, output = flyte_ddp(installed, "update", project, cwd=tmp_path)
-    assert (status, output) == (0, f"{project}: from flyte-ddp 0.1.0 to 0.1.0\n")
+    found = {
+        (each["kind"], each["metadata"].get("namespace")) for each in yaml.safe_load_all(output)
+    }
+    assert {("NetworkPolicy", "team"), ("PodTemplate", "team"), ("ServiceAccount", "team")} <= found
+    assert not [kind for kind, _ in found if kind == "Namespace"]
+    assert "host:5000/mine'" in output
+    assert "NAMESPACE" not in output
 
 
 @pytest.mark.slow
@@ -474,15 +448,16 @@ def test_an_empty_environment_becomes_a_project_that_trains_and_passes_its_test(
     call(install_wheel(tmp_path, wheel) / "flyte-ddp", "new", "my-project", "--wheel", wheel)
     project = tmp_path / "my-project"
     make = ("make", f"PYTHON={sys.executable}")
-    with open(project / "requirements-own.txt", "a") as own:
-        own.write("humanize\n")
+    packages = project / "pyproject.toml"
+    packages.write_text(
+        packages.read_text().replace("dependencies = []", 'dependencies = ["humanize"]')
+    )
     (project / "recipes/wine.py").write_text(
         "import humanize\n" + (project / "recipes/wine.py").read_text()
     )
     trained = call(*make, "train", 'CONFIG={"epochs": 2}', cwd=project)
     assert "wine, 2 ranks" in trained.lower()
     assert "model state" in trained
-    assert "--recipe recipes.wine.Wine" in call(*make, "--dry-run", "train-multi-node", cwd=project)
     assert "1 passed" in call(*make, "test", cwd=project)
     dry_run = ("register", "DRY_RUN=1", "SANDBOX=1", "IMAGE=registry.example.com/my-project:1")
     assert "single_node_training_wf" in call(*make, *dry_run, cwd=project)
@@ -494,14 +469,13 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
     for arguments, expected in (
         (
             ["new", "full"],
-            "error: new: expected a directory that is empty or not there, got 'full'\n",
+            "error: new: expected a directory that is empty or not there, or a project and --with, "
+            "got 'full'\n",
         ),
         (
-            ["update", "full"],
-            (
-                "error: update: expected a project of flyte-ddp new, got 'full' without "
-                ".flyte-ddp.json\n"
-            ),
+            ["new", "other", "--with", "sweeps"],
+            "error: --with: expected some of names, retrain, scaling, script, sweep, text, got "
+            "'sweeps' (did you mean sweep?)\n",
         ),
         (
             ["new", "other", "--wheel", "away.whl"],

@@ -26,9 +26,6 @@ def multi_node_training_wf(
     """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on
     it, take it down.
 
-    Returns the accuracy after each epoch, the model state, an HTML report and the history of
-    events.
-
     Args:
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
             your own, such as recipes.wine.Wine

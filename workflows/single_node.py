@@ -25,9 +25,6 @@ def single_node_training_wf(
 ) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel on one node: prepare its data, train, report.
 
-    Returns the accuracy after each epoch, the model state, an HTML report and the history of
-    events.
-
     Args:
         recipe: what to train: digits, mnist, pet_names, image_folder, text, or the dotted name of
             your own, such as recipes.wine.Wine

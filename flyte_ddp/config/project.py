@@ -1,104 +1,117 @@
-"""Make a project that trains on Flyte, and bring it up to a newer version: `flyte-ddp new` and
-`flyte-ddp update`.
+"""Make a project that trains on Flyte, and print what a namespace needs: `flyte-ddp new` and
+`flyte-ddp deploy`.
 
-A project has its own copy of what registers and builds: tasks/, workflows/, deploy/, Dockerfile and
-pins. The wheel carries them as its data, as they stand in the checkout that it is built from. A
-file beside them, `NOTES`, has a hash of each as it was copied. So an update knows which of them its
-user has changed, and leaves these alone.
+A project has declarations alone, which are its owner's; what they call is this package. A new
+version is another wheel. The wheel carries the files of a project as its data.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
-DATA = "share/flyte-ddp/"  # where an installation has the files of a project
-NOTES = ".flyte-ddp.json"
-YOURS = "requirements-own.txt"  # the packages of the project's recipes
-PINS = "requirements"  # begins the names of files that are too long to be shown
+DATA = "share/flyte-ddp/"  # where an installation has the files
+TRAINING = (
+    *("recipes/wine.py", "tasks/prepare.py", "tasks/train.py", "tests/test_recipes.py"),
+    *("workflows/single_node.py", "workflows/multi_node.py"),
+)
+FUNCTION = ("workflows/train.py", "tests/test_train.py")
+ALWAYS = (
+    *("workflows/__init__.py", "settings.toml", "pyproject.toml", "requirements.txt"),
+    *("Dockerfile", "Makefile", "README.md", ".gitignore", ".dockerignore"),
+)
+PARTS = {
+    "names": ("tasks/generate.py", "workflows/pet_names.py"),
+    "retrain": ("tasks/retrain.py", "workflows/retrain.py"),
+    "scaling": ("tasks/study.py", "workflows/scaling.py"),
+    "script": ("tasks/script.py", "workflows/script.py"),
+    "sweep": ("tasks/study.py", "workflows/sweep.py"),
+    "text": ("tasks/generate.py", "workflows/text.py"),
+}
+RIGHTS = ("namespace", "rbac", "networkpolicy", "pod-template", "admission-policy")
 
 
-def make_project(directory: str, wheel: str = "") -> Iterator[str]:
-    """Make a project in `directory`, and yield lines for people.
+def make_project(
+    directory: str, parts: Collection[str] = (), is_function: bool = False, wheel: str = ""
+) -> Iterator[str]:
+    """Make a project in `directory`, or add `parts` to the one that is there. Yield lines for
+    people.
 
     Args:
+        parts: of `PARTS`.
+        is_function: a task whose function trains, instead of a recipe.
         wheel: the file that this package is installed from; "" for the one that pip has noted.
 
     Raises:
-        ConfigError: the directory has files; this is a checkout; the wheel is not there.
+        ConfigError: an unknown part; the directory has files and is no project, or has a file of a
+            part already; this is a checkout; the wheel is not there.
     """
     project = Path(directory)
-    if project.exists() and not (project.is_dir() and not any(project.iterdir())):
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(
+                f"--with: expected some of {', '.join(PARTS)}, got {part!r}{suggest(part, PARTS)}"
+            )
+    names = list(dict.fromkeys(name for part in parts for name in PARTS[part]))
+    is_there = project.is_dir() and any(project.iterdir())
+    if not is_there:
+        names += [*ALWAYS, *(FUNCTION if is_function else TRAINING)]
+    elif not (parts and (project / "settings.toml").is_file()):
         raise ConfigError(
-            f"new: expected a directory that is empty or not there, got {directory!r}"
+            f"new: expected a directory that is empty or not there, or a project and --with, got "
+            f"{directory!r}"
         )
-    files, own_wheel = _files_of_installation(), _find_wheel(wheel)
-    for name, content in files.items():
-        _write(project / name, content)
-    _put_wheel(project, own_wheel)
-    _note(project, files)
-    yield f"made {project} with flyte-ddp {metadata.version(DISTRIBUTION)}"
-    yield f"try: cd {project} && make train"
+    files = _files_of_installation()
+    own_wheel = None if is_there else _find_wheel(wheel)
+    for name in names:
+        file, content = project / name, files[name]
+        if is_function:
+            content = content.replace(b'recipes = ["recipes"]', b"recipes = []")
+        if file.exists() and file.read_bytes() != content:
+            raise ConfigError(f"--with: expected no file of your own at {name}, got one")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        if is_there:
+            yield f"added {name}"
+    if own_wheel:
+        (project / "wheels").mkdir()
+        shutil.copy(own_wheel, project / "wheels")
+        yield f"made {project} with flyte-ddp {metadata.version(DISTRIBUTION)}"
+        yield f"try: cd {project} && make train"
 
 
-def update_project(directory: str, wheel: str = "") -> Iterator[str]:
-    """Bring the project in `directory` up to this version, and yield a line for each file that
-    changes or would.
+def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> str:
+    """Return what deploy/ has for the rights of tasks in `namespace`, for `kubectl apply`.
 
-    A file that its user has changed stays; if this version has another one than the one that it was
-    made from, the new one is put beside it as NAME.new, and the difference is yielded. One that its
-    user has deleted stays away. `YOURS` is added where it is missing, and never changed.
-
-    Raises:
-        ConfigError: no such project; this is a checkout; the wheel is not there.
+    Args:
+        image: the one that the pods of runs may have; "" for that of the manifests.
+        has_namespace: it is there, as Flyte makes it.
     """
-    project = Path(directory)
-    try:
-        noted = json.loads((project / NOTES).read_text(encoding="utf-8"))
-        version, copied = str(noted["version"]), dict(noted["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"update: expected a project of flyte-ddp new, got {directory!r} without {NOTES}"
-        ) from None
-    files, own_wheel = _files_of_installation(), _find_wheel(wheel)
-    yield f"{project}: from flyte-ddp {version} to {metadata.version(DISTRIBUTION)}"
-    for name in sorted(copied.keys() | files.keys()):
-        file, new = project / name, files.get(name)
-        present = file.read_bytes() if file.is_file() else None
-        is_changed = (None if present is None else _hash(present)) != copied.get(name)
-        if (
-            present == new
-            or (new is not None and _hash(new) == copied.get(name))
-            or (name == YOURS and present)
-        ):
-            continue  # as this version has it, or the user's change of what this version still has
-        if not is_changed:
-            if new is None:
-                file.unlink()
-                yield f"removed {name}"
-            else:
-                _write(file, new)
-                yield f"{'updated' if name in copied else 'added'} {name}"
-        elif present is None:
-            yield f"{name}: you have deleted it; it stays away"
-        elif new is None:
-            yield f"{name}: no part of a project any more; yours stays, because you have changed it"
-        else:
-            _write(file.with_name(f"{file.name}.new"), new)
-            yield f"{name}: yours stays, because you have changed it; the new one is {name}.new"
-            if not name.startswith(PINS):
-                yield from _difference(name, present, new)
-    _put_wheel(project, own_wheel)
-    _note(project, files)
+    import yaml
+
+    directory = Path(__file__).parents[2] / "deploy"
+    files = {} if directory.is_dir() else _files_of_installation()
+    documents = []
+    for name in RIGHTS[has_namespace:]:
+        file = directory / f"{name}.yaml"
+        text = (files[f"deploy/{file.name}"] if files else file.read_bytes()).decode()
+        text = text.replace("NAMESPACE", namespace)
+        if image:
+            text = text.replace("registry.example.com/flyte-ddp", re.sub(r"[:@][^/]*$", "", image))
+        documents += yaml.safe_load_all(text)
+    for each in documents:
+        if each["kind"] in ("NetworkPolicy", "PodTemplate"):  # which their files do not place
+            each["metadata"]["namespace"] = namespace
+    return str(yaml.safe_dump_all(documents, sort_keys=False))
 
 
 def _files_of_installation() -> dict[str, bytes]:
@@ -121,7 +134,7 @@ def _files_of_installation() -> dict[str, bytes]:
         raise ConfigError(
             "flyte-ddp: expected an installation from a wheel (make wheel), got a checkout"
         )
-    return dict(sorted(found.items()))
+    return found
 
 
 def _find_wheel(given: str) -> Path:
@@ -140,39 +153,3 @@ def _find_wheel(given: str) -> Path:
             f"pip download --no-deps {DISTRIBUTION}=={version} fetches it"
         )
     return wheel
-
-
-def _put_wheel(project: Path, wheel: Path) -> None:
-    directory = project / "wheels"
-    directory.mkdir(exist_ok=True)
-    if (directory / wheel.name).exists() and wheel.samefile(directory / wheel.name):
-        return
-    for old in directory.glob("flyte_ddp-*.whl"):
-        old.unlink()
-    shutil.copy(wheel, directory)
-
-
-def _note(project: Path, files: dict[str, bytes]) -> None:
-    noted = {
-        "version": metadata.version(DISTRIBUTION),
-        "files": {name: _hash(files[name]) for name in files},
-    }
-    (project / NOTES).write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content)
-    if content.startswith(b"#!"):
-        file.chmod(0o755)
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _difference(name: str, present: bytes, new: bytes) -> Iterator[str]:
-    old_lines, new_lines = (
-        content.decode(errors="replace").splitlines() for content in (present, new)
-    )
-    yield from difflib.unified_diff(old_lines, new_lines, name, f"{name}.new", lineterm="", n=1)

@@ -71,7 +71,7 @@ def check_shipped(settings: Settings) -> None:
     """Raise ConfigError for what `--copy all` would leave out, or ship by mistake."""
     kinds = [GitIgnore, DockerIgnore, StandardIgnore, FlyteIgnore]
     ignored = IgnoreGroup(os.getcwd(), kinds)
-    for name in (SETTINGS_FILE, "workflows", "tasks", *settings.recipes):
+    for name in (SETTINGS_FILE, "workflows", *settings.recipes):
         for file in list(Path(name).rglob("*.py")) or [Path(name)]:
             if not file.exists() or ignored.is_ignored(str(file)):
                 raise ConfigError(

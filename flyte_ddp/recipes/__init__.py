@@ -263,7 +263,7 @@ def _find(name: str) -> type[Recipe]:
         package = str(error.name).partition(".")[0]
         own = (
             f"expected the package {package}: pip install it, in a project by a line in "
-            "requirements-own.txt"
+            "pyproject.toml"
         )
         hint = how_to_install(package) if package in EXTRAS else own
         place = _last_place(error)

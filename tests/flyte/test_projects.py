@@ -39,7 +39,8 @@ def test_a_new_project_trains_on_one_and_two_nodes_with_the_image_that_it_builds
 ) -> None:
     """By the commands of the README and of the project's own alone."""
     directory = tmp_path / "my-project"
-    subprocess.run([commands / "flyte-ddp", "new", directory, "--wheel", wheel], check=True)
+    made = [commands / "flyte-ddp", "new", directory, "--with", "retrain", "--wheel", wheel]
+    subprocess.run(made, check=True)
     project = Checkout(directory, remote, f"my-project:{unique}", directory / ".venv/bin")
     make = ("make", f"PYTHON={sys.executable}", f"IMAGE={project.image}")
     environment = own_environment()

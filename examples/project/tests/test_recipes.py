@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyte_ddp.flyte.inputs import make_overrides
+from flyte_ddp import flyte
 from workflows.single_node import single_node_training_wf
 
 
@@ -12,7 +12,7 @@ from workflows.single_node import single_node_training_wf
 def test_a_recipe_learns(recipe, epochs, accuracy, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     outputs = single_node_training_wf(
-        recipe=recipe, config=make_overrides({"epochs": epochs}), num_processes=2
+        recipe=recipe, config=flyte.make_overrides({"epochs": epochs}), num_processes=2
     )
     assert len(outputs.epoch_accuracies) == epochs
     assert max(outputs.epoch_accuracies) > accuracy
