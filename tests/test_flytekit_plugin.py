@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import s3fs
 from flyteidl.core.literals_pb2 import LiteralMap
-from flytekit import FlyteContextManager, PodTemplate, Resources, dynamic, task
+from flytekit import FlyteContextManager, PodTemplate, Resources, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
@@ -359,13 +359,6 @@ def test_a_mistake_in_a_definition_is_named_before_anything_runs(options, said):
     with pytest.raises(ConfigError) as caught:
         Distributed(**options)
     assert said in str(caught.value)
-
-
-def test_only_task_takes_a_distributed_config():
-    def train() -> None: ...
-
-    with pytest.raises(ConfigError, match="^task_config: expected Distributed for @task"):
-        dynamic(task_config=Distributed())(train)
 
 
 def test_files_of_this_machine_are_refused_for_ranks_in_pods():

@@ -15,16 +15,13 @@ from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from safetensors import safe_open
 
 import flyte_ddp
-from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunState
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.rank import main as rank_main
-from flyte_ddp.rank.initial_state import load_initial_state
 from flyte_ddp.rank.main import export_model
 from flyte_ddp.recipes import get_recipe
-from flyte_ddp.recipes.text.model import load_model
 from flyte_ddp.storage.weights import from_bytes, is_safetensors
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
@@ -202,21 +199,6 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
             has_old = (tmp_path / "out" / "export" / "onnx" / "model.onnx").exists()
             assert has_old == ("onnx/model.onnx" in files)
             assert (tmp_path / "out" / "export" / "mine.txt").exists()
-
-
-def test_a_start_from_a_damaged_safetensors_file_is_one_line(tmp_path):
-    (tmp_path / "w.safetensors").write_bytes(to_safetensors({"weight": torch.ones(100)})[:-1])
-    with pytest.raises(
-        ConfigError, match="cannot be read: UnpicklingError: it is no safetensors file"
-    ) as caught:
-        load_initial_state(get_recipe(TINY).model(), str(tmp_path / "w.safetensors"))
-    assert "\n" not in str(caught.value)
-
-
-def test_our_safetensors_file_of_text_has_the_tokenizer_too(tmp_path):
-    recipe, _, _ = prepared(tmp_path)
-    model = load_model(from_bytes(to_safetensors(recipe.model().state_dict())))
-    assert model.tokenizer.files == recipe._tokenizer.files
 
 
 def test_a_store_that_takes_no_more_is_named_and_ends_nothing(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.resources
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.flyte.inputs import InputError
 from flyte_ddp.recipes.pet_names import END
-from flyte_ddp.recipes.pet_names.generate import CHUNK
 from flyte_ddp.recipes.pet_names.model import NameModel
 from tests.support.commands import run_command
 from workflows.pet_names import generate_names_wf
@@ -43,19 +41,6 @@ def names_of_pyflyte_run(*arguments):
     code, output, errors = run_command(*command, cwd=REPOSITORY, WANDB_MODE="disabled")
     assert code == 0, output + errors
     return ast.literal_eval(re.findall(r"\[[^\]]*\]", output.replace("\n", " "))[-1])
-
-
-def test_the_requested_number_of_names_is_generated_and_none_is_bundled(state_file):
-    bundled = (
-        importlib.resources.files("flyte_ddp.recipes.pet_names")
-        .joinpath("names.txt")
-        .read_text()
-        .lower()
-        .splitlines()
-    )
-    names = generated(state_file, count=CHUNK, temperature=0.9, seed=7, prefix="bo", max_length=9)
-    assert len({name.lower() for name in names} - set(bundled)) == CHUNK
-    assert all(name.startswith("Bo") and len(name) <= 9 and name == name.title() for name in names)
 
 
 def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):

@@ -115,7 +115,7 @@ def test_the_wheel_is_the_library_alone_and_typed(wheel):
     assert not [
         name
         for name in names
-        if "__pycache__" in name or "/test_" in name.replace("tests/test_recipes", "")
+        if "__pycache__" in name or "/test_" in name.partition("share/flyte-ddp/tests")[0]
     ]
 
 

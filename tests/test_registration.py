@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -156,15 +155,6 @@ def resources(entries):
 # Tasks
 
 
-def test_all_tasks_are_registered(package):
-    assert set(KNOWN) <= set(package.tasks)
-    assert {
-        "workflows.single_node.single_node_training_wf",
-        "workflows.retrain.retrain_wf",
-        "workflows.script.script_wf",
-    } <= set(package.workflows)
-
-
 def test_every_task_runs_in_the_image_with_requests_equal_to_limits(package):
     for name, task in package.tasks.items():
         requests, limits = (
@@ -269,21 +259,6 @@ def test_every_attempt_of_every_task_has_a_timeout(package):
         for node in spec.template.nodes:
             if (task := package.tasks.get(node.task_node.reference_id.name)) is not None:
                 assert node.metadata.timeout == task.metadata.timeout, node.id
-
-
-def test_nodes_inherit_the_settings_of_their_tasks(package):
-    """A node has retries and a mark for preemption of its own, which Flyte takes before the
-    task's.
-    """
-    num_checked = 0
-    for spec in package.workflows.values():
-        for node in spec.template.nodes:
-            task = package.tasks.get(node.task_node.reference_id.name)
-            if task is not None:
-                num_checked += 1
-                assert node.metadata.retries.retries == task.metadata.retries.retries, node.id
-                assert node.metadata.interruptible == task.metadata.interruptible, node.id
-    assert num_checked >= len(KNOWN)
 
 
 def test_the_place_of_checkpoints_does_not_change_the_cache_key(package):
@@ -432,45 +407,6 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
             assert not scalar.HasField("binary"), name
             assert not scalar.HasField("generic"), name
         assert command.get_help(context), name
-
-
-def test_a_launch_plan_starts_by_hand_as_documented(package):
-    """`pyflyte run remote-launchplan retrain:VERSION --kickoff_time now`, up to what reaches
-    Flyte.
-    """
-
-    class Client:
-        def create_execution(self, project, domain, name, spec, inputs):
-            self.inputs = inputs.literals
-            raise SystemExit
-
-        def get_upload_signed_url(self):
-            raise AssertionError
-
-    command, parameters, _ = remote_command("retrain", package)
-    remote = parameters.remote_instance()
-    remote._client, remote._client_initialized = Client(), True
-    with pytest.raises(SystemExit):
-        command.main(["--kickoff_time", "now"], obj=parameters, standalone_mode=False)
-    given = {name: literal.to_flyte_idl() for name, literal in remote._client.inputs.items()}
-    assert given["kickoff_time"].scalar.primitive.HasField("datetime")
-    assert not set(given) & set(package.launch_plans["retrain"].fixed_inputs.literals)
-    for name in {"config", "cluster"} & set(given):
-        assert given[name].scalar.union.value.scalar.HasField("none_type")
-
-
-def test_launch_plans_run_as_the_service_account_of_their_registration():
-    from flytekit.configuration import Image, ImageConfig, SerializationSettings
-    from flytekit.core.options import Options
-    from flytekit.tools.translator import get_serializable
-
-    from workflows.retrain import RETRAIN
-
-    image = Image("default", "registry.example.com/flyte-ddp", "7")
-    settings = SerializationSettings(ImageConfig(image, [image]), "project", "domain", "7")
-    options = Options.default_from(k8s_service_account="flyte-ddp")
-    registered = get_serializable(OrderedDict(), settings, RETRAIN, options).to_flyte_idl()
-    assert registered.spec.security_context.run_as.k8s_service_account == "flyte-ddp"
 
 
 @pytest.mark.parametrize(

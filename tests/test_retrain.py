@@ -169,14 +169,6 @@ def test_another_figure_than_the_loss_may_decide(store, make):
     )
 
 
-def test_an_equal_loss_is_not_better_without_a_margin(store, make):
-    judge(store, make(), PromotionCriteria(), model_state(5))
-    assert (
-        judge(store, make(seed=1), PromotionCriteria(margin=0), model_state(5)).outcome
-        == Outcome.NOT_BETTER
-    )
-
-
 def test_the_evaluation_is_that_of_the_training_loop(tmp_path, make, finished_run):
     run = finished_run("Tiny", 2)
     given = dataclasses.replace(make(), directory=run.data())
@@ -401,17 +393,6 @@ def test_a_champion_with_a_loss_that_is_not_finite_loses(store, make):
     assert result.reason == "the champion's loss on the same held-out data is not finite"
 
 
-def test_a_challenger_starts_from_the_champion_or_from_scratch(store, make):
-    judge(store, make(), PromotionCriteria(), model_state(3))
-    warm, fresh = (
-        plan(store, make("5"), PromotionCriteria()),
-        plan(store, make("5"), PromotionCriteria(start_from="scratch")),
-    )
-    assert warm.initial_state == f"{store.url}/versions/{store.version_in_use()}/model_state.pt"
-    assert Path(warm.initial_state).exists()
-    assert fresh.initial_state == ""
-
-
 def plan_challenge(store, challenge, **inputs):
     """Plan the retraining that would make this challenge, with criteria that every model meets."""
     criteria = {"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0}
@@ -478,26 +459,6 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     assert (result.outcome, scale_of(store)) == (outcome, 3 if outcome == Outcome.PROMOTED else 5)
     assert len(result.advantage) == 2
     assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
-
-
-def test_a_first_challenger_that_fails_does_not_hide_a_champion_promoted_meanwhile(
-    store, make, monkeypatch
-):
-    compare = challenges._compare
-
-    def promote_first(*arguments):
-        monkeypatch.setattr(challenges, "_compare", compare)
-        judge(store, make(), PromotionCriteria(), model_state(5))
-        return compare(*arguments)
-
-    monkeypatch.setattr(challenges, "_compare", promote_first)
-    assert (
-        judge(store, make(seed=1), PromotionCriteria(), spoiled(float("nan"))).outcome
-        == Outcome.REFUSED
-    )
-    Path(store.url, "champion.json").unlink()
-    with pytest.raises(ConfigError, match="champion.json is missing"):
-        plan(store, make(), PromotionCriteria())
 
 
 def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):

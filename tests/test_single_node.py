@@ -135,10 +135,6 @@ def test_a_local_run_leaves_only_flytekits_directory_with_its_outputs(local_run,
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("flyte")] == []
 
 
-def test_a_local_run_prints_its_data(local_run):
-    assert "1,437 training and 360 held-out images" in local_run.stdout + local_run.stderr
-
-
 def test_the_help_explains_every_flag():
     _, text = pyflyte_run("--help")
     for expected in (
@@ -197,15 +193,6 @@ def test_bad_input_is_refused_without_a_traceback(arguments, expected):
     assert expected in output
     assert "Traceback" not in output
     assert "[rank" not in output  # no rank was started
-
-
-def test_the_configuration_may_come_from_a_yaml_file(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("epochs: -1\n")
-    assert (
-        "epochs: expected a whole number of at least 1, got -1"
-        in pyflyte_run("--config", str(file))[1]
-    )
 
 
 @pytest.mark.parametrize("sender", ["pyflyte", "console"])
