@@ -1,4 +1,4 @@
-"""The tasks that train one model. `flyte_ddp.flyte` has the functions that they call."""
+"""The tasks of a training: its data, and its model on one node or on a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ from flytekit import task
 
 from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
+
+
+# Not cached: the contents of a URL may have changed. The training task is cached, by the contents
+# of this one's output.
+@task(**flyte.pod(flyte.SETTINGS.small), retries=2)
+def prepare(
+    recipe: str,
+    config: flyte.OptionalOverrides = None,
+    source: flyte.OptionalSource = None,
+    cluster: flyte.OptionalCluster = None,
+    initial_model_state: str = "",
+    trains_here: bool = False,
+) -> flyte.Prepared:
+    """Check and resolve the inputs, and prepare the data of `recipe`."""
+    return flyte.prepare(
+        recipe=recipe,
+        config=config,
+        source=source,
+        cluster=cluster,
+        initial_model_state=initial_model_state,
+        trains_here=trains_here,
+    )
 
 
 @task(

@@ -30,10 +30,9 @@ from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.flyte.settings import SettingsError, load_settings
 from flyte_ddp.flyte.task import check_cluster, check_options, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
-from tasks.prepare import prepare
 from tasks.retrain import keep_champion
 from tasks.script import run_script
-from tasks.train import train_on_one_node
+from tasks.train import prepare, train_on_one_node
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = load_settings(environment={}).allowed

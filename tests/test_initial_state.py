@@ -26,7 +26,7 @@ from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin
 from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials
-from tasks.prepare import prepare
+from tasks.train import prepare
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer

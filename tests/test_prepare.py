@@ -90,7 +90,7 @@ def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(
 def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():
     code = (
         "from multiprocessing.forkserver import _forkserver as server\n"
-        "from tasks.prepare import prepare\n"
+        "from tasks.train import prepare\n"
         "prepare(recipe='digits')\n"
         "assert server._forkserver_pid is None\n"
         "prepare(recipe='digits', trains_here=True)\n"

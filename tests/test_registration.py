@@ -62,7 +62,7 @@ class Expected:
 
 
 KNOWN = {
-    "tasks.prepare.prepare": Expected(SMALL),
+    "tasks.train.prepare": Expected(SMALL),
     "tasks.train.train_on_one_node": Expected(
         TRAINING, 3, interruptible=True, cached=True, secret=True, deck=True
     ),

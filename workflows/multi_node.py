@@ -8,8 +8,7 @@ from __future__ import annotations
 from flytekit import workflow
 
 from flyte_ddp import flyte
-from tasks.prepare import prepare
-from tasks.train import train_on_cluster
+from tasks.train import prepare, train_on_cluster
 
 
 @workflow

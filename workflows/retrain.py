@@ -14,9 +14,8 @@ from flytekit import conditional, workflow
 from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.promotion.policy import PromotionCriteria
-from tasks.prepare import prepare
 from tasks.retrain import judge_challenger, keep_champion, plan_retraining
-from tasks.train import train_on_cluster, train_on_one_node
+from tasks.train import prepare, train_on_cluster, train_on_one_node
 
 
 @workflow

@@ -8,8 +8,8 @@ from __future__ import annotations
 from flytekit import workflow
 
 from flyte_ddp import flyte
-from tasks.prepare import prepare
 from tasks.study import check_sweep, train_sweep
+from tasks.train import prepare
 
 
 @workflow

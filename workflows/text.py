@@ -12,8 +12,7 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp import flyte
 from tasks.generate import generate_text
-from tasks.prepare import prepare
-from tasks.train import train_on_one_node
+from tasks.train import prepare, train_on_one_node
 
 
 @workflow

@@ -21,7 +21,7 @@ from flyte_ddp.errors import ConfigError
 DISTRIBUTION = "flyte-ddp"
 DATA = "share/flyte-ddp/"  # where an installation has the files
 TRAINING = (
-    *("recipes/wine.py", "tasks/prepare.py", "tasks/train.py", "tests/test_recipes.py"),
+    *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/test_recipes.py"),
     *("workflows/single_node.py", "workflows/multi_node.py"),
 )
 FUNCTION = ("workflows/train.py", "tests/test_train.py")

@@ -58,7 +58,6 @@ def start_flyte(namespace: Namespace, store: Store) -> Callable[[str], Flyte]:
 
 @pytest.fixture(scope="module")
 def tasks() -> Any:
-    import tasks.prepare
     import tasks.train
 
     return tasks
@@ -69,8 +68,8 @@ def digits(start_flyte: Callable[[str], Flyte], newer: Package, tasks: Any) -> A
     """The literal of the prepared data of recipe `digits`, from a pod of the task that prepares
     it.
     """
-    inputs = literals(tasks.prepare.prepare, recipe="digits", config=TrainingOverrides())
-    outputs = start_flyte("data").run(newer, "tasks.prepare.prepare", "n0/data", inputs)
+    inputs = literals(tasks.train.prepare, recipe="digits", config=TrainingOverrides())
+    outputs = start_flyte("data").run(newer, "tasks.train.prepare", "n0/data", inputs)
     return outputs.literals["data"]
 
 

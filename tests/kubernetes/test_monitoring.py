@@ -66,7 +66,6 @@ def serve_cluster(namespace: Namespace) -> Iterator[str]:
 def test_prometheus_finds_a_training_pod_and_alerts_fire_for_its_faults_and_stop(
     namespace: Namespace, store: Store, tmp_path: Path
 ) -> None:
-    import tasks.prepare
     import tasks.train
 
     store.files.makedirs("flyte", exist_ok=True)
@@ -79,11 +78,11 @@ def test_prometheus_finds_a_training_pod_and_alerts_fire_for_its_faults_and_stop
         "checkpoint_interval": 200,
     }
     inputs = literals(
-        tasks.prepare.prepare,
+        tasks.train.prepare,
         recipe="digits",
         config=TrainingOverrides(**overrides),
     )
-    data = flyte.run(package, "tasks.prepare.prepare", "n0/data", inputs).literals["data"]
+    data = flyte.run(package, "tasks.train.prepare", "n0/data", inputs).literals["data"]
     config = config_of("digits", overrides)
     inputs = literals(
         tasks.train.train_on_one_node, recipe="digits", config=config, data=data, num_processes=2
