@@ -199,6 +199,12 @@ def test_a_task_that_another_version_declared_is_refused_with_its_argument(argum
     assert str(caught.value) == f"train_on_one_node: {expected}; {end}"
 
 
+def test_a_pod_without_its_recipe_says_how_to_register(monkeypatch):
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    with pytest.raises(errors.ConfigError, match="'absent' in this pod: register with --copy all$"):
+        get_recipe("absent.Recipe")
+
+
 def test_ctrl_c_stays_ctrl_c():
     with pytest.raises(KeyboardInterrupt), flyte_errors():
         raise errors.TrainingStopped("SIGINT: the run was stopped at step 3", "SIGINT")

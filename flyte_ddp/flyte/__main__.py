@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> str:
     check_settings()
     match arguments:
         case ["image"]:
+            if not SETTINGS.image:
+                raise SettingsError("image: expected its name in settings.toml or IMAGE, got none")
             return SETTINGS.image
         case ["requests"]:
             return "\n".join(
