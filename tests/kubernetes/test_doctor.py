@@ -87,7 +87,6 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         def ends() -> str:  # the API server needs a moment for a change
             ended = main(["doctor", "--cluster", json.dumps(values), *options])
             told = capsys.readouterr().out
-            print(told)  # which pytest shows after a failure
             return told if ended == status else ""
 
         return str(eventually(ends, 60, f"a doctor that ends with {status}"))
