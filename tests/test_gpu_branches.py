@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flyte_ddp.checkpoints import staging
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank import evaluation, main, parallel, passes
 from flyte_ddp.world import World, process_group
@@ -99,15 +98,6 @@ def test_the_peak_of_a_gpu_is_looked_up_by_its_name(monkeypatch, name, teraflops
         for each in ("bf16", "fp32")
     ]
     assert found == pytest.approx(teraflops)
-
-
-def test_a_checkpoint_of_a_gpus_tensors_is_copied_into_pinned_memory(monkeypatch):
-    pinned = []
-    monkeypatch.setattr(
-        torch.UntypedStorage, "pin_memory", lambda self: pinned.append(self.nbytes()) or self
-    )
-    assert staging._new_buffer(SimpleNamespace(nbytes=lambda: 64, device=GPU)).nbytes() == 64
-    assert pinned == [64]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -353,7 +353,7 @@ def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_w
     assert [event.config["gradient_accumulation"] for event in started] == [1, 2]
     assert [event.config["global_batch_size"] for event in started] == [12, 12]
     assert [event.step for event in run.events if isinstance(event, CheckpointLoaded)][1] >= 8
-    assert "restart from the last checkpoint with gradient_accumulation 2" in caplog.text
+    assert " with gradient_accumulation 2: rank 1 failed" in caplog.text
     torch.testing.assert_close(run.state(), undisturbed.state())
 
 
