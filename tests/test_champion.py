@@ -172,16 +172,18 @@ def test_stores_refuse_a_put_after_another_promotion(url, monkeypatch, has_champ
     store = ChampionStore(url)
     if has_champion:
         promote(store, 1)
-    look = Storage._check_unchanged
+    pointer, look = store.pointer(), Storage.read
 
     def look_and_be_late(*arguments):
-        look(*arguments)
-        monkeypatch.undo()
-        promote(ChampionStore(url), 2)
+        monkeypatch.setattr(Storage, "read", look)
+        try:
+            return look(*arguments)
+        finally:
+            promote(ChampionStore(url), 2)
 
-    monkeypatch.setattr(Storage, "_check_unchanged", look_and_be_late)
+    monkeypatch.setattr(Storage, "read", look_and_be_late)
     with pytest.raises(ChampionChanged):
-        promote(store, 3)
+        store.promote(state_file(3), manifest(3), pointer)
     assert number_in(load_champion(url)) == 2
 
 
