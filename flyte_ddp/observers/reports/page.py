@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from flyte_ddp.config.extras import require
+from flyte_ddp.config.extras import how_to_install, is_installed
 from flyte_ddp.errors import TrainingStopped, in_one_line, log_failures
 from flyte_ddp.events import to_utf8
 from flyte_ddp.observers.reports import drawing
@@ -105,8 +105,9 @@ class Page(ABC):
         """Return panels as SVG elements, with a line in place of those that cannot be drawn."""
         drawn: dict[Markup, None] = {}
         for panel in panels:
+            if not is_installed("matplotlib"):
+                return [Markup("<p>{}</p>").format(f"plots: {how_to_install('matplotlib')}")]
             try:
-                require("plots", "matplotlib")
                 drawn[Markup(drawing.to_svg(panel))] = None
             except Exception as error:
                 drawn[Markup("<p>{}</p>").format(self._note(error))] = None

@@ -46,8 +46,9 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
         label_x(axes, "true")
 
     error = statistics.fmean(abs(truth - guess) for truth, guess in pairs)
-    note = f"{len(pairs)} held-out samples: mean absolute error {error:.4g}"
-    return Panel("predictions", "Predicted against true", note, draw, note)
+    note = f"{len(pairs)} held-out samples"
+    summary = f"Predicted over true numbers of {note}: mean absolute error {error:.4g}"
+    return Panel("predictions", "Predicted against true", summary, draw, note)
 
 
 def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Panel:
@@ -69,6 +70,9 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
         axes.grid(False)
         label_x(axes, "predicted")
 
-    num_wrong = sum(truth != guess for truth, guess in pairs)
-    note = f"{len(pairs)} held-out samples: {num_wrong} wrong"
-    return Panel("confusion", "Confusion (true over predicted)", note, draw, note)
+    wrong = Counter(f"{truth} for {guess}" for truth, guess in pairs if truth != guess)
+    note = f"{len(pairs)} held-out samples"
+    summary = f"Confusion matrix of {note}: {sum(wrong.values())} wrong"
+    for worst, count in wrong.most_common(1):
+        summary += f"; most often {worst}, {count} times"
+    return Panel("confusion", "Confusion (true over predicted)", summary, draw, note)
