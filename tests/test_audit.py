@@ -132,7 +132,7 @@ def test_the_image_installs_nothing_without_a_hash():
     [("Linux aarch64", True), ("Darwin arm64", True), ("Darwin x86_64", False)],
 )
 def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
-    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
     done = make(tmp_path, "setup", uname=f"echo {machine}", uv="exit 0")
     assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), (
         done.stdout + done.stderr
