@@ -146,7 +146,7 @@ def helper(tmp_path, monkeypatch):
     """A function that writes a module, which lies beside the main one, in another version."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(source_code, "_imported", {})
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"), False)
 
     def write(number):
         (tmp_path / "helper.py").write_text(f"def describe():\n    return 'version {number}'\n")
