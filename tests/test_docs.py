@@ -69,7 +69,7 @@ CHEAPER = (
     (r"--num_processes \d+", ""),
     (r"\bsingle_node_training_wf\b", r"\g<0> --num_processes 1"),
     (r"--nproc-per-node \d+", "--nproc-per-node 1"),
-    (r"flyte-ddp train (\w+)", r"\g<0> --nproc-per-node 1 --epochs 1"),
+    (r"flyte-ddp train ([\w.]+)", r"\g<0> --nproc-per-node 1 --epochs 1"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
     (r"--initial_model_state torchvision:\w+", ""),  # from torchvision's servers
