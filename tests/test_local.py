@@ -152,42 +152,81 @@ def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(
     assert survivors() == []
 
 
-def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names):
+    limit, used, cached = names
     for name, content in (
-        ("max", "1000"),
-        ("current", "900"),
-        ("stat", "anon 200\ninactive_file 650\nslab 50\n"),
+        (limit, "1000"),
+        (used, "900"),
+        ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n"),
     ):
-        (tmp_path / f"memory.{name}").write_text(content)
+        (tmp_path / name).write_text(content)
     assert free_in(tmp_path) == 750
-    (tmp_path / "memory.max").write_text("max")
+    (tmp_path / limit).write_text("max")
     assert free_in(tmp_path) == UNLIMITED
 
 
-# What a process finds: its cgroup, where cgroups are mounted, and the files there that count.
+# What a process finds: its cgroups, where they are mounted, and the files there that count.
+MOUNT_1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+MOUNT_2 = "41 31 0:38 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+EVENTS = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
+
+
 @pytest.mark.parametrize(
-    ("group", "mounted", "file"),
+    ("groups", "mount", "files"),
     [
-        ("0::/", "/", "memory.events"),
-        ("0::/pods/p/c", "/pods/p/c", "memory.events"),
-        ("4:memory:/a/b\n0::/init", "/", "init/memory.events"),
-        ("0::/a/b", "/elsewhere", "memory.events"),
+        ("0::/", MOUNT_2.format(root="/"), {"memory.events": EVENTS}),
+        ("0::/pods/p/c", MOUNT_2.format(root="/pods/p/c"), {"memory.events": EVENTS}),
+        ("0::/init", MOUNT_2.format(root="/"), {"init/memory.events": EVENTS}),
+        ("4:memory:/\n0::/", MOUNT_1.format(root="/"), {"memory/memory.oom_control": CONTROL}),
+        (
+            "4:cpu,memory:/pods/p/c",
+            MOUNT_1.format(root="/pods/p/c"),
+            {"memory/memory.oom_control": CONTROL},
+        ),
+        (
+            "4:memory:/a/b\n0::/x",
+            MOUNT_1.format(root="/"),
+            {"memory/a/b/memory.oom_control": CONTROL},
+        ),
+        (
+            "4:memory:/a/b",
+            MOUNT_1.format(root="/elsewhere"),
+            {"memory/memory.oom_control": CONTROL},
+        ),
+        (  # an old kernel
+            "4:memory:/",
+            MOUNT_1.format(root="/"),
+            {
+                "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n",
+                "memory/memory.failcnt": "2\n",
+            },
+        ),
     ],
 )
-def test_processes_killed_for_lack_of_memory_are_counted(tmp_path, group, mounted, file):
+def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_cgroups(
+    tmp_path, groups, mount, files
+):
+    others = (
+        "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n23 1 254:0 / / rw - ext4 "
+        "/dev/vda rw"
+    )
+    tree = {"proc/self/cgroup": groups, "proc/self/mountinfo": f"{others}\n{mount}\n"}
     assert supervisor.count_oom_kills(tmp_path) == 0
-    mounts = [
-        "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu",
-        "23 1 254:0 / / rw - ext4 /dev/vda rw",
-        f"41 31 0:38 {mounted} /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
-    ]
     for name, contents in {
-        "proc/self/cgroup": group,
-        "proc/self/mountinfo": "\n".join(mounts),
-        f"sys/fs/cgroup/{file}": "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n",
+        **tree,
+        **{f"sys/fs/cgroup/{name}": contents for name, contents in files.items()},
     }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(contents)
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(contents)
     assert supervisor.count_oom_kills(tmp_path) == 2
 
 
