@@ -115,8 +115,10 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
         (lambda tensors, manifest: tensors.unlink(), "is missing"),
         (lambda tensors, manifest: tensors.write_bytes(b""), "got 0"),
         (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),
-        (lambda tensors, manifest: manifest.write_text("[]"), "AttributeError"),
+        (lambda tensors, manifest: manifest.write_text("[]"), "TypeError"),
         (lambda tensors, manifest: manifest.write_text('{"format": 3}'), "KeyError"),
+        (lambda tensors, manifest: manifest.write_text("{}"), "KeyError"),
+        (lambda tensors, manifest: manifest.write_text('{"files": []}'), "names no file"),
     ],
     ids=[
         "truncated",
@@ -126,6 +128,8 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
         "manifest-truncated",
         "manifest-list",
         "manifest-bare",
+        "manifest-empty",
+        "manifest-without-files",
     ],
 )
 def test_a_damaged_checkpoint_is_named_skipped_and_the_one_before_used(tmp_path, damage, reason):

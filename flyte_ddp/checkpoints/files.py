@@ -63,12 +63,13 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     keys = ("file", "bytes", CHECKSUM)
     try:
         manifest = json.loads(storage.read(name))
-        found = manifest.get("format", 1)
-        if found == FORMAT:
-            files = [{key: entry[key] for key in keys} for entry in manifest["files"]]
-            return {**manifest, "files": files}
+        entries, found = manifest["files"], manifest.get("format", 1)
+        if found == FORMAT and entries:
+            return {**manifest, "files": [{key: each[key] for key in keys} for each in entries]}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
+    if not entries:
+        raise Damaged("its manifest names no file")
     raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
 
 
