@@ -40,6 +40,21 @@ LOOKS_LIKE_PLACE = re.compile(r"([a-zA-Z][\w+.-]*(://|::)|~|\.{0,2}/)\S*")
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
+# Others can load code into a worker.
+VARIABLES = (
+    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_*", "NCCL_IB_*", "NCCL_P2P_*", "NCCL_ALGO"),
+    *("NCCL_PROTO", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTORCH_*ALLOC_CONF"),
+    *("TORCH_DISTRIBUTED_DEBUG", "TOKENIZERS_PARALLELISM"),
+)
+# Volumes, variables of the worker and a securityContext can mount the node's files, read any secret
+# of the namespace, or run as root.
+POD_TEMPLATE = (
+    *("affinity", "nodeSelector", "tolerations", "topologySpreadConstraints"),
+    *("terminationGracePeriodSeconds", "containers.worker.resources"),
+    "containers.scheduler.resources",
+)
+
+
 @dataclass(frozen=True)
 class Allowed:
     """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults
@@ -50,16 +65,23 @@ class Allowed:
     """
 
     images: tuple[str, ...] = field((), help="besides the task's own")
-    service_accounts: tuple[str, ...] = field((), help="besides the namespace's default")
+    service_accounts: tuple[str, ...] = field(
+        ("flyte-ddp",), help="besides the namespace's default; that one is of deploy/rbac.yaml"
+    )
     secrets: tuple[str, ...] = field((), help="of env_from_secrets")
     namespaces: tuple[str, ...] = field((), help="besides the task's own")
     pod_template: tuple[str, ...] = field(
-        (), help="paths in both templates, each with all below it"
+        POD_TEMPLATE, help="paths in both templates, each with all below it"
     )
     # A variable can make a worker load code, and an annotation can have a secret injected.
-    env: tuple[str, ...] = field((), help="names of variables of workers")
-    labels: tuple[str, ...] = field((), help="names of labels of pods")
-    annotations: tuple[str, ...] = field((), help="names of annotations of pods")
+    env: tuple[str, ...] = field(VARIABLES, help="names of variables of workers")
+    labels: tuple[str, ...] = field(
+        ("team", "project", "cost-center", "app.kubernetes.io/*"), help="names of labels of pods"
+    )
+    annotations: tuple[str, ...] = field(
+        ("cluster-autoscaler.kubernetes.io/*", "karpenter.sh/*"),
+        help="names of annotations of pods",
+    )
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
     urls: tuple[str, ...] = field(
