@@ -38,7 +38,7 @@ def pickle(value: object, of: Any, field: str) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Pickler(file, find_packages(of)).dump(value)
+        _Pickler(file, find_packages(of), isinstance(of, type)).dump(value)
     except Exception as error:  # of any kind: `__reduce__` is the user's
         reason = " ".join(str(error).split())
         name = getattr(of, "__qualname__", repr(of))
@@ -49,18 +49,24 @@ def pickle(value: object, of: Any, field: str) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Names what lies in `packages`, also where it was imported before an edit."""
+    """Names what lies in `packages`, also where it was imported before an edit.
 
-    def __init__(self, file: io.BytesIO, packages: Collection[str]) -> None:
+    With `is_anew`, classes load as new ones also in this process; else what comes back has the
+    classes that it was sent with.
+    """
+
+    def __init__(self, file: io.BytesIO, packages: Collection[str], is_anew: bool) -> None:
         super().__init__(file)
         self._packages = packages
+        self._is_anew = is_anew
 
     def reducer_override(self, value: Any) -> Any:
         is_code = isinstance(value, (type, types.FunctionType))
         if is_code and _package(value) in self._packages and not is_by_value(value):
             return pkgutil.resolve_name, (f"{value.__module__}:{value.__qualname__}",)
         reduced = super().reducer_override(value)
-        if isinstance(value, type) and reduced is not NotImplemented and len(reduced) > 2:
+        is_class = isinstance(value, type) and reduced is not NotImplemented
+        if self._is_anew and is_class and len(reduced) > 2:
             make, arguments, (attributes, slots), *rest = reduced
             attributes["__qualname__"] = value.__qualname__
             # without the class's id, by which it would load as the one that this process has

@@ -56,7 +56,7 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
     expected, got = (found or {}).get("num_samples"), count_samples(dataset)
     if expected is not None and got != expected:
         raise ConfigError(
-            f"dataset: expected {expected} samples, with which the checkpoint was "
+            f"dataset: number of samples: expected {expected}, with which the checkpoint was "
             f"written, got {got}"
         )
 
