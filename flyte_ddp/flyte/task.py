@@ -1,5 +1,5 @@
-"""What the functions that tasks call share: their errors, their checks by the project's settings,
-and their frame.
+"""The errors, the checks by the project's settings and the frame that the functions of tasks
+share.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Recipe:
     """
 
     copies_from_first: ClassVar[bool] = False
-    """Where the model is sharded, only the first rank builds all of it.
+    """Only the first rank builds all of a model that is sharded.
 
     The others call `model` inside `torch.device("meta")`, and get the weights block by block.
     """
