@@ -78,7 +78,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """What `train_all` returns on rank 0, by case: one start of two ranks for all."""
+    """The value of `train_all` on rank 0, by case: two ranks are started once for all cases."""
     return run_gang(2, train_all, data, str(tmp_path_factory.mktemp("models")))[0]
 
 

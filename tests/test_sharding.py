@@ -79,7 +79,7 @@ def flip(file):
 
 
 def shown(seen):
-    """What people see of a run, without the numbers."""
+    """Return the layers, histograms and the like that a run has shown, without their numbers."""
     histograms = seen[HistogramsTaken]
     return (
         [(layer.name, layer.output_shape) for layer in seen[RunStarted].layers],
