@@ -41,10 +41,10 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import Event, RunStarted, RunState
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measure import machine
 from benchmarks.mnist_like import MnistLike
 from flyte_ddp.events import CheckpointLoaded, CheckpointSaved, Event, Reported
-from flyte_ddp.launch.devices import num_cores
+from flyte_ddp.launch.agent.devices import num_cores
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,9 +126,9 @@ def train_plainly() -> None:
 def train(on_gpu: bool, directory: Path, killed: bool = False, **config: Any) -> Seen:
     """Train the recipe with one rank."""
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch import driver
-    from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.programs import Job, recipe_program
+    from flyte_ddp.launch.control import driver
+    from flyte_ddp.launch.nodes.local import LocalPlace
+    from flyte_ddp.launch.protocol.programs import Job, recipe_program
     from flyte_ddp.recipes.prepare import prepare_data
 
     width, batch_size, precision, num_steps = ON_GPU if on_gpu else ON_CPU

@@ -35,8 +35,8 @@ PREPARED = "prepared"
 
 
 def ours(data: Path, precision: str, num_ranks: int) -> None:
-    from flyte_ddp.launch import driver
-    from flyte_ddp.launch.local import LocalPlace
+    from flyte_ddp.launch.control import driver
+    from flyte_ddp.launch.nodes.local import LocalPlace
 
     with tempfile.TemporaryDirectory() as checkpoints:
         job = _job(precision, checkpoints)
@@ -56,8 +56,8 @@ def dask(data: Path, precision: str, num_ranks: int) -> None:
     """
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
-    from flyte_ddp.launch import driver
-    from flyte_ddp.launch.dask.place import DaskPlace
+    from flyte_ddp.launch.control import driver
+    from flyte_ddp.launch.nodes.dask.place import DaskPlace
 
     cluster = ClusterConfig(kind="local", num_nodes=num_ranks)
     with open_cluster(cluster, "benchmark") as client, tempfile.TemporaryDirectory() as checkpoints:
@@ -71,7 +71,7 @@ def dask(data: Path, precision: str, num_ranks: int) -> None:
 
 def _job(precision: str, checkpoints: str) -> Any:
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch.process.programs import Job, recipe_program
+    from flyte_ddp.launch.protocol.programs import Job, recipe_program
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"
@@ -90,7 +90,7 @@ def floor(data: Path, precision: str, num_ranks: int) -> None:
 
     from benchmarks.mnist_like import MnistLike
     from flyte_ddp.config import TrainingConfig
-    from flyte_ddp.rank.optim import build_optimizer
+    from flyte_ddp.training.optim import build_optimizer
 
     recipe = MnistLike()
     inputs, targets = _normalized(recipe.datasets(data / PREPARED)[0], BATCH_SIZE)

@@ -1,9 +1,9 @@
 """Distributed PyTorch training: a recipe, or a function of your own, on one machine or a Dask
 cluster.
 
-It does not know Flyte. Start reading at `flyte_ddp.rank.trainer`, the training loop.
-`flyte_ddp.launch.driver` is the loop of attempts around it; `flyte_ddp.recipes` has models with
-their data.
+It does not know Flyte. Start reading at `flyte_ddp.training.trainer`, the training loop.
+`flyte_ddp.launch.control.driver` is the loop of attempts around it; `flyte_ddp.recipes` has models
+with their data.
 
 `Recipe`, its kinds `Regression`, `MultiLabel` and `Segmentation`, and `DataError` are for your own
 recipes, `load_champion` is for serving, `train` trains a recipe, `run` calls a function of yours in

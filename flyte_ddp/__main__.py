@@ -35,7 +35,7 @@ COMMANDS = {
         "run a script in every rank, on this machine or on a Dask cluster",
     ),
     "estimate": (
-        "flyte_ddp.rank.estimate:main",
+        "flyte_ddp.training.estimate:main",
         "estimate a recipe's seconds per epoch and memory, by one step",
     ),
     "fields": (

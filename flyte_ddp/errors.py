@@ -99,7 +99,7 @@ class RankFailure(RuntimeError):
             in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
         details: values from which the message is made again together with other nodes'
-            (launch/stalls.py).
+            (launch/protocol/stalls.py).
         timestamp: when it was noticed, in seconds since the epoch.
     """
 

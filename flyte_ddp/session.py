@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flyte_ddp.launch.process.session import Session
     from flyte_ddp.rank.batches import Batches
+    from flyte_ddp.rank.session import Session
 
 # URL of a directory that outlives processes, pods and attempts; "" if the run was given none
 checkpoints: str

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from flyte_ddp.config import resolve
-from flyte_ddp.launch import rank_start
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.agent import rank_start
+from flyte_ddp.launch.protocol.programs import recipe_program
 from tests.support import browser
 from tests.support.checkout import build_wheel
 from tests.support.runs import new_run

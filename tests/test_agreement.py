@@ -25,9 +25,9 @@ from flyte_ddp.rank.agreement import (
     find_difference,
     summarize,
 )
-from flyte_ddp.rank.contract import open_datasets
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import ALONE, World
 from tests.support.runs import new_run
 

@@ -29,9 +29,9 @@ from flyte_ddp import events, session
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.run import _Call
 from tests.support.dask_runs import At, events_of
 from tests.support.gang import session_of

@@ -18,9 +18,9 @@ from torchmetrics import Metric, PearsonCorrCoef
 
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge
-from flyte_ddp.rank.comparison import NUM_DRAWS, Measurement, compare
 from flyte_ddp.recipes import Recipe, config_of
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.training.comparison import NUM_DRAWS, Measurement, compare
 
 pytestmark = pytest.mark.usefixtures("server_with_metrics")
 
@@ -130,7 +130,7 @@ class Numbers(Recipe):
 @pytest.fixture
 def fewer_draws(monkeypatch):
     """A tenth of the draws, which take a tenth of the time."""
-    monkeypatch.setattr("flyte_ddp.rank.comparison.NUM_DRAWS", NUM_DRAWS // 10)
+    monkeypatch.setattr("flyte_ddp.training.comparison.NUM_DRAWS", NUM_DRAWS // 10)
 
 
 NAME = f"{__name__}.Numbers"

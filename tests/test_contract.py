@@ -17,11 +17,11 @@ from flyte_ddp import MultiLabel, Recipe, Regression, Segmentation
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
 from flyte_ddp.events import Reported
-from flyte_ddp.rank.contract import check_contract, check_datasets, check_model
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.nested import collate
-from flyte_ddp.rank.optim import build_optimizer
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training.contract import check_contract, check_datasets, check_model
+from flyte_ddp.training.optim import build_optimizer
 from flyte_ddp.world import ALONE
 from tests.support import mistakes
 from tests.support.mistakes import Line, Masks

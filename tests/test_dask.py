@@ -20,11 +20,11 @@ from flyte_ddp.errors import (
     NodeLost,
     RankFailure,
 )
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask import nodes
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.dask.placement import assign_nodes
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask import nodes
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.dask.placement import assign_nodes
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.storage import filesystem
 from tests.support.dask_runs import (
     LOCAL,

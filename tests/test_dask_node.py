@@ -26,10 +26,10 @@ from flyte_ddp.errors import (
     StorageUnavailable,
 )
 from flyte_ddp.flyte.scripts import pack_script
-from flyte_ddp.launch.dask import roll_call, worker
-from flyte_ddp.launch.dask.calls import call_workers
-from flyte_ddp.launch.dask.data import SharedData, packed_code, packed_directory
-from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.nodes.dask import roll_call, worker
+from flyte_ddp.launch.nodes.dask.calls import call_workers
+from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_directory
+from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import (
@@ -46,7 +46,9 @@ from tests.support.runs import REPOSITORY, new_run, wait_for_step
 @pytest.mark.parametrize("end", ["no attempt comes", "the worker is gone"])
 def test_a_supervisor_that_nobody_needs_ends(end):
     timeout = 0.1 if end == "no attempt comes" else 100
-    code = f"from flyte_ddp.launch.dask import node; node.IDLE_TIMEOUT = {timeout}; node.main()"
+    code = (
+        f"from flyte_ddp.launch.nodes.dask import node; node.IDLE_TIMEOUT = {timeout}; node.main()"
+    )
     connection, given = Pipe()
     command = [sys.executable, "-c", code, "", "", str(given.fileno())]
     process = subprocess.Popen(command, pass_fds=[given.fileno()])
@@ -116,7 +118,7 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
         'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
     )
     module.write_text(f"{module.read_text()}\n\n{addition}")
-    client.run(importlib.import_module, "flyte_ddp.launch.dask.node")
+    client.run(importlib.import_module, "flyte_ddp.launch.nodes.dask.node")
     address = client.scheduler.address
     driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)
     output, _ = driver.communicate()

@@ -14,10 +14,10 @@ import pytest
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import devices
-from flyte_ddp.launch.dask.placement import assign_nodes
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.agent import devices
+from flyte_ddp.launch.nodes.dask.placement import assign_nodes
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from tests.support.dask_runs import worker
 
 

@@ -16,9 +16,9 @@ from flyte_ddp.errors import (
     ConfigError,
 )
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch.dask import growth, place
-from flyte_ddp.launch.node import Link
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.nodes.dask import growth, place
+from flyte_ddp.launch.protocol.programs import recipe_program
 from tests.support.dask_runs import (
     dask_config,
     events_of,

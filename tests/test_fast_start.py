@@ -26,7 +26,7 @@ import sys, torch
 from torch import nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank import fast_start
-from flyte_ddp.rank.optim import build_optimizer
+from flyte_ddp.training.optim import build_optimizer
 {before}
 for name in ("sgd", "adamw"):
     model = nn.Linear(2, 2)
@@ -63,7 +63,7 @@ fast_start.avoid_importing_dynamo()
 
 FAULTS = """
 import ctypes, resource
-from flyte_ddp.launch.process import entry
+from flyte_ddp.rank import entry
 {before}
 import numpy
 def faults():

@@ -25,9 +25,9 @@ from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.flyte.failures import TaskFailed, UserError, flyte_errors
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
-from flyte_ddp.launch.failures import MAX_LINES, shorten_traceback
-from flyte_ddp.launch.process import entry
+from flyte_ddp.launch.protocol.failures import MAX_LINES, shorten_traceback
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.rank import entry
 from flyte_ddp.rank.data import SeededDataset
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data

@@ -45,7 +45,7 @@ def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
     if num_gpus() < 1:
         pytest.skip("needs a GPU")
     on_gpu = new_run(tmp_path / "gpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
-    monkeypatch.setattr("flyte_ddp.launch.local.num_gpus", lambda: 0)
+    monkeypatch.setattr("flyte_ddp.launch.nodes.local.num_gpus", lambda: 0)
     on_cpu = new_run(tmp_path / "cpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
     # Not their weights: AdamW makes whole steps of gradients that only differ in their rounding.
     ((gpu,), (cpu,)) = on_gpu.result.epochs, on_cpu.result.epochs
@@ -78,8 +78,8 @@ def test_two_gpus_over_nccl_end_in_the_weights_of_one(tmp_path):
 
 
 def test_a_state_is_evaluated_on_the_gpu_with_the_results_of_its_training(gpu, tmp_path):
-    from flyte_ddp.rank.evaluation import evaluate_state
     from flyte_ddp.recipes import get_recipe
+    from flyte_ddp.training.evaluation import evaluate_state
 
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=1)
     outputs = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank import evaluation, main, parallel, passes
+from flyte_ddp.training import evaluation, main, parallel, passes
 from flyte_ddp.world import World, process_group
 
 GPU = torch.device("cuda", 1)

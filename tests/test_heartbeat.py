@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from flyte_ddp.rank import main as rank_main
-from flyte_ddp.rank.main import beat_while_compiling, keep_beating
+from flyte_ddp.training import main as rank_main
+from flyte_ddp.training.main import beat_while_compiling, keep_beating
 
 
 def wait_for(condition, seconds=60):

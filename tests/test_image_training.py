@@ -14,11 +14,11 @@ from PIL import Image
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.task import check_initial_state
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.rank.batch_norm import keep_frozen_statistics
-from flyte_ddp.rank.initial_state import load_initial_state
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from flyte_ddp.training.batch_norm import keep_frozen_statistics
+from flyte_ddp.training.initial_state import load_initial_state
 from tests.support.image_store import image_tree, prepare, running_store
 from tests.support.runs import new_run
 

@@ -18,7 +18,6 @@ from flytekit.core.workflow import WorkflowBase
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.task import check_initial_state
-from flyte_ddp.rank.initial_state import freeze_layers, load_initial_state
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url
@@ -26,6 +25,7 @@ from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin
 from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials
+from flyte_ddp.training.initial_state import freeze_layers, load_initial_state
 from tasks.train import prepare
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run

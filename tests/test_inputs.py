@@ -24,13 +24,13 @@ from torch.utils.data import TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.contract import check_contract
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.image_folder.files import decode_image
 from flyte_ddp.recipes.image_folder.recipe import Images
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.recipes.text.corpus import Corpus
+from flyte_ddp.training.contract import check_contract
 from flyte_ddp.world import ALONE
 from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
 

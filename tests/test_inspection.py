@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, RunFinished
-from flyte_ddp.rank.inspection import describe_layers, take_histograms
+from flyte_ddp.training.inspection import describe_layers, take_histograms
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -62,7 +62,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
     def broken(*arguments):
         raise ZeroDivisionError("broken on purpose")
 
-    monkeypatch.setattr("flyte_ddp.rank.inspection.take_histograms", broken)
+    monkeypatch.setattr("flyte_ddp.training.inspection.take_histograms", broken)
     trainer = new_trainer(new_run(tmp_path), epochs=1, memory_interval=0)
     trainer.recipe.figures = trainer.recipe.generate_sample = broken
     with caplog.at_level(logging.WARNING):

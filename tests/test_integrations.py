@@ -20,11 +20,11 @@ import flyte_ddp
 from flyte_ddp import events, session
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.integrations import loaders, training
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.rank.sharding import is_split
 from tests.support.frameworks import PROGRAMS, Task
 from tests.support.gang import session_of

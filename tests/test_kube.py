@@ -35,9 +35,9 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
 from flyte_ddp.flyte.training import pod_failure
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -17,12 +17,12 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import At, events_of, front_of, start_scheduler
 from tests.support.promises import NUM_STEPS, count

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import flyte_ddp
-from flyte_ddp.launch.scratch import own_directory
+from flyte_ddp.launch.agent.scratch import own_directory
 from tests.support.runs import REPOSITORY
 
 STANDARD = (
@@ -57,7 +57,7 @@ def test_runs_leave_no_open_file():
 
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path):
     code = (
-        "import sys, time; from flyte_ddp.launch.scratch import own_directory\n"
+        "import sys, time; from flyte_ddp.launch.agent.scratch import own_directory\n"
         "with own_directory('ranks-', sys.argv[1]) as d: print(d, flush=True); open(d + '/log', "
         "'w'); time.sleep(600)"
     )
@@ -101,7 +101,7 @@ def test_a_recipe_trains_whatever_the_length_of_tmpdir(length, tmp_path):
         )
         directory.mkdir(parents=True)
         code = (
-            "from flyte_ddp.launch.rank_start import ForkedProcess, start_server\n"
+            "from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_server\n"
             "from multiprocessing import forkserver\nfrom multiprocessing.connection import "
             "Listener\n"
             "assert start_server(('json',)); probe = ForkedProcess(target=int)\n"

@@ -20,13 +20,14 @@ import pytest
 
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch import local, rank_start, supervisor
-from flyte_ddp.launch.node import Link
-from flyte_ddp.launch.process.memory import UNLIMITED, NodeMemory, free_in
-from flyte_ddp.launch.process.programs import Job, Program
-from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.agent import rank_start, supervisor
+from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.nodes import local
+from flyte_ddp.launch.protocol.memory import UNLIMITED, NodeMemory, free_in
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.protocol.stalls import StalledRank, find_culprits
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.launch.stalls import StalledRank, find_culprits
 from tests.support.dask_runs import eventually
 from tests.support.runs import fork_functions, how_it_ended, new_run, start_parent, wait_for_step
 

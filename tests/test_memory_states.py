@@ -20,15 +20,15 @@ from flyte_ddp.checkpoints.resharding import SHARDS
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import resolve
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process import memory
-from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import NodeMemory
-from flyte_ddp.launch.process.programs import Job
-from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol import memory
+from flyte_ddp.launch.protocol.memory import NodeMemory
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank import memory_states
 from flyte_ddp.rank.copies import Slots
+from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL

@@ -11,14 +11,14 @@ import cloudpickle
 import pytest
 
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
-from flyte_ddp.launch import stalls
-from flyte_ddp.launch.attempt import Attempt, Node
-from flyte_ddp.launch.node import Beat
-from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.agent.node import Beat
+from flyte_ddp.launch.control.attempt import Attempt, Node
+from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.protocol import stalls
+from flyte_ddp.launch.protocol.programs import Program
+from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.launch.protocol.stalls import StalledRank
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
-from flyte_ddp.launch.signals import StopRequest
-from flyte_ddp.launch.stalls import StalledRank
 from tests.support.runs import fork_functions
 
 

@@ -32,7 +32,7 @@ from flyte_ddp.events import (
     TimeSpent,
     read_history,
 )
-from flyte_ddp.launch.driver import Dispatcher
+from flyte_ddp.launch.control.driver import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import RunFigures
 from flyte_ddp.observers.progress_bar import ProgressBar

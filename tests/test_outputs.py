@@ -19,10 +19,10 @@ from flyte_ddp.events import RunState
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
-from flyte_ddp.rank import main as rank_main
-from flyte_ddp.rank.main import export_model
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage.weights import from_bytes, is_safetensors
+from flyte_ddp.training import main as rank_main
+from flyte_ddp.training.main import export_model
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
 from tests.support.text_recipe import prepared

@@ -14,8 +14,8 @@ from torch import nn
 
 import flyte_ddp
 from flyte_ddp.events import RunState, StragglersFound
-from flyte_ddp.launch import paces
-from flyte_ddp.launch.paces import PaceWatch
+from flyte_ddp.launch.control import paces
+from flyte_ddp.launch.control.paces import PaceWatch
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, STEP, StepTimer
 from tests.support.runs import new_run
 

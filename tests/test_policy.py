@@ -16,7 +16,7 @@ from flyte_ddp.errors import (
     SweepFailed,
     TrainingStopped,
 )
-from flyte_ddp.launch.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 
 
 def raised(name, is_consequence=False, rank=1):

@@ -14,12 +14,12 @@ import torch
 from flyte_ddp import events
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure, TrainingStopped
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, Program, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.launch.signals import StopRequest
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import LOCAL, At, events_of
 from tests.support.promises import NUM_STEPS, count

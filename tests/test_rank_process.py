@@ -9,10 +9,10 @@ import sys
 import threading
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.launch.process.entry import environment
-from flyte_ddp.launch.process.link import SupervisorLink
-from flyte_ddp.launch.process.programs import Job, recipe_program
-from flyte_ddp.launch.process.ranks import NodeRanks
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.rank.entry import environment
+from flyte_ddp.rank.link import SupervisorLink
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 

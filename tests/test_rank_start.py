@@ -15,14 +15,16 @@ import pytest
 
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.launch import rank_start
-from flyte_ddp.launch.process.programs import Program, recipe_program
-from flyte_ddp.launch.rank_start import start_rank
+from flyte_ddp.launch.agent import rank_start
+from flyte_ddp.launch.agent.rank_start import start_rank
+from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 
 RECIPE = recipe_program("digits", resolve({}, {}))
-TRAINING_LOOP = str(REPOSITORY / "flyte_ddp/rank/main.py") if sys.version_info >= (3, 11) else ""
+TRAINING_LOOP = (
+    str(REPOSITORY / "flyte_ddp/training/main.py") if sys.version_info >= (3, 11) else ""
+)
 FUNCTION = Program("function", b"")
 
 
@@ -32,7 +34,7 @@ def _describe(pipe):
             "parent": os.getppid(),
             "has torch": "torch" in sys.modules,
             "has compiler": "torch._dynamo" in sys.modules,
-            "training loop": getattr(sys.modules.get("flyte_ddp.rank.main"), "__file__", ""),
+            "training loop": getattr(sys.modules.get("flyte_ddp.training.main"), "__file__", ""),
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             **{name: os.environ.get(name) for name in ("GIVEN_LATER", "TAKEN_AWAY", "TORCH_LOGS")},
         }

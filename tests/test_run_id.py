@@ -18,7 +18,8 @@ import flyte_ddp
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_owner
 from flyte_ddp.errors import ConfigError, TrainingStopped
-from flyte_ddp.launch import driver, signals
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.protocol import signals
 from flyte_ddp.storage import Storage
 
 

@@ -18,10 +18,10 @@ import torch
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.metrics import read_figures
-from flyte_ddp.rank.progress import Progress
 from flyte_ddp.rank.split_state import fill
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.training.metrics import read_figures
+from flyte_ddp.training.progress import Progress
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 

@@ -15,9 +15,9 @@ import torch
 import flyte_ddp
 from flyte_ddp import events, session
 from flyte_ddp.errors import RankFailure
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, Program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.run import _Call
 from tests.support.bereaved import wait_for_copies
 from tests.support.dask_runs import LOCAL

@@ -18,7 +18,7 @@ from flyte_ddp.events import Reported, RunStarted, read_history
 from flyte_ddp.flyte import scripts
 from flyte_ddp.flyte.inputs import ClusterInput, InputError
 from flyte_ddp.flyte.scripts import ScriptSource, pack_script, unpack_script
-from flyte_ddp.launch.process.programs import OUTPUTS_VARIABLE
+from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 from flyte_ddp.launch.run import outputs_directory
 from tests.support.prometheus import record_figures
 from workflows.script import script_wf

@@ -13,13 +13,13 @@ import pytest
 
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.flyte.failures import flyte_errors
-from flyte_ddp.launch.driver import Dispatcher
-from flyte_ddp.launch.process.entry import _describe
+from flyte_ddp.launch.control.driver import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.rank.entry import _describe
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import redact_url, redact_values

@@ -18,7 +18,7 @@ from flyte_ddp import events
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.distributed import Distributed
 from flyte_ddp.launch import run as launch_run
-from flyte_ddp.launch.signals import TimeLimit
+from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.rank.batches import EpochBatches
 from tests.support.gang import session_of
 

@@ -186,7 +186,7 @@ def test_a_registration_ships_all_of_the_code_and_the_users_recipes(registered, 
     assert {
         "vineyard/net.py",
         "recipes/wine.py",
-        "flyte_ddp/rank/main.py",
+        "flyte_ddp/training/main.py",
         "flyte_ddp/recipes/pet_names/names.txt",
     } <= shipped
 
@@ -199,8 +199,8 @@ def test_the_image_has_the_same_code():
 def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
     program = (
         "import sys; from flyte_ddp.config import TrainingConfig; "
-        "from flyte_ddp.launch.process.programs import recipe_program; "
-        "from flyte_ddp.launch.dask.data import packed_code as p; "
+        "from flyte_ddp.launch.protocol.programs import recipe_program; "
+        "from flyte_ddp.launch.nodes.dask.data import packed_code as p; "
         "sys.stdout.buffer.write(p(recipe_program(sys.argv[1], TrainingConfig())))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

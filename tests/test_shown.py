@@ -26,7 +26,7 @@ from flyte_ddp.events import (
     to_line,
 )
 from flyte_ddp.flyte import frame
-from flyte_ddp.launch import driver
+from flyte_ddp.launch.control import driver
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports import drawing, run
 from flyte_ddp.observers.reports.run import Report

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.rank.contract import check_contract
 from flyte_ddp.rank.data import SeededDataset, epoch_order
-from flyte_ddp.rank.inspection import make_predictions
-from flyte_ddp.rank.main import _describe
 from flyte_ddp.rank.nested import collate
-from flyte_ddp.rank.passes import seed_forward
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import config_of
+from flyte_ddp.training.contract import check_contract
+from flyte_ddp.training.inspection import make_predictions
+from flyte_ddp.training.main import _describe
+from flyte_ddp.training.passes import seed_forward
 from flyte_ddp.world import ALONE
 from tests.support.mistakes import Line
 from tests.support.runs import new_run

@@ -16,13 +16,13 @@ from torch.distributed import PrefixStore
 
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.entry import RETURNED_BYTES, keep_freed_memory
-from flyte_ddp.rank import passes
-from flyte_ddp.rank.initial_state import load_initial_state
-from flyte_ddp.rank.parallel import build_model, place_model, replicate
+from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank.sharding import large_blocks, whole_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.training import passes
+from flyte_ddp.training.initial_state import load_initial_state
+from flyte_ddp.training.parallel import build_model, place_model, replicate
 from flyte_ddp.world import World
 from tests.support.deep import Deep
 from tests.support.gang import run_gang, train_recipe

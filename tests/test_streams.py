@@ -16,7 +16,7 @@ import sys
 import pytest
 
 from flyte_ddp.events import RunState
-from flyte_ddp.launch.driver import Dispatcher
+from flyte_ddp.launch.control.driver import Dispatcher
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.weights_and_biases import OWN_DIRECTORIES, Wandb
 from tests.support.runs import REPOSITORY

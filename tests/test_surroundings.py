@@ -18,8 +18,9 @@ import torch
 import flyte_ddp
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.errors import ConfigError, DataError, RankFailure, StorageDenied
-from flyte_ddp.launch import local, supervisor
-from flyte_ddp.launch.process import entry
+from flyte_ddp.launch.agent import supervisor
+from flyte_ddp.launch.nodes import local
+from flyte_ddp.rank import entry
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.storage import Storage
 from tests.support.emulators import s3  # noqa: F401 - a fixture

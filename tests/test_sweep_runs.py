@@ -19,8 +19,8 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides, given
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask import worker
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes

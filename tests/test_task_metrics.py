@@ -18,9 +18,9 @@ from flyte_ddp.config import Monitor
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import Prediction, PredictionsMade, Reported
 from flyte_ddp.observers.reports.predictions import prediction_panels
-from flyte_ddp.rank.comparison import Measurement, compare
-from flyte_ddp.rank.metrics import HeldOutMetrics
 from flyte_ddp.recipes import config_of
+from flyte_ddp.training.comparison import Measurement, compare
+from flyte_ddp.training.metrics import HeldOutMetrics
 from flyte_ddp.world import ALONE
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
@@ -247,7 +247,7 @@ def measurement(kind, scale, monitor=None):
 @pytest.fixture
 def fewer_draws(monkeypatch):
     """A tenth of the draws, which take a tenth of the time."""
-    monkeypatch.setattr("flyte_ddp.rank.comparison.NUM_DRAWS", 100)
+    monkeypatch.setattr("flyte_ddp.training.comparison.NUM_DRAWS", 100)
 
 
 @pytest.mark.usefixtures("fewer_draws")

@@ -18,12 +18,12 @@ import torch
 from pyarrow import parquet
 
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.initial_state import check_same_run, load_initial_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.text import corpus, shards
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.recipes.text.shards import HELD_OUT, TRAIN
 from flyte_ddp.recipes.text.tokens import byte_tokenizer, read_tokenizer, train_tokenizer
+from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from tests.support import sample_run
 from tests.support.image_store import running_store
 from tests.support.text_recipe import prepared

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.process.programs import recipe_program
-from flyte_ddp.rank import evaluation
-from flyte_ddp.rank.evaluation import FlopsUtilization
-from flyte_ddp.rank.optim import build_optimizer
+from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training import evaluation
+from flyte_ddp.training.evaluation import FlopsUtilization
+from flyte_ddp.training.optim import build_optimizer
 from flyte_ddp.world import ALONE
 from tests.support import sample_run
 from tests.support.text_recipe import prepared

@@ -25,11 +25,11 @@ from flyte_ddp.events import (
     RunState,
     find_best,
 )
-from flyte_ddp.launch.process.programs import recipe_program
+from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.rank.data import epoch_order
-from flyte_ddp.rank.optim import learning_rate_factor
-from flyte_ddp.rank.parallel import place_model
 from flyte_ddp.recipes import get_recipe
+from flyte_ddp.training.optim import learning_rate_factor
+from flyte_ddp.training.parallel import place_model
 from flyte_ddp.world import World
 from tests.support.runs import new_run
 from tests.support.trainers import CPU, new_trainer
@@ -224,7 +224,7 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
 
 
 def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("flyte_ddp.rank.trainer.LONG_EVALUATION", 0.0)
+    monkeypatch.setattr("flyte_ddp.training.trainer.LONG_EVALUATION", 0.0)
     trainer = new_trainer(new_run(tmp_path), epochs=1)
     trainer.fit()
 

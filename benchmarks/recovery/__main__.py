@@ -28,10 +28,10 @@ from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.systems import ROOT, SYSTEMS, Ours, System, Task, free_port, running
 from benchmarks.recovery.workload import MAX_RESTARTS, RECIPE, LoggedCounting
 from flyte_ddp.config import resolve
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.devices import num_cores
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.agent.devices import num_cores
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem
 

@@ -28,10 +28,10 @@ def run_ours(
     from flyte_ddp.cluster.config import ClusterConfig
     from flyte_ddp.cluster.connect import open_cluster
     from flyte_ddp.config import resolve
-    from flyte_ddp.launch import driver
-    from flyte_ddp.launch.dask.place import DaskPlace
-    from flyte_ddp.launch.local import LocalPlace
-    from flyte_ddp.launch.process.programs import Job, recipe_program
+    from flyte_ddp.launch.control import driver
+    from flyte_ddp.launch.nodes.dask.place import DaskPlace
+    from flyte_ddp.launch.nodes.local import LocalPlace
+    from flyte_ddp.launch.protocol.programs import Job, recipe_program
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     cluster = ClusterConfig(

@@ -36,8 +36,8 @@ from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
-from flyte_ddp.launch.devices import num_gpus
-from flyte_ddp.launch.process.programs import Program
+from flyte_ddp.launch.agent.devices import num_gpus
+from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.mlflow import find_server
 from flyte_ddp.observers.reports.run import Report

@@ -23,8 +23,8 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 from flyte_ddp import errors
 from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.launch.failures import first_line, shorten, shorten_traceback
-from flyte_ddp.launch.process.frames import frames_of_user
+from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
+from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.storage import redact_errors, redact_url
 
 # Only the user can fix these. Another attempt would end in the same way.

@@ -43,9 +43,9 @@ from flyte_ddp.flyte.flyte_context import (
     current_execution,
     share_storage_credentials,
 )
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.process.programs import Job, Program
-from flyte_ddp.launch.signals import TimeLimit
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.observers.command_line import keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port

@@ -11,7 +11,7 @@ from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.devices import REQUESTED_VARIABLE
+from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 
 SHARED_MEMORY = "/dev/shm"
 PRIMARY_CONTAINER = "primary"  # flytekit completes it with the task's image, command and resources

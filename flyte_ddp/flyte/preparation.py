@@ -26,8 +26,8 @@ from flyte_ddp.flyte.task import (
     check_urls,
     task_body,
 )
-from flyte_ddp.launch.process.programs import slow_imports
-from flyte_ddp.launch.rank_start import start_server
+from flyte_ddp.launch.agent.rank_start import start_server
+from flyte_ddp.launch.protocol.programs import slow_imports
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 

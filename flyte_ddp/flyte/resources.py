@@ -25,7 +25,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flyte.pods import pod_with
 from flyte_ddp.flyte.settings import SETTINGS, Size, check_settings
-from flyte_ddp.launch.devices import REQUESTED_VARIABLE
+from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 
 # Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a

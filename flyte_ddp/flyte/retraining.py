@@ -25,7 +25,7 @@ from flyte_ddp.flyte.frame import make_output_directory
 from flyte_ddp.flyte.outputs import RetrainingOutputs
 from flyte_ddp.flyte.resources import code_version
 from flyte_ddp.flyte.task import check_initial_state, check_output, check_urls, task_body
-from flyte_ddp.launch.devices import check_requested_gpus
+from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,

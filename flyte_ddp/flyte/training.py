@@ -16,9 +16,9 @@ from flyte_ddp.flyte.task import (
     open_task_frame,
     task_body,
 )
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Program, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.run import Report

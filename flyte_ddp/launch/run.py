@@ -34,10 +34,11 @@ from flyte_ddp.config.by_value import pickle
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.devices import default_num_processes, num_cores, num_gpus
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import (
+from flyte_ddp.launch.agent.devices import default_num_processes, num_cores, num_gpus
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import (
     OUTPUTS_VARIABLE,
     SCRIPT_DIRECTORY,
     STOP_SIGNALS,
@@ -45,7 +46,6 @@ from flyte_ddp.launch.process.programs import (
     Program,
     check_run_id,
 )
-from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.storage import write_file
 
@@ -179,7 +179,7 @@ class Gang:
             yield LocalPlace(self.num_processes(), self.max_restarts, self.master_port)
             return
         from flyte_ddp.cluster import connect
-        from flyte_ddp.launch.dask.place import DaskPlace, check
+        from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 
         config = self.cluster_config()
         check(program, config)

@@ -20,9 +20,9 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import read_object, whole_number
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ConfigError, TrainingStopped
-from flyte_ddp.launch.process.programs import Program, stop_grace
+from flyte_ddp.launch.protocol.programs import Program, stop_grace
+from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.launch.run import Gang, command_program, run_program, script_program
-from flyte_ddp.launch.signals import TimeLimit
 from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line

@@ -16,10 +16,10 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, log_failures
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.process.programs import Job, check_run_id, recipe_program
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.protocol.programs import Job, check_run_id, recipe_program
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.launch.scratch import own_directory
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew

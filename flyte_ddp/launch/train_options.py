@@ -18,8 +18,8 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import describe_fields, read_object
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.launch.process.programs import check_run_id, slow_imports
-from flyte_ddp.launch.rank_start import start_server
+from flyte_ddp.launch.agent.rank_start import start_server
+from flyte_ddp.launch.protocol.programs import check_run_id, slow_imports
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.run_options import check_place, end_as_shell
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe

@@ -29,7 +29,7 @@ from flyte_ddp.storage import redact_url, redact_values
 from flyte_ddp.storage.weights import from_bytes, is_same_state, split_pin
 
 if TYPE_CHECKING:
-    from flyte_ddp.rank.comparison import Measurement
+    from flyte_ddp.training.comparison import Measurement
 
 FROM_CHAMPION, FROM_SCRATCH = "champion", "scratch"
 
@@ -238,7 +238,7 @@ def _compare(
     measured: Measurement | None,
     current: CurrentModel,
 ) -> PromotionResult:
-    from flyte_ddp.rank.comparison import compare
+    from flyte_ddp.training.comparison import compare
 
     recipe, _, _ = _open(challenge)
     metric = challenge.config.monitor.metric
@@ -315,7 +315,7 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
     Such a champion is not replaced: a serving process expects a model of its kind. A person has to
     decide that.
     """
-    from flyte_ddp.rank.initial_state import mismatch
+    from flyte_ddp.training.initial_state import mismatch
 
     if current.manifest is None or current.state is None:
         return ""
@@ -345,7 +345,7 @@ def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool
 
 def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | None:
     """Measure `state` on the held-out data; None if its loss is not finite."""
-    from flyte_ddp.rank.comparison import Measurement
+    from flyte_ddp.training.comparison import Measurement
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     try:
@@ -376,7 +376,7 @@ def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
     """Return the recipe, which its data have told the classes, and the numbers of training and of
     held-out samples.
     """
-    from flyte_ddp.rank.contract import open_datasets
+    from flyte_ddp.training.contract import open_datasets
 
     recipe = get_recipe(challenge.recipe, challenge.config.recipe_options)
     train, test = open_datasets(recipe, challenge.directory, challenge.config)

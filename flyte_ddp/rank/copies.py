@@ -1,5 +1,5 @@
 """A rank's parts of states in the memory of its node, and their copies in another node's: see
-launch/process/memory.py.
+launch/protocol/memory.py.
 
 A copy goes from rank to rank, over a process group that the two have for that alone. It is made
 directly, over the store where all ranks meet: `new_group` would have to be called by all of them,
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import NUM_FILES, MappedFile
+from flyte_ddp.launch.protocol.memory import NUM_FILES, MappedFile
+from flyte_ddp.rank.link import RankProcess
 
 TIMEOUT = timedelta(days=20)  # for the next state to come; in milliseconds it still is a C int
 HEADER_BYTES = 512  # of the fields of a part, in JSON

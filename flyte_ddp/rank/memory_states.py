@@ -23,8 +23,8 @@ from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.launch.process.link import RankProcess
-from flyte_ddp.launch.process.memory import NUM_FILES, Part, lacking_memory, name_memory
+from flyte_ddp.launch.protocol.memory import NUM_FILES, Part, lacking_memory, name_memory
+from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.sharding import OPTIMIZER_STATES, count_own_parameters, is_sharded
 from flyte_ddp.world import World
 

@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from flyte_ddp.launch.process.frames import LIBRARIES
+from flyte_ddp.rank.frames import LIBRARIES
 from flyte_ddp.rank.sharding import is_sharded, is_split, reshard
 from flyte_ddp.recipes import Recipe
 

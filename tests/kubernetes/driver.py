@@ -22,9 +22,9 @@ from flyte_ddp import events
 from flyte_ddp.cluster.config import cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import new_run
 

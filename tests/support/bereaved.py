@@ -36,7 +36,7 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.launch.process.memory import MappedFile
+        from flyte_ddp.launch.protocol.memory import MappedFile
         from flyte_ddp.rank import memory_states
 
         read, write = memory_states.assemble, store.save_state

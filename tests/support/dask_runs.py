@@ -25,10 +25,10 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.events import Reported
-from flyte_ddp.launch import driver
-from flyte_ddp.launch.dask.place import DaskPlace
-from flyte_ddp.launch.dask.placement import Worker
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.dask.placement import Worker
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 

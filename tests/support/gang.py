@@ -21,11 +21,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.launch.process.programs import Job, Program, recipe_program
-from flyte_ddp.launch.process.ranks import NodeRanks
-from flyte_ddp.launch.process.session import Session
-from flyte_ddp.launch.rank_start import ForkedProcess, start_server
-from flyte_ddp.rank.main import train
+from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_server
+from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.rank.session import Session
+from flyte_ddp.training.main import train
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds

@@ -329,7 +329,7 @@ def _kill(losses):
 
 def _late_nan(losses):
     """A NaN as a GPU has it between two reports: the rank itself does not look."""
-    from flyte_ddp.rank.trainer import Trainer
+    from flyte_ddp.training.trainer import Trainer
 
     Trainer._check_loss = lambda *arguments: None
     return losses * float("nan")

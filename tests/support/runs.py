@@ -19,9 +19,10 @@ from pathlib import Path
 
 from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.launch import driver, supervisor
-from flyte_ddp.launch.local import LocalPlace
-from flyte_ddp.launch.process.programs import Job, recipe_program
+from flyte_ddp.launch.agent import supervisor
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import save_safetensors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from flyte_ddp.rank.data import open_samples, take_sample
-from flyte_ddp.rank.parallel import build_model
-from flyte_ddp.rank.trainer import Trainer
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training.parallel import build_model
+from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World
 from tests.support.gang import Link, session_of
 

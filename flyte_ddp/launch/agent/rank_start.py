@@ -1,0 +1,158 @@
+"""How the process of a rank starts: forked from a server that has imported torch, or fresh. Imports
+no torch.
+
+The ranks of a recipe are forked from a server, the one of Python's `forkserver` method. Each
+process that launches ranks has one, which imports torch and the training loop once: 2 s of
+processor time that otherwise every rank of every attempt needs, or 4 s where it also needs the
+compiler. So the first ranks start as soon as fresh ones would, and those of a restart within 0.05
+s.
+
+The ranks of a user's function are fresh processes, of the method `spawn`: torch must not be there
+before the function imports it, because a variable that the function sets for torch would come too
+late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, process, resource_tracker, util
+from multiprocessing.context import ForkServerProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.protocol.programs import STOP_SIGNALS, TRAINING, Program
+from flyte_ddp.observers.streams import open_standard_streams
+
+# How the names of variables begin that torch, fsspec and the loader of libraries read at their
+# start. Not those of OpenMP and malloc, which Dask and scikit-learn set in this process: a recipe's
+# rank sets threads and malloc's thresholds itself.
+READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
+
+# that a recipe's ranks need besides those of others
+OWN_MODULES = ("flyte_ddp.rank.entry", TRAINING[0])
+
+MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
+
+END_SIGNALS = tuple(signal.Signals[name] for name in STOP_SIGNALS)
+
+_variables_of_server: dict[str, str] | None = None
+_starting = threading.Lock()  # held while this process's environment is that of its server
+
+
+class ForkedProcess(ForkServerProcess):
+    """A process with the environment of its parent at its start, as the other start methods give
+    it.
+    """
+
+    def start(self) -> None:
+        with _starting:
+            self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _Server(forkserver.ForkServer):
+    """Finds modules where this process does. Python 3.10 cannot keep another version in the working
+    directory away.
+    """
+
+    def ensure_running(self) -> None:
+        path = {
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "PYTHONSAFEPATH": "1",
+        }
+        # A signal to the whole process group, such as Ctrl-C, is for this process, which then asks
+        # the ranks to stop.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            resource_tracker.ensure_running()  # now, because its start unblocks some of the signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+            with _starting:
+                own = {name: os.environ[name] for name in path if name in os.environ}
+                os.environ.update(path)
+                try:
+                    super().ensure_running()
+                finally:
+                    for name in path:
+                        del os.environ[name]
+                    os.environ.update(own)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def start_server(modules: Sequence[str]) -> bool:
+    """Start this process's server if it has none, and do not wait for it.
+
+    Args:
+        modules: of others, that a new server imports before this package's.
+
+    Returns:
+        False if its ranks would not be as fresh ones are: the environment has changed since the
+        server read it, or this is macOS, whose libraries do not survive a fork.
+    """
+    global _variables_of_server
+    if sys.platform == "darwin":
+        return False
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)
+    }
+    if _variables_of_server is None:
+        _variables_of_server = variables
+        forkserver._forkserver.__class__ = _Server
+        forkserver.set_forkserver_preload(
+            [*modules, *(OWN_MODULES if sys.version_info >= (3, 11) else ())]
+        )
+    if variables != _variables_of_server:
+        return False
+    open_standard_streams()
+    shorten_socket_paths()
+    forkserver._forkserver.ensure_running()
+    return True
+
+
+def shorten_socket_paths() -> None:
+    """Put the sockets of multiprocessing into a directory with a short path, here and in the ranks.
+
+    The path of a socket has at most 107 bytes, and TMPDIR may be anything.
+    """
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    if len(os.fsencode(config.get("tempdir") or "x" * MAX_SOCKET_DIRECTORY)) < MAX_SOCKET_DIRECTORY:
+        return
+    places = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
+    short = (
+        each
+        for each in places
+        if len(os.fsencode(each)) < MAX_SOCKET_DIRECTORY - 14 and os.access(each, os.W_OK)
+    )
+    stack = contextlib.ExitStack()
+    config["tempdir"] = stack.enter_context(own_directory("pymp-", next(short, None)))
+    util.Finalize(None, stack.close, exitpriority=-100)  # as that of multiprocessing's own
+
+
+def start_rank(
+    program: Program, target: Callable[..., object], arguments: tuple[Any, ...], name: str
+) -> BaseProcess:
+    """Start a process that calls `target(*arguments)` as a rank of `program`, and return it."""
+    shorten_socket_paths()
+    if program.slow_imports and start_server(program.slow_imports):
+        forked = ForkedProcess(target=target, args=arguments, name=name)
+        # the server has died: a fresh process says why
+        with contextlib.suppress(EOFError, OSError):
+            forked.start()
+            return forked
+    fresh = SpawnProcess(target=target, args=arguments, name=name)
+    with _starting:
+        fresh.start()
+    return fresh

@@ -1,0 +1,495 @@
+"""The loop of attempts: start the ranks of a program, watch them, and restart them or give up, as
+policy.py decides.
+
+A place gives the nodes: this machine (local.py), or the workers of a Dask cluster (dask/place.py).
+What fails fails as a whole: the gang is ended on every node and starts again from memory or its
+last checkpoint.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import json
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NoReturn, Protocol, TypeVar
+
+from flyte_ddp import events
+from flyte_ddp.checkpoints import stored_steps
+from flyte_ddp.checkpoints.ownership import Ownership
+from flyte_ddp.errors import (
+    OUT_OF_MEMORY,
+    ConfigError,
+    GangLost,
+    NodeLost,
+    OutOfMemory,
+    ProgramError,
+    RankFailure,
+    StorageUnavailable,
+    TrainingStopped,
+    log_failures,
+)
+from flyte_ddp.launch.control.attempt import Attempt, Nodes
+from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.protocol.background import call_in_background
+from flyte_ddp.launch.protocol.failures import first_line, program_failure
+from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job
+from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
+from flyte_ddp.observers.streams import open_standard_streams, print_line
+from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
+
+OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
+STORE_PATIENCE = 1.0  # seconds for the store to answer where the next attempt goes on from memory
+CLOSE_TIMEOUT = 120.0  # seconds for listeners to finish what they have begun, such as an upload
+POLL_INTERVAL = 0.1  # seconds between looks at the stop request while something is waited for
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """The parts of a run that all its attempts share."""
+
+    name: str  # unique
+    job: Job  # as it is now: a restart may have changed its program
+    storage: Storage | None  # of the checkpoints; None for a run that keeps none
+    stop: StopRequest
+    emit: Callable[[events.Event], None]
+    relay: Callable[[str], None]
+    # local directory of the prepared data; None where none are needed
+    prepared: concurrent.futures.Future[str] | None
+
+    def check_stop(self) -> None:
+        """Raise TrainingStopped if the run is to end. For while no rank runs."""
+        if self.stop.is_set():
+            if self.storage:
+                self.storage.stop.set()
+            raise TrainingStopped(
+                f"{self.stop.reason}: the run was stopped while no rank was running",
+                self.stop.reason,
+            )
+
+    def wait_for(self, future: concurrent.futures.Future[T]) -> T:
+        """Return the result of `future`. Raises as it, and as `check_stop`."""
+        while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
+            self.check_stop()
+        return future.result()
+
+
+class Place(Protocol):
+    """The machines of a run: this one, or a cluster.
+
+    Attributes:
+        max_restarts: of the gang, that count.
+        larger_memory: the setting that limits the memory of the ranks, and what it should be;
+            begins an error.
+        notice_seconds: for a last checkpoint, from the notice that a node has to go.
+        is_cluster: its nodes are waited for, and a line of a rank's begins with its node.
+    """
+
+    max_restarts: int
+    larger_memory: str
+    notice_seconds: float
+    is_cluster: bool
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError for what cannot run here. Called before anything is started."""
+
+    def gather(self, run: Run, previous: Ended | None) -> Nodes:
+        """Return the nodes of the next attempt, waiting for them. `previous` is how the one before
+        it ended.
+
+        Raises:
+            ClusterError, WorkersLost after a failure: there are too few of them in time.
+        """
+
+    def close(self, run: Run) -> None:
+        """Remove what the run has left on the nodes. Does not raise."""
+
+
+@redact_errors()
+def run(
+    job: Job,
+    place: Place,
+    data: Callable[[], str] | None = None,
+    listeners: Sequence[events.Listener] = (),
+    relay: Callable[[str], None] | None = None,
+    stop: StopRequest | None = None,
+    earlier_failure: RankFailure | None = None,
+) -> events.RunState:
+    """Run the program of `job` in ranks at `place`, start to end; return the state that its events
+    fold to.
+
+    Args:
+        job: its checkpoints must be where every node reaches them.
+        data: returns the local directory of the prepared data. Called while the ranks start, or the
+            nodes are gathered. None where none are needed.
+        listeners: receive every event, in a thread with the caller's context variables.
+        relay: called with every line that a rank prints; standard error by default.
+        stop: ends the run early when set; by default SIGINT and SIGTERM do.
+        earlier_failure: how the attempt of an earlier process ended, which that process could not
+            tell.
+
+    Raises:
+        ConfigError: before any rank is started, also if the checkpoints belong to another run;
+            OutOfMemory also later.
+        ClusterError: the nodes did not come in time.
+        RankFailure: a rank failed in a way that another attempt would repeat, or without a restart
+            left.
+        GangLost: nodes were lost more often than `max_restarts` allows.
+        StorageUnavailable: the checkpoints could not be reached for `store_timeout` seconds.
+        TrainingStopped: SIGINT or SIGTERM, or `stop`, ended the run, after a last checkpoint.
+    """
+    open_standard_streams()
+    place.check(job)
+    if any(isinstance(each, Wandb) for each in listeners):
+        variables = {**job.program.variables, WANDB_VARIABLE: "1"}
+        job = dataclasses.replace(
+            job, program=dataclasses.replace(job.program, variables=variables)
+        )
+    program, storage = job.program, None
+    if job.checkpoints:
+        storage = Storage(job.checkpoints, timeout=program.store_timeout)
+        storage.check_access()
+        job = dataclasses.replace(job, checkpoints=storage.url)
+        if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
+            modules = (*program.slow_imports, type(storage.file_system).__module__)
+            job = dataclasses.replace(
+                job, program=dataclasses.replace(job.program, slow_imports=modules)
+            )
+    state = events.RunState(keep_reports=False)
+    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.stop_grace)
+    owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
+    if job.checkpoints:
+        owning = Ownership(job.checkpoints, job.run, program.store_timeout)
+    with (
+        owning as ownership,
+        Dispatcher([state, *listeners]) as dispatcher,
+        _say_where_to_resume(job),
+        stopping as stop,
+    ):
+        prepared = call_in_background(data) if data else None
+        name = f"training-{uuid.uuid4().hex[:12]}"
+        show = relay or print_line
+        begun = Run(
+            name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared
+        )
+        try:
+            driver = _Driver(begun, place, ownership, state)
+            if earlier_failure:
+                driver.look_back(earlier_failure)
+            driver.drive()
+        finally:
+            place.close(begun)
+    return state
+
+
+@dataclass
+class _Driver:
+    """A run: attempt after attempt, until one succeeds or another would be of no use."""
+
+    run: Run
+    place: Place
+    ownership: Ownership | None
+    state: events.RunState
+    # steps of checkpoints in the store, when it answered last
+    stored: list[int] = field(default_factory=list)
+    num_attempts: int = 0
+    num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
+    previous: Ended | None = None  # the last attempt that failed
+    oom_step: int | None = None  # see `_oom_step`
+
+    def look_back(self, failure: RankFailure) -> None:
+        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
+        of memory.
+        """
+        ended = Ended(failure, 0, self._newest_step())
+        decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
+        self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
+        if decision is OutOfMemory:
+            self._raise(ended, failure, decision)
+
+    def drive(self) -> None:
+        """Make attempts until one succeeds. Raises as `run`."""
+        run, latest = self.run, None
+        resumed_step = call_in_background(self._newest_step)
+        while True:
+            # since then the nodes were started
+            begun = time.time() if self.num_attempts else run.job.launched_at
+            nodes = self.place.gather(run, latest)
+            waited = time.time() - begun if self.place.is_cluster else 0.0
+            run.emit(
+                events.AttemptStarted(
+                    len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds
+                )
+            )
+            # A new token for each gang: a rank of an earlier one that still lives on a silent node
+            # may not write now.
+            owner = self.ownership.renew() if self.ownership else ""
+            shows_nodes = self.place.is_cluster and run.job.program.shows_ranks
+            attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
+            try:
+                self.num_attempts += 1
+                job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
+                if attempt.train(job, self.num_attempts - 1):
+                    return
+                failure = None
+                run.emit(attempt.ended(attempt.reason))
+            except (RankFailure, NodeLost) as error:
+                failure = error
+                run.emit(attempt.ended(first_line(error)))
+                if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
+                    raise failed from None  # the caller's own, which the node could only report
+            is_announced = bool(attempt.leaving)
+            # a state there may lead there again
+            ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
+            memory_step, place = (0, "") if ran_out else attempt.in_memory()
+            newest_step = call_in_background(self._newest_step)
+            if memory_step:  # the store may be away
+                concurrent.futures.wait([newest_step], STORE_PATIENCE)
+            else:
+                run.wait_for(newest_step)
+            stored_step = newest_step.result() if newest_step.done() else -1
+            kept_step = max(memory_step or -1, stored_step)
+            latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
+            in_memory = memory_step > stored_step
+            origin = f"step {memory_step}, from {place}" if in_memory else "its last checkpoint"
+            # -1: the store is away
+            self._follow(latest, attempt, origin if kept_step else "the beginning")
+            needs_store = not memory_step or latest.is_store_outage
+            if run.storage and needs_store:
+                run.wait_for(call_in_background(run.storage.names))  # raises StorageUnavailable
+                resumed_step = call_in_background(self._newest_step)
+            else:
+                resumed_step = call_in_background(functools.partial(max, kept_step, stored_step))
+            known = {
+                *self.stored,
+                *(each.step for each in self.state.checkpoints if stored_step < 0),
+            }
+            is_away = bool(memory_step) and stored_step < 0
+            run.job = dataclasses.replace(
+                run.job,
+                stored=tuple(sorted(known)),
+                is_store_away=is_away,
+                is_in_memory=in_memory,
+                ran_out_of_memory=run.job.ran_out_of_memory or ran_out,
+            )
+
+    def _newest_step(self) -> int:
+        """Return the step of the newest checkpoint in the store; -1 if that is not known."""
+        with contextlib.suppress(StorageUnavailable):
+            self.stored = stored_steps(self.run.storage.url) if self.run.storage else []
+            return max(self.stored, default=0)
+        return -1
+
+    def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
+        """Prepare the next attempt and log why there is one, and from where, or raise if there is
+        none.
+        """
+        run, failure, place = self.run, ended.failure, self.place
+        if ended.has_saved:
+            self.num_restarts = 0
+        smaller = None
+        if isinstance(failure, RankFailure):
+            smaller = run.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
+        before = Before(
+            self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
+        )
+        rules = Rules(
+            place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None
+        )
+        decision = decide(ended, before, rules)
+        if decision is Next.MOVE:
+            is_late = 0 <= ended.kept_step < ended.step
+            start = f"step {ended.kept_step}, because no later one was saved in time"
+            logger.warning(
+                "%s: the gang ended %s and restarts from %s",
+                *(attempt.reason, ended.position, start if is_late else "there"),
+            )
+            return
+        assert failure is not None  # only a gang that moves has none
+        if ended.is_out_of_memory:
+            self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
+        previous = self.previous
+        if decision is Next.SHRINK and smaller is not None:
+            run.job = dataclasses.replace(run.job, program=smaller)
+            num_parts = smaller.batch.num_parts if smaller.batch else 1
+            how = f"from {origin} with gradient_accumulation {num_parts}"
+        elif decision is Next.WAIT:
+            self.previous, how = ended, "when the store is back"
+        elif decision is Next.RESTART:
+            self.previous = ended
+            self.num_restarts += 1
+            how = f"from {origin} (restart {self.num_restarts} of at most {place.max_restarts})"
+        else:
+            self._raise(ended, failure, decision)
+        is_known = previous is not None and previous.cause == failure.cause != ""
+        logger.warning(
+            "the gang was lost%s and restarts %s: %s",
+            # a script may report none
+            f" {ended.position}" if ended.step or run.storage else "",
+            how,
+            # of a stall the log has all stacks
+            first_line(failure) if is_known or failure.kind == "stall" else failure,
+        )
+
+    def _raise(
+        self, ended: Ended, failure: RankFailure | NodeLost, kind: Next | type[Exception]
+    ) -> NoReturn:
+        """Raise the error that ends the run."""
+        if kind is OutOfMemory:
+            raise OutOfMemory(
+                f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or "
+                "model: the ranks ran "
+                f"out of memory twice. {first_line(failure)}"
+            ) from failure
+        if kind is ProgramError and isinstance(failure, RankFailure):
+            line = (
+                f"{first_line(failure)} twice, at {failure.details['place']}, without progress "
+                "in between"
+            )
+            raise program_failure(
+                f"{line}: the program, or a library that it calls there, has a bug", failure.rank
+            )
+        if kind is StorageUnavailable:
+            raise StorageUnavailable(first_line(failure)) from failure
+        if kind is GangLost:
+            raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
+        if failure.kind != "exception" and self.num_restarts:
+            failure.args = (f"{self._used_up(ended)}: {failure}",)
+        raise failure
+
+    def _used_up(self, ended: Ended) -> str:
+        limit = self.place.max_restarts
+        return (
+            f"the gang was lost {ended.position} and has used up its restarts (max_restarts: "
+            f"{limit})"
+        )
+
+    def _oom_step(self) -> int | None:
+        """Return the step from which the last attempt that ran out of memory had started, whatever
+        process drove it.
+        """
+        with contextlib.suppress(FileNotFoundError, StorageUnavailable):
+            if self.oom_step is None and self.run.storage:
+                self.oom_step = int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
+        return self.oom_step
+
+    def _note_oom(self, resumed_step: int, is_over: bool) -> None:
+        """Note a lack of memory for the next attempt of the run; forget it for another run, which
+        differs somehow.
+        """
+        self.oom_step = resumed_step
+        with contextlib.suppress(StorageUnavailable):
+            if self.run.storage and is_over:
+                self._notes().delete(OOM_NOTE)
+            elif self.run.storage:
+                self._notes().write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
+
+    def _notes(self) -> Storage:
+        return Storage(self.run.job.checkpoints, timeout=0)
+
+
+@dataclass(eq=False)
+class Dispatcher:
+    """Passes events to listeners, in a thread, so that a slow one delays neither the run nor its
+    rescue.
+
+    A context manager: `emit` inside the block; at its end every listener is closed, with the error
+    if there is one.
+
+    A listener that raises is named in the log and receives no more events: watching a run must not
+    end it. Listeners run with the context variables of the dispatcher's creator, so that a Flyte
+    Deck finds its task.
+    """
+
+    listeners: Sequence[events.Listener]
+    _queue: queue.SimpleQueue[events.Event | None] = field(default_factory=queue.SimpleQueue)
+    _error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=run, args=(self._deliver,), name="listeners", daemon=True
+        )
+
+    def emit(self, event: events.Event) -> None:
+        """Pass `event` on, with the time: one clock for all of a run's processes."""
+        self._queue.put(dataclasses.replace(event, at=time.time()))
+
+    def __enter__(self) -> Dispatcher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._error = error
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            logger.warning(
+                "a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT
+            )
+
+    def _deliver(self) -> None:
+        active = list(self.listeners)
+        while (event := self._queue.get()) is not None:
+            with log_failures(f"event {type(event).__name__}"):
+                event = _redact(event)
+                for listener in list(active):
+                    try:
+                        listener.handle(event)
+                    except BaseException as error:
+                        _log("%s failed and receives no more events of this run", listener, error)
+                        active.remove(listener)
+        for listener in self.listeners:
+            try:
+                listener.close(self._error)
+            except BaseException as error:
+                _log("%s could not be closed", listener, error)
+
+
+def _redact(event: events.Event) -> events.Event:
+    """Return `event` without secrets, but with the URLs from which observers fetch the model."""
+    redacted: events.Event = redact_values(event)
+    if isinstance(event, events.RunFinished) and isinstance(redacted, events.RunFinished):
+        return dataclasses.replace(
+            redacted, model_state_url=event.model_state_url, export_url=event.export_url
+        )
+    return redacted
+
+
+def _log(text: str, listener: events.Listener, error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # a handler of the log may write to what has just failed
+        logger.error(text, type(listener).__name__, exc_info=error)
+
+
+@contextlib.contextmanager
+def _say_where_to_resume(job: Job) -> Iterator[None]:
+    """Add the newest checkpoint in the store to the message of a TrainingStopped."""
+    try:
+        yield
+    except TrainingStopped as stopped:
+        if job.checkpoints and job.is_kept:
+            with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
+                step, place = max(stored_steps(job.checkpoints), default=0), job.checkpoints
+                hint = f"Its checkpoints are in {redact_url(place)}: the same run resumes there"
+                stopped.args = (f"{stopped}. {hint}, at step {step}",)
+        raise

@@ -1,0 +1,121 @@
+"""Calls to the workers and the scheduler of a Dask cluster that end in time, whether they are
+answered or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from distributed import Client
+
+from flyte_ddp.launch.agent import devices
+from flyte_ddp.launch.nodes.dask import leaving, worker
+
+ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer before it counts as absent
+
+# Pickle code for the workers by value: they may have no such module, or an older one.
+for module in (worker, leaving, devices):
+    cloudpickle.register_pickle_by_value(module)
+
+
+@dataclass
+class ByValue:
+    """An object of worker.py in a task, which arrives there as itself.
+
+    Dask pickles a task's function and arguments by reference, whatever cloudpickle was told.
+    """
+
+    value: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.value(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (cloudpickle.dumps(self.value),)
+
+
+def call_workers(
+    client: Client,
+    addresses: Collection[str],
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = ANSWER_TIMEOUT,
+) -> dict[str, Any]:
+    """Call `function` in each of the workers at once, outside their tasks; return answers or
+    exceptions by address.
+
+    A worker that does not answer within `timeout` seconds yields a TimeoutError and does not delay
+    the others.
+    """
+
+    async def call(address: str) -> Any:
+        answers = client.run(function, *arguments, workers=[address], asynchronous=True)
+        return (await asyncio.wait_for(answers, timeout))[address]
+
+    async def call_all() -> list[Any]:
+        return await asyncio.gather(
+            *(call(address) for address in addresses), return_exceptions=True
+        )
+
+    if not addresses:
+        return {}
+    try:
+        answers = client.sync(call_all)
+    except RuntimeError as error:  # the client is closed
+        answers = [error] * len(addresses)
+    return dict(zip(addresses, answers, strict=True))
+
+
+def call_scheduler(client: Client, method: str, **arguments: Any) -> Any:
+    """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for
+    it much longer.
+    """
+    try:
+        return client.sync(
+            getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments
+        )
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+        asyncio.TimeoutError,
+    ):  # it is gone, or the client is closed
+        return None
+
+
+def listed_workers(client: Client) -> dict[str, str]:
+    """Return the names of the workers that the scheduler knows, by address; they may be dead or
+    silent.
+    """
+    scheduler = call_scheduler(client, "identity", n_workers=-1) or {"workers": {}}
+    return {address: str(facts["name"]) for address, facts in scheduler["workers"].items()}
+
+
+def scheduler_id(client: Client) -> str:
+    """Return the identity of the scheduler, which another one at its address would not have; ""
+    without an answer.
+    """
+    return str((call_scheduler(client, "identity", n_workers=0) or {}).get("id", ""))
+
+
+def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
+    """Return what `function` returns in the scheduler; None without an answer."""
+    answer = call_scheduler(client, "run_function", function=cloudpickle.dumps(function)) or {}
+    return answer["result"] if answer.get("status") == "OK" else None
+
+
+async def send_command(
+    client: Client, addresses: list[str], plugin: str, attempt: str, command: bytes
+) -> None:
+    """Send `command` to the supervisors at `addresses`; those that cannot be reached are
+    skipped.
+    """
+    message = {"op": plugin, "attempt": attempt, "command": command}
+    with contextlib.suppress(OSError, RuntimeError):
+        await client.scheduler.broadcast(msg=message, workers=addresses, on_error="ignore")

@@ -1,0 +1,111 @@
+"""Watch for workers with which a gang could be larger, or that replace those that leave it, while
+it trains.
+
+Starts and ends nothing.
+
+The watch asks only workers outside the gang, so it takes no time from the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
+from flyte_ddp.launch.nodes.dask.roll_call import RollCall
+
+WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class GrowthWatch:
+    """Looks for workers, from a thread, until it is closed. A gang of full size has nothing to look
+    for.
+    """
+
+    gang: Sequence[Worker]  # the workers of the gang
+    sizes: Sequence[int]  # the numbers of nodes at which the run can go on, largest first
+    config: ClusterConfig
+    roll_call: RollCall
+    # Raises ConfigError if one of the nodes given cannot take part, and any error if the gang could
+    # not save its state just now.
+    check_nodes: Callable[[Sequence[DaskNode]], None]
+    not_before: float  # monotonic time before which the gang may not grow
+
+    # addresses of the workers of the next gang, once it is possible
+    members: frozenset[str] = frozenset()
+    # addresses of workers of the gang that the next one goes without
+    leaving: frozenset[str] = frozenset()
+    # when each idle worker was first seen, of those seen ever since
+    _first_seen: dict[str, float] = field(default_factory=dict)
+    _problem: str = ""  # the latest, to log each once
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, name="growth", daemon=True).start()
+
+    def replace(self, leaving: frozenset[str]) -> None:
+        """Look for workers in place of those of the gang that leave it, as soon as there are
+        any.
+        """
+        if leaving != self.leaving:
+            self.leaving, self.members = leaving, frozenset()
+
+    def close(self) -> None:
+        """End the watch without waiting for what it just does; `members` stays."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(WATCH_INTERVAL):
+            try:
+                if self.leaving or len(self.gang) < self.sizes[0]:
+                    self.members = self._find_members()
+                self._problem = ""
+            except Exception as error:  # nothing that only watches may end a run
+                self.members = frozenset()
+                if self._problem != str(error):
+                    self._problem = str(error)
+                    logger.warning("the gang cannot grow for now: %s", error)
+
+    def _find_members(self) -> frozenset[str]:
+        """Return the addresses of the workers of the largest gang that is possible now; none if it
+        is this one.
+        """
+        own = {each.address for each in self.gang}
+        staying = [each for each in self.gang if each.address not in self.leaving]
+        present = self.roll_call.present_workers(leave_out=own)
+        idle = [each for each in present if self._is_fit(each)]
+        now = time.monotonic()
+        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
+        delay = 0.0 if self.leaving else self.config.grow_delay
+        settled = [each for each in idle if now - self._first_seen[each.address] >= delay]
+        size = next((size for size in self.sizes if size <= len(staying) + len(settled)), 0)
+        newcomers = settled[: max(0, size - len(staying))]
+        if not newcomers or (now < self.not_before and not self.leaving):
+            return frozenset()
+        nodes = assign_nodes([*staying, *newcomers], size, self.config)
+        for node in nodes:
+            if node.address not in own:
+                try:
+                    self.check_nodes([node])
+                except ConfigError as error:
+                    self.roll_call.mark_unfit(node.address, str(error))
+                    return frozenset()  # the next look leaves it out
+        return frozenset(node.address for node in nodes)
+
+    def _is_fit(self, each: Worker) -> bool:
+        if len(each.gpus) < self.config.gpus_per_node:
+            self.roll_call.mark_unfit(
+                each.address,
+                f"gpus_per_node: expected {self.config.gpus_per_node}, got {len(each.gpus)} on "
+                f"worker {each.name}",
+            )
+            return False
+        return not each.is_busy

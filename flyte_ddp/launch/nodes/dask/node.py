@@ -1,0 +1,226 @@
+"""One node's supervisor: a process that a Dask worker starts, and that runs the ranks of its
+machine.
+
+It runs one attempt after another, so that the ranks of a restart find the server from which they
+are forked. Its jobs and the driver's commands come through a connection to the worker, and its
+messages leave through it. What lies between the worker and the driver it does not know. When the
+commands cease, because the driver, the scheduler, the network or the worker is gone, it kills its
+ranks: nothing trains unsupervised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pickle
+import queue
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import NodeLost
+from flyte_ddp.launch.agent.node import KILL_GRACE, Link
+from flyte_ddp.launch.agent.supervisor import supervise
+from flyte_ddp.launch.protocol.memory import NodeMemory
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.observers.streams import open_standard_streams
+from flyte_ddp.storage import adopt_storage_environment, fetch_file
+
+BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
+# seconds without an attempt, as after the driver's death, after which this process ends
+IDLE_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """Everything that the supervisor of a node needs to start its ranks."""
+
+    job: Job
+    ranks: NodeRanks  # the supervisor chooses its interface
+    # seconds without a command from the driver after which the ranks are killed
+    driver_timeout: float
+    environment: dict[str, str]  # of the supervisor and its ranks, in addition to the worker's own
+    # the driver's storage environment, with keys: for no log
+    storage: dict[str, str] = field(repr=False)
+    data: str  # directory of the prepared data if this machine has it
+    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
+    prints_lines: bool  # print the ranks' output into the worker's own log as well
+    # seconds for which the next attempt may wait for nodes, while this one keeps its memory
+    start_timeout: float = 0.0
+
+
+class DriverLink(Link):
+    """One attempt's link to a driver on another machine, with heartbeats.
+
+    Args:
+        connection: takes the messages, pickled, and nothing in place of one after the last.
+        driver_timeout: seconds without a command after which the driver counts as gone.
+    """
+
+    def __init__(self, connection: Connection, driver_timeout: float) -> None:
+        super().__init__(self._write)
+        self._connection = connection
+        self._driver_timeout = driver_timeout
+        self._last_command_at = time.monotonic()
+        threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
+
+    def obey(self, *command: Any) -> None:
+        self._last_command_at = time.monotonic()
+        super().obey(*command)
+
+    def kill_ranks(self, reason: str) -> None:
+        """Request that the ranks are killed, wait for the end of the attempt, and exit this process
+        if it does not come.
+        """
+        super().kill_ranks(reason)
+        if not self.is_over.wait(KILL_GRACE):
+            os._exit(1)  # the ranks kill themselves when their pipe to this process ends
+
+    def _write(self, message: tuple[Any, ...]) -> None:
+        # The worker may be gone, which ends the thread that reads its commands.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(message))
+            if message[0] == "end":
+                self._connection.send_bytes(b"")
+
+    def _beat_on(self) -> None:
+        self.send_beat()
+        while not self.is_over.wait(BEAT_INTERVAL):
+            self.send_beat()
+            silence = time.monotonic() - self._last_command_at
+            if silence > self._driver_timeout:
+                self.kill_ranks(f"the driver has been silent for {silence:.0f} s")
+                os._exit(1)  # no other attempt will come
+
+
+def main() -> None:
+    """Run the ranks of this node, attempt after attempt, and report last how each of them ended.
+
+    Arguments of the process: the directory of the code, one for what later attempts may want again,
+    and the file descriptor of a connection to the worker, from which come pickled jobs and
+    commands. Where the ranks of a gang meet, the rendezvous' listening socket follows the job.
+    """
+    open_standard_streams()
+    directory, connection = Path(sys.argv[2]), Connection(int(sys.argv[3]))
+    own_environment = dict(os.environ)
+    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink, socket.socket | None]] = (
+        queue.SimpleQueue()
+    )
+    memory = NodeMemory()
+    threading.Thread(
+        target=_listen, args=(connection, attempts.put), name="commands", daemon=True
+    ).start()
+    idle_timeout = IDLE_TIMEOUT
+    with contextlib.suppress(queue.Empty):
+        while True:
+            node_job, link, listener = attempts.get(timeout=idle_timeout)
+            idle_timeout = IDLE_TIMEOUT + node_job.start_timeout
+            os.environ.clear()
+            os.environ.update(own_environment | node_job.environment)
+            adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
+            with listener or contextlib.nullcontext():
+                _run_attempt(node_job, link, listener, directory, memory)
+    os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
+
+
+def _listen(
+    connection: Connection,
+    begin: Callable[[tuple[NodeJob, DriverLink, socket.socket | None]], None],
+) -> None:
+    """Begin an attempt for each job, and pass the commands that follow it on."""
+    link = None
+    try:
+        while True:
+            message = pickle.loads(connection.recv_bytes())
+            if isinstance(message, NodeJob):
+                meets_here = message.ranks.first_rank == 0
+                listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
+                link = DriverLink(connection, message.driver_timeout)
+                begin((message, link, listener))
+            elif link:
+                link.obey(*message)
+    except (EOFError, ConnectionError):
+        pass
+    except Exception:
+        traceback.print_exc()  # into the worker's log
+    if link:
+        link.kill_ranks("the worker is gone")
+    os._exit(1)
+
+
+def _run_attempt(
+    node_job: NodeJob,
+    link: DriverLink,
+    listener: socket.socket | None,
+    directory: Path,
+    memory: NodeMemory,
+) -> None:
+    """Run the ranks of this node to their end."""
+
+    def relay(line: str) -> None:
+        if node_job.prints_lines:
+            print(line, flush=True)  # noqa: T201 - into the worker's log
+        link.relay(line)
+
+    needs_data = node_job.data or node_job.data_archive
+    data = functools.partial(local_data, node_job, directory) if needs_data else None
+    try:
+        ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
+    except OSError as error:
+        link.send(
+            "end", NodeLost(f"{type(error).__name__}: {error}", cause=type(error).__name__), []
+        )
+        return
+    supervise(node_job.job, ranks, listener, data, link, memory, relay)
+
+
+def interface_to(host: str) -> str:
+    """Return the network interface by which this machine reaches `host`, which may be itself, for
+    gloo and NCCL.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only asks the routing table
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in addresses):
+            return str(name)
+    raise OSError(
+        f"no network interface of this machine has the address {own}, by which it reaches {host}"
+    )
+
+
+def local_data(node_job: NodeJob, directory: Path) -> str:
+    """Return the directory of the prepared data on this machine, fetched and unpacked there if need
+    be.
+    """
+    if node_job.data:
+        return node_job.data
+    unpacked = directory / os.path.basename(node_job.data_archive).removesuffix(".zip")
+    if not unpacked.exists():
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            archive = os.path.join(scratch, "data.zip")
+            fetch_file(node_job.data_archive, archive, "data", node_job.job.program.store_timeout)
+            with zipfile.ZipFile(archive) as contents:
+                contents.extractall(os.path.join(scratch, "data"))
+            try:
+                os.rename(os.path.join(scratch, "data"), unpacked)
+            except OSError:  # an earlier attempt's thread was still at it, and was first
+                if not unpacked.exists():
+                    raise
+    return str(unpacked)

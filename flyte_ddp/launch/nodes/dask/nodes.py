@@ -1,0 +1,232 @@
+"""The workers of a Dask cluster as the nodes of one attempt.
+
+Dask carries messages, not tensors. On each worker a task runs a process with the node's supervisor
+in it (worker.py, node.py). The messages of these processes come back as Dask's structured events.
+
+A silent machine is the hard case: its connections stay open and nobody reports it. So both sides
+send heartbeats every second, and each takes the other for lost after `node_timeout`. A driver that
+has lost a node ends the others; a node that has lost its driver kills its own ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Client, Future
+from distributed.client import ClosedClientError
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.kubernetes.api import pod_end
+from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
+from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.calls import (
+    ANSWER_TIMEOUT,
+    ByValue,
+    call_workers,
+    run_on_scheduler,
+    scheduler_id,
+    send_command,
+)
+from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
+from flyte_ddp.launch.nodes.dask.leaving import hold_scheduler
+from flyte_ddp.launch.nodes.dask.node import BEAT_INTERVAL, NodeJob
+from flyte_ddp.launch.nodes.dask.placement import DaskNode
+from flyte_ddp.launch.protocol.failures import shorten
+from flyte_ddp.launch.protocol.programs import Job
+
+# seconds that the driver waits for a message before it looks at anything else
+MESSAGE_INTERVAL = 0.1
+TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
+FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
+WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
+# where the scheduler reports, among other things, that it has lost a worker
+SCHEDULER_TOPIC = "all"
+
+
+@dataclass(eq=False, repr=False)
+class DaskNodes(Nodes):
+    """The workers in one attempt."""
+
+    plugin: str  # the name of the run's plugin in the workers
+    code: bytes  # what the plugin brings along, see `data.packed_code`
+    client: Client
+    config: ClusterConfig
+    nodes: list[DaskNode]
+    # Returns what each node has to do in an attempt of a job, given the number of restarts before
+    # it.
+    make_jobs: Callable[[Job, int], list[NodeJob]]
+    growth: GrowthWatch  # the watch for a larger gang
+
+    _name: str = ""  # of the attempt, also of the topic of its messages
+    _command: bytes = b""
+    _next_command_at: float = 0.0
+    _futures: list[Future] = field(default_factory=list)
+    # of the attempt and of the scheduler: when they arrived here, and the events
+    _arrivals: queue.SimpleQueue[tuple[float, dict[str, Any]]] = field(
+        default_factory=queue.SimpleQueue
+    )
+
+    def __post_init__(self) -> None:
+        self.world_size = self.nodes[0].ranks.world_size
+        self.scheduler_id = scheduler_id(self.client)
+
+    @property
+    def larger(self) -> int:
+        return len(self.growth.members)
+
+    def can_do_without_leaving(self) -> bool:
+        """See `Nodes`. If all leave, as with their scheduler, there is nothing to wait for."""
+        leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
+        self.growth.replace(leaving)
+        num_staying = len(self.nodes) - len(leaving)
+        return num_staying >= self.growth.sizes[-1] or bool(self.growth.members) or not num_staying
+
+    def start(self, job: Job, num_restarts: int) -> None:
+        """Put the code on the nodes, agree on where they meet, and start their supervisors."""
+        self._name = f"{self.plugin}-{num_restarts}"
+        for topic in (self._name, SCHEDULER_TOPIC):
+            self.client.subscribe_topic(
+                topic, lambda event: self._arrivals.put((time.monotonic(), event[1]))
+            )
+        run_on_scheduler(self.client, hold_scheduler)
+        first, *others = self.nodes
+        new = [node for node in self.nodes if not node.has_plugin]
+        self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
+        host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[
+            first.address
+        ]
+        self._call(others, worker.call, self.plugin, "admit", self._name, False)
+        for node in self.nodes:
+            node.ranks = dataclasses.replace(node.ranks, host=host, port=port)
+            node.last_message_at = time.monotonic()
+        for node, node_job in zip(self.nodes, self.make_jobs(job, num_restarts), strict=True):
+            self._futures.append(
+                self.client.submit(
+                    ByValue(_make_task(self.plugin, self._name, pickle.dumps(node_job))),
+                    key=f"{self._name}-node-{node.index}",
+                    workers=[node.address],
+                    allow_other_workers=False,
+                    pure=False,
+                    retries=0,
+                )
+            )
+
+    def send(self, *command: Any) -> None:
+        for node in self.nodes[len(self._futures) :]:
+            node.has_ended = True  # it was never started
+        self._command, self._next_command_at = pickle.dumps(command), 0.0
+        self._repeat_command()
+
+    def messages(self) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+        self._repeat_command()
+        # Looked up before the messages: whatever a task has sent arrived before its end did.
+        ended = [
+            node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
+        ]
+        with contextlib.suppress(queue.Empty):
+            yield from self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
+            while True:
+                yield from self._take(*self._arrivals.get_nowait())
+        for node in self.nodes[: len(self._futures)]:
+            if not node.has_ended and (why := self._find_loss(node, node in ended)):
+                yield node, ("end", NodeLost(why), [])
+
+    def explain(self, failure: Exception) -> Exception:
+        """Add the last lines of the lost worker's pod, or name the loss of the scheduler
+        instead.
+        """
+        if not isinstance(failure, NodeLost):
+            return failure
+        if (now := scheduler_id(self.client)) != self.scheduler_id:
+            # Every node seems lost then: their messages come through the scheduler.
+            why = "another one has taken its place" if now else "it does not answer"
+            return NodeLost(f"the Dask scheduler was lost: {why}", "")
+        if not failure.worker or "\n" in str(failure):
+            return failure
+        end = pod_end(self.config, failure.worker, WORKER_LOG_LINES)
+        text = f"{failure}; {end}" if end.reason else str(failure)
+        if end.log:
+            text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
+        return NodeLost(
+            text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause
+        )
+
+    def close(self) -> None:
+        self.growth.close()
+        for future in self._futures:
+            future.release()
+        with contextlib.suppress(ClosedClientError):
+            self.client.unsubscribe_topic(self._name)
+            self.client.unsubscribe_topic(SCHEDULER_TOPIC)
+
+    def _call(
+        self,
+        nodes: Sequence[DaskNode],
+        function: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        answers = call_workers(
+            self.client, [node.address for node in nodes], function, *arguments, **options
+        )
+        for node in nodes:
+            if isinstance(error := answers[node.address], Exception):
+                why = f"it does not answer: {type(error).__name__}: {error}"
+                raise NodeLost(f"{node} was lost: {why}", node.worker) from error
+        return answers
+
+    def _repeat_command(self) -> None:
+        """Send the current command to every node, about every second: a lost one is repeated."""
+        if time.monotonic() < self._next_command_at:
+            return
+        self._next_command_at = time.monotonic() + BEAT_INTERVAL
+        addresses = [node.address for node in self.nodes if not node.has_ended]
+        # Without waiting: a node that does not answer must not delay the others.
+        self.client.loop.add_callback(
+            send_command, self.client, addresses, self.plugin, self._name, self._command
+        )
+
+    def _take(
+        self, arrived_at: float, event: dict[str, Any]
+    ) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+        """Yield the message of a node in one of Dask's events, or the loss of a worker that the
+        scheduler reports.
+        """
+        node = next((node for node in self.nodes if node.address == event.get("worker")), None)
+        if node and "message" in event:
+            node.last_message_at, node.is_started = arrived_at, True
+            yield node, pickle.loads(event["message"])
+        elif node and event.get("action") == "remove-worker":
+            yield node, ("end", NodeLost("its worker is gone"), [])
+
+    def _find_loss(self, node: DaskNode, is_over: bool) -> str:
+        """Return why nothing more can come from a node that has not sent its end, if so."""
+        if is_over:
+            try:
+                how = str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
+            except Exception as error:  # Dask's own, or one that the task raised
+                how = f"could not be run: {type(error).__name__}: {error}"
+            return f"its supervisor {how}"
+        silence, limit = time.monotonic() - node.last_message_at, self.config.node_timeout
+        if node.is_started and silence > limit:
+            node.is_silent = True
+            return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
+        if not node.is_started and silence > max(limit, FIRST_REPORT_TIMEOUT):
+            return f"its supervisor has not started within {silence:.0f} s"
+        return ""
+
+
+def _make_task(plugin: str, attempt: str, job: bytes) -> Callable[[], str]:
+    """Return what a worker does in an attempt. A job has secrets in it, and Dask shows and logs the
+    arguments of tasks, so it is none.
+    """
+    supervise = worker.supervise
+    return lambda: supervise(plugin, attempt, job)

@@ -1,0 +1,267 @@
+"""The workers of a Dask cluster as the place of a run: which of them an attempt gets, and how it
+gets its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distributed import Client
+
+from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
+from flyte_ddp.cluster.kubernetes.api import explain
+from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
+from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
+from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
+from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
+from flyte_ddp.launch.nodes.dask.leaving import CLOSE_RESERVE
+from flyte_ddp.launch.nodes.dask.node import NodeJob
+from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
+from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
+from flyte_ddp.launch.nodes.dask.pool import Pool
+from flyte_ddp.launch.nodes.dask.roll_call import RollCall
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.storage import Storage, storage_environment
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.control.driver import Run
+    from flyte_ddp.launch.control.policy import Ended
+
+ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
+# seconds for all workers of a larger gang to be idle, after the smaller one has ended
+REUNION_TIMEOUT = 5.0
+
+
+@dataclass(eq=False)
+class DaskPlace:
+    """The ranks of a run on the workers of a Dask cluster, of which each is a node."""
+
+    client: Client  # from `cluster.open_cluster`
+    config: ClusterConfig
+    run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
+    # Shared with other runs that train on the cluster at the same time, each on one node and with a
+    # client of its own, because a client has one handler for each kind of Dask's events.
+    pool: Pool | None = None
+    is_cluster = True
+    _code: bytes = b""
+    _data: SharedData | None = None
+    _roll_call: RollCall | None = None
+    _latest: DaskNodes | None = None
+    # addresses of workers that have the directory of the checkpoints
+    _checked: set[str] = field(default_factory=set)
+    _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.max_restarts = config.max_restarts
+        is_own = config.resolved_kind == "kubernetes"
+        grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
+        self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
+        memory = config.kubernetes.worker_memory
+        self.larger_memory = f"cluster.kubernetes.worker_memory: expected more than {memory}"
+
+    def check(self, job: Job) -> None:
+        check(job.program, self.config)
+
+    def gather(self, run: Run, previous: Ended | None) -> DaskNodes:
+        """Return the nodes of the next attempt: all workers, or after a while as many as a smaller
+        size needs.
+
+        Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory
+        on one of the nodes.
+        """
+        if self._roll_call is None:
+            self._roll_call = RollCall(self.client, run.name)
+            self._code = packed_code(run.job.program)
+            if run.prepared and run.storage:
+                self._data = self.pool.data if self.pool else SharedData(run.storage)
+        sizes = usable_sizes(run.job.program, self.config)
+        expected, patience = self._look_back(previous)
+        workers = self._wait_for_workers(run, previous, sizes, expected, patience)
+        self._roll_call.is_strict = False
+        size = next(size for size in sizes if size <= len(workers))
+        directory = run.wait_for(run.prepared) if run.prepared else ""
+        nodes = assign_nodes(workers, size, self.config)
+        if run.storage and (new := [node for node in nodes if node.address not in self._checked]):
+            check_same_directory(self.client, run.storage, new)
+            self._checked.update(node.address for node in new)
+        growth = self._watch_for_growth(run, workers, nodes, sizes)
+        make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
+        self._latest = DaskNodes(
+            run.name, self._code, self.client, self.config, nodes, make_jobs, growth
+        )
+        return self._latest
+
+    def close(self, run: Run) -> None:
+        """Remove the plugin from the workers and the copy of the data from the store."""
+        if self._roll_call:
+            asked = self._roll_call.known & set(listed_workers(self.client))
+            call_workers(self.client, asked, worker.uninstall, run.name)
+        if self.pool:
+            self.pool.release(run.name)
+        elif self._data:
+            self._data.close()
+
+    def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
+        """Return the addresses of workers that the next gang may have at once, and how long all are
+        waited for.
+        """
+        patience = (
+            self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
+        )
+        if self._latest is None or self._roll_call is None or previous is None:
+            return frozenset(), patience
+        if previous.failure is None and not previous.is_announced:
+            self._grown_at = time.monotonic()
+            return self._latest.growth.members, REUNION_TIMEOUT
+        if self.pool:
+            self.pool.release(self._latest.plugin)
+        if previous.is_announced:
+            leaving = {node.address for node in self._latest.nodes if node.is_leaving}
+            own = frozenset(node.address for node in self._latest.nodes)
+            # one that is just closing does not answer
+            self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
+            return (self._latest.growth.members or own) - leaving, patience
+        # Without the loss of a node the same ones go on: for a larger gang the watch waits.
+        return frozenset(node.address for node in self._latest.nodes), patience
+
+    def _wait_for_workers(
+        self,
+        run: Run,
+        previous: Ended | None,
+        sizes: Sequence[int],
+        expected: frozenset[str],
+        patience: float,
+    ) -> list[Worker]:
+        """Return the workers for the next attempt.
+
+        Args:
+            expected: addresses of workers that are enough as soon as all of them are idle.
+            patience: seconds after which a smaller size is enough.
+        """
+        assert self._roll_call is not None  # made by `gather`
+        begun = time.monotonic()
+        while True:
+            run.check_stop()
+            workers = self._roll_call.present_workers()
+            if self.pool is None:
+                workers = [each for each in workers if not each.is_busy]
+            else:
+                workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
+                if not workers and self.pool.is_in_use():
+                    begun = time.monotonic()  # it waits for its turn: no worker is missing
+            chosen = [each for each in workers if each.address in expected]
+            if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
+                return chosen
+            waited = time.monotonic() - begun
+            if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
+                return workers
+            if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
+                break
+            time.sleep(min(ROLL_CALL_INTERVAL, 0.1 + waited))  # at first they are about to be idle
+        message = (
+            f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
+            f"{waited:.0f} s"
+        )
+        if is_gone := self.client.status == "closed":
+            message = "the Dask scheduler is gone"
+        if reason := explain(self.config, self.run_name):
+            message += f". {reason.rstrip('.')}"
+        if previous is None:
+            raise ClusterError(message)
+        because = (
+            ""
+            if is_gone or not previous.failure
+            else f". The gang had to restart, because {previous.failure}"
+        )
+        raise WorkersLost(f"{message}{because}") from previous.failure
+
+    def _watch_for_growth(
+        self, run: Run, workers: Sequence[Worker], nodes: Sequence[DaskNode], sizes: Sequence[int]
+    ) -> GrowthWatch:
+        """Return the watch for workers with which the gang of these nodes could be larger."""
+        assert self._roll_call is not None  # made by `gather`
+        addresses = {node.address for node in nodes}
+        if run.storage is None:
+            sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
+
+        def check_nodes(newcomers: Sequence[DaskNode]) -> None:
+            probe = Storage(run.job.checkpoints, timeout=0)
+            probe.names()  # while the store is away, the gang could not save its state
+            check_same_directory(self.client, probe, newcomers)
+
+        return GrowthWatch(
+            [each for each in workers if each.address in addresses],
+            sizes,
+            self.config,
+            self._roll_call,
+            check_nodes,
+            not_before=self._grown_at + self.config.grow_interval,
+        )
+
+    def _make_jobs(
+        self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
+    ) -> list[NodeJob]:
+        """Return what each of the nodes has to do."""
+        sees_data = self._data.locate(self.client, directory, nodes) if self._data else ()
+        return [
+            NodeJob(
+                job=job,
+                ranks=dataclasses.replace(
+                    node.ranks,
+                    run_id=run_id,
+                    num_restarts=num_restarts,
+                    max_restarts=self.max_restarts,
+                    copy_distance=int(len(nodes) > 1),
+                ),
+                driver_timeout=self.config.node_timeout,
+                environment=node.environment,
+                storage=storage_environment(),
+                data=directory if node.address in sees_data else "",
+                data_archive=self._data.archive if self._data else "",
+                start_timeout=self.config.start_timeout,
+                # whose workers have this process's terminal
+                prints_lines=self.config.resolved_kind != "local",
+            )
+            for node in nodes
+        ]
+
+
+def check(program: Program, config: ClusterConfig) -> None:
+    """Check the program before anything is asked of its cluster.
+
+    Raises:
+        ConfigError: what the program cannot do, such as an unknown recipe, or a batch that cannot
+            be split evenly at `num_nodes`, or at none of the smaller sizes that `min_nodes` allows.
+    """
+    program.check(config.num_nodes * config.ranks_per_node, config.gpus_per_node > 0)
+    if config.enough_nodes < config.num_nodes and usable_sizes(program, config) == [
+        config.num_nodes
+    ]:
+        raise ConfigError(
+            "min_nodes: expected a smaller number of nodes, because the global batch splits "
+            "evenly at none from "
+            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), "
+            "or 0 for a run that "
+            f"needs all {config.num_nodes}, got {config.min_nodes}"
+        )
+
+
+def usable_sizes(program: Program, config: ClusterConfig) -> list[int]:
+    """Return the numbers of nodes at which the run may go on, largest first: those that split the
+    batch evenly.
+    """
+    sizes = []
+    for num_nodes in range(config.num_nodes, config.enough_nodes - 1, -1):
+        with contextlib.suppress(ConfigError):
+            program.check_world_size(num_nodes * config.ranks_per_node)
+            sizes.append(num_nodes)
+    return sizes

@@ -1,0 +1,124 @@
+"""Assign ranks, cores and GPUs to the workers of a Dask cluster. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.agent.devices import MISSING_GPUS_HINT
+from flyte_ddp.launch.control.attempt import Node
+from flyte_ddp.launch.protocol.failures import natural_key
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that answers."""
+
+    address: str
+    name: str
+    host: str
+    num_cores: int
+    gpus: tuple[str, ...]  # that it may use, as CUDA_VISIBLE_DEVICES names them
+    has_plugin: bool
+    is_busy: bool = False  # with whatever else runs on the cluster
+    shares_host: bool = False  # with other workers, and so perhaps its GPUs
+    has_run: bool = False  # ranks of this run, so its memory may have a state from which to go on
+
+
+@dataclass(kw_only=True)
+class DaskNode(Node):
+    """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike
+    its address.
+    """
+
+    address: str
+    host: str
+    ranks: NodeRanks
+    environment: dict[str, str]
+    has_plugin: bool
+    last_message_at: float = 0.0  # monotonic
+    is_started: bool = False  # its supervisor has sent a message
+
+
+def assign_nodes(
+    workers: Sequence[Worker], num_nodes: int, config: ClusterConfig
+) -> list[DaskNode]:
+    """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still
+    open.
+
+    Those that have run ranks before are chosen first. Workers on one host are neighbours, so that
+    their ranks are too. Hosts and workers are sorted by the workers' names: a node that comes back
+    elsewhere gets its ranks back.
+
+    Raises:
+        ConfigError: a worker has fewer GPUs than its node needs.
+    """
+    first_on_host: dict[str, tuple[Any, ...]] = {}
+    for each in workers:
+        key = natural_key(each.name)
+        first_on_host[each.host] = min(key, first_on_host.get(each.host, key))
+    ordered = sorted(
+        workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name))
+    )
+    first = sorted(ordered, key=lambda each: not each.has_run)[:num_nodes]
+    chosen = [each for each in ordered if each in first]
+    nodes: list[DaskNode] = []
+    for index, each in enumerate(chosen):
+        neighbours = [other for other in chosen if other.host == each.host]
+        ranks = NodeRanks(
+            first_rank=index * config.ranks_per_node,
+            num_ranks=config.ranks_per_node,
+            world_size=num_nodes * config.ranks_per_node,
+            host="",
+            port=0,
+            interface="",
+            use_gpus=config.gpus_per_node > 0,
+            num_threads=config.threads_per_rank
+            or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
+            node_rank=index,
+            num_nodes=num_nodes,
+        )
+        environment = _gpu_environment(each, neighbours, config)
+        nodes.append(
+            DaskNode(
+                index=index,
+                label=f"node {index} ({each.name} at {each.host})",
+                worker=each.name,
+                address=each.address,
+                host=each.host,
+                ranks=ranks,
+                environment=environment,
+                has_plugin=each.has_plugin,
+            )
+        )
+    return nodes
+
+
+def _gpu_environment(
+    each: Worker, neighbours: list[Worker], config: ClusterConfig
+) -> dict[str, str]:
+    """Return the variable that gives the node its own GPUs. Workers of one host that see the same
+    ones share them.
+
+    A worker alone on its host, such as a pod, has its GPUs to itself and needs no variable.
+    """
+    if not config.gpus_per_node:
+        return {}
+    sharers = [other for other in neighbours if other.gpus == each.gpus]
+    start = sharers.index(each) * config.gpus_per_node
+    gpus = each.gpus[start : start + config.gpus_per_node]
+    if len(gpus) < config.gpus_per_node:
+        hint = "" if each.gpus else f". {MISSING_GPUS_HINT}"
+        raise ConfigError(
+            f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker "
+            f"{each.name} at "
+            f"{each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, got "
+            f"{config.gpus_per_node}{hint}"
+        )
+    if len(neighbours) > 1 or each.shares_host:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {}

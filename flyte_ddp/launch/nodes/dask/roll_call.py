@@ -1,0 +1,103 @@
+"""Find out which workers of a Dask cluster a gang can use. Starts nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Client
+from distributed.versions import get_versions
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.nodes.dask import worker
+from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
+from flyte_ddp.launch.nodes.dask.placement import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RollCall:
+    """The workers that answer and run the same versions as this process. Sets of workers are of
+    their addresses.
+    """
+
+    client: Client
+    plugin: str  # the name of the run's plugin in the workers
+    # raise for a worker with other versions; later, in mid-run, leave it out
+    is_strict: bool = True
+    known: set[str] = field(default_factory=set)  # were found to have our versions
+    # why a worker cannot take part, by its address
+    unfit: dict[str, str] = field(default_factory=dict)
+
+    def present_workers(self, leave_out: Collection[str] = ()) -> list[Worker]:
+        """Return the workers that answer, stay and are not known to be unfit, but for the addresses
+        in `leave_out`.
+
+        Raises:
+            ConfigError: one of them runs other versions than this process; only while this
+                `is_strict`.
+        """
+        names = {
+            address: name
+            for address, name in listed_workers(self.client).items()
+            if address not in leave_out
+        }
+        self._check_versions(names)
+        asked = (self.known & set(names)) - self.unfit.keys()
+        answers = call_workers(self.client, asked, worker.introduce, self.plugin)
+        present = {
+            address: facts
+            for address, facts in answers.items()
+            if not isinstance(facts, Exception) and not facts.pop("is_leaving")
+        }
+        hosts = [facts["host"] for facts in present.values()]
+        return [
+            Worker(address, names[address], shares_host=hosts.count(facts["host"]) > 1, **facts)
+            for address, facts in present.items()
+        ]
+
+    def mark_unfit(self, address: str, why: str) -> None:
+        """Leave a worker out from now on, and log why."""
+        if address not in self.unfit:
+            self.unfit[address] = why
+            logger.warning("the run continues without a worker: %s", why)
+
+    def _check_versions(self, names: dict[str, str]) -> None:
+        """Compare the versions of new workers among `names` with ours, before any of our code goes
+        there.
+        """
+        new, ours = set(names) - self.known - self.unfit.keys(), own_versions()
+        # Dask's own function: one of ours could not even be unpickled by another Python.
+        for address, answer in call_workers(self.client, new, get_versions, ["torch"]).items():
+            if isinstance(answer, Exception):
+                continue  # it does not answer, and is asked again
+            theirs = _comparable(answer)
+            if differing := [package for package in ours if theirs[package] != ours[package]]:
+                why = (
+                    f"cluster: expected workers with {differing[0]} {ours[differing[0]]}, as in "
+                    f"this process and its image, got {theirs[differing[0]]} on worker "
+                    f"{names[address]} at {address}"
+                )
+                if self.is_strict:
+                    raise ConfigError(why)
+                self.mark_unfit(address, why)
+            else:
+                self.known.add(address)
+
+
+def own_versions() -> dict[str, str]:
+    """Return what must be the same here and in the workers, because pickles and collectives cross
+    between them.
+    """
+    return _comparable(get_versions(["torch"]))
+
+
+def _comparable(versions: dict[str, Any]) -> dict[str, str]:
+    packages = versions["packages"]
+    python = ".".join(packages["python"].split(".")[:2])
+    # torch for CPUs and for GPUs is the same torch
+    others = ("torch", "distributed", "cloudpickle")
+    return {"python": python} | {name: str(packages[name]).partition("+")[0] for name in others}

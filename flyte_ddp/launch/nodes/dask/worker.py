@@ -1,0 +1,318 @@
+"""The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes
+messages up and down.
+
+It travels by value, code and all, because the worker may have another version of this package, or
+none. So it imports nothing from here but what travels alike, and a variable's name. All that knows
+of training runs in a process of its own (node.py) from the code that the plugin brings along. That
+process runs one attempt after another. It dies with the worker's: it reads its commands from a
+connection, and that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from dask.system import CPU_COUNT
+from distributed import Worker, WorkerPlugin, get_worker
+from distributed.comm import get_address_host
+
+from flyte_ddp.launch.agent.devices import visible_gpus
+from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
+from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
+
+END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
+
+# Set by Dask for tasks that share a process with others; a rank has its share of the cores to
+# itself.
+DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+# The standard library comes first, so that no module of a user's takes the place of one of its:
+# neither in the working directory nor on the worker's path. Then the shipped code, before what is
+# installed here, maybe of another version.
+BOOTSTRAP = (
+    "import os, sys; lib = os.path.dirname(os.__file__); "
+    "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
+    "sys.path[:] = [*own, sys.argv[1], *(each for each in sys.path if each and each not in own)]; "
+    "from flyte_ddp.launch.nodes.dask.node import main; main()"
+)
+
+
+@dataclass
+class Supervisor:
+    """A process with node.py in it, which is ready for another attempt when it has ended one."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+    def begin(self, job: bytes, listener: socket.socket | None) -> None:
+        """Hand an attempt over."""
+        self.connection.send_bytes(job)
+        if listener:
+            send_handle(self.connection, listener.fileno(), self.process.pid)
+
+    def end(self) -> None:
+        self.connection.close()  # its end makes the process kill its ranks
+        try:
+            self.process.wait(END_GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(eq=False, repr=False)
+class NodePlugin(WorkerPlugin):  # type: ignore[misc]
+    """One run's presence in one worker."""
+
+    name: str  # of the run, and of the plugin
+    # a zip of packages and modules, what the supervisor and the ranks import before all else
+    code: bytes
+    directory: str = ""
+    outputs: str = ""  # where ranks leave the files of `outputs_directory` in launch/run.py
+    attempt: str = ""  # the latest, the only one that may run
+    # attempts whose supervisor has not been started yet
+    admitted: dict[str, socket.socket | None] = field(default_factory=dict)
+    supervisors: dict[str, Supervisor] = field(default_factory=dict)
+    idle: Supervisor | None = None  # that has run an attempt, and waits for the next
+    is_over: bool = False
+    leaves_at: float = float("inf")  # monotonic: when this worker closes
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `idle` and `is_over`
+
+    def setup(self, worker: Worker) -> None:
+        self.worker = worker
+        self.outputs = os.path.join(worker.local_directory, f"outputs-{self.name}")
+        digest = hashlib.sha256(self.code).hexdigest()[:16]
+        self.directory = os.path.join(worker.local_directory, f"code-{digest}")
+        if not os.path.exists(self.directory):
+            # a full disk leaves half of the code, which no later attempt may import
+            part = f"{self.directory}.part"
+            try:
+                with zipfile.ZipFile(io.BytesIO(self.code)) as archive:
+                    archive.extractall(part)
+                os.rename(part, self.directory)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+        self.code = b""
+        # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a
+        # line every second.
+        worker.handlers[self.name] = self.send_command
+
+    def teardown(self, worker: Worker) -> None:
+        """Called when the worker closes in good order, and at the end of the run."""
+        worker.handlers.pop(self.name, None)
+        self._clear()
+        with self.lock:
+            self.is_over = True
+        if idle := self._take_idle():
+            idle.process.kill()
+            idle.end()
+        shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
+
+    def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
+        """Prepare for an attempt, and end what is left of earlier ones here.
+
+        Returns:
+            The rendezvous' host and port where `meets_here`. The port is bound now and stays so
+            until rank 0 takes it over: nobody else can get it in between.
+        """
+        self._clear()
+        self.attempt = attempt
+        host = get_address_host(self.worker.address)
+        listener = None
+        if meets_here:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self.admitted[attempt] = listener
+        return host, listener.getsockname()[1] if listener else 0
+
+    def supervise(self, attempt: str, job: bytes) -> str:
+        """Let the supervisor run an attempt, pass its messages on as events of a topic of this
+        name, and return how it ended.
+
+        Raises:
+            RuntimeError: the attempt was not admitted here, or has been run. Dask runs a task again
+                when a worker comes back under the address of a dead one, but an attempt that lost a
+                node is over.
+        """
+        if attempt not in self.admitted:
+            raise RuntimeError("this worker is not the one that was admitted to the attempt")
+        supervisor = self._take_idle() or self._start()
+        with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
+            # it has died, which is reported by the end of its messages
+            with contextlib.suppress(OSError):
+                supervisor.begin(job, listener)
+        # now, because the job is the first that it reads
+        self.supervisors[attempt] = supervisor
+        if attempt != self.attempt:  # another one was admitted in the meantime
+            supervisor.process.kill()
+        if self.leaves_at < float("inf"):
+            self.announce_departure(self.leaves_at)
+        is_ready = False  # for another attempt
+        try:
+            while message := supervisor.connection.recv_bytes():
+                self.worker.log_event(attempt, {"message": message})
+            is_ready = True
+        except (EOFError, OSError):
+            supervisor.process.wait()  # it has died
+        finally:
+            self.supervisors.pop(attempt, None)
+            if not (is_ready and self._keep(supervisor)):
+                supervisor.end()
+        code = supervisor.process.returncode or 0
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+
+    @property
+    def is_at_work(self) -> bool:
+        """An attempt runs here, or is about to."""
+        return bool(self.supervisors or self.admitted)
+
+    def announce_departure(self, leaves_at: float) -> None:
+        """Tell the driver that this worker closes at `leaves_at` (monotonic), or as soon as its
+        ranks have ended.
+        """
+        self.leaves_at = leaves_at
+        command = pickle.dumps(("leave", leaves_at - time.monotonic()))
+        for attempt in list(self.supervisors):
+            self.send_command(attempt, command)
+
+    def send_command(self, attempt: str, command: bytes) -> None:
+        """Pass a command on to the supervisor, if it is there."""
+        if supervisor := self.supervisors.get(attempt):
+            with contextlib.suppress(OSError):  # it has just ended
+                supervisor.connection.send_bytes(command)
+
+    def _take_idle(self) -> Supervisor | None:
+        with self.lock:
+            idle, self.idle = self.idle, None
+        if idle and idle.process.poll() is not None:  # nobody needed it for long
+            idle.end()
+            return None
+        return idle
+
+    def _keep(self, supervisor: Supervisor) -> bool:
+        """Keep a supervisor that has ended an attempt for the next one. Return whether there may be
+        one.
+        """
+        with self.lock:
+            if self.is_over or self.idle or supervisor.process.poll() is not None:
+                return False
+            self.idle = supervisor
+        return True
+
+    def _start(self) -> Supervisor:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment[OUTPUTS_VARIABLE] = self.outputs
+        # Not its standard input and output, into which whatever it imports may print.
+        connection, handed_over = Pipe()
+        with handed_over:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    BOOTSTRAP,
+                    self.directory,
+                    self.worker.local_directory,
+                    str(handed_over.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env=environment,
+                pass_fds=[handed_over.fileno()],
+                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                start_new_session=True,
+            )
+        return Supervisor(process, connection)
+
+    def _clear(self) -> None:
+        self.attempt = ""
+        for listener in self.admitted.values():
+            if listener:
+                listener.close()
+        self.admitted.clear()
+        for supervisor in list(self.supervisors.values()):
+            supervisor.process.kill()  # its ranks kill themselves when their pipe to it ends
+
+
+# --- What the driver runs in the worker, by value
+# --------------------------------------------------------------------------------------------------
+
+
+def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
+    """Return what the driver has to know of this worker: whether it leaves, and fields of
+    `placement.Worker`.
+    """
+    return {
+        "host": get_address_host(dask_worker.address),
+        "num_cores": CPU_COUNT,
+        "gpus": visible_gpus(),
+        "has_plugin": plugin in dask_worker.plugins,
+        "has_run": getattr(dask_worker.plugins.get(plugin), "idle", None) is not None,
+        "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
+        "is_leaving": is_leaving(dask_worker),
+    }
+
+
+async def install(name: str, code: bytes, dask_worker: Worker) -> None:
+    """Install the plugin if it is missing. One that is there stays: its gang may train, and Dask
+    would end it for a new one.
+    """
+    if name in dask_worker.plugins:
+        return
+    try:
+        # Made here, because Dask pickles this function by value, but its arguments by reference.
+        await dask_worker.plugin_add(plugin=NodePlugin(name, code), name=name, catch_errors=False)
+    except BaseException:
+        dask_worker.plugins.pop(name, None)  # Dask keeps one that could not be set up
+        raise
+    await announce_departures(dask_worker)
+
+
+async def uninstall(name: str, dask_worker: Worker) -> None:
+    if name in dask_worker.plugins:
+        await dask_worker.plugin_remove(name=name)
+
+
+def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
+    """Call a method of the plugin on the worker's event loop."""
+    return getattr(dask_worker.plugins[plugin], method)(*arguments)
+
+
+def supervise(plugin: str, attempt: str, job: bytes) -> str:
+    """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
+    node: NodePlugin | None = get_worker().plugins.get(plugin)
+    if node is None:
+        raise RuntimeError("this worker is not the one that was admitted to the attempt")
+    return node.supervise(attempt, job)
+
+
+def holds_file(path: str, contents: bytes) -> bool:
+    """Return whether this machine has a file at `path` with these `contents`: the same directory,
+    or a copy of it.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read() == contents
+    except OSError:
+        return False

@@ -1,0 +1,178 @@
+"""The driver's own machine as the place of a run: one node, whose ranks are children of the
+driver's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import multiprocessing
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.agent.devices import (
+    check_requested_gpus,
+    default_num_processes,
+    num_cores,
+    num_gpus,
+)
+from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.agent.supervisor import supervise
+from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.protocol.memory import NodeMemory
+from flyte_ddp.launch.protocol.programs import Job, stop_grace
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.control.driver import Run
+    from flyte_ddp.launch.control.policy import Ended
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_TIMEOUT = 5.0  # seconds for a connection to this machine itself
+# seconds that the driver waits for a message before it looks at anything else
+MESSAGE_INTERVAL = 0.1
+
+
+@dataclass(eq=False)
+class LocalPlace:
+    """The ranks of a run on this machine."""
+
+    num_processes: int = 0  # ranks; 0 is one per GPU, or two on a machine without
+    # How often all ranks start again, without a newer state in between, after one was killed, hung,
+    # or failed in a way that another attempt may not repeat.
+    max_restarts: int = 0
+    port: int = 0  # where the ranks meet; 0 for any free one
+    larger_memory = (
+        "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
+    )
+    is_cluster = False
+
+    def __post_init__(self) -> None:
+        self.num_processes = self.num_processes or default_num_processes()
+        self.notice_seconds = stop_grace()
+        self.memory = NodeMemory()
+
+    def check(self, job: Job) -> None:
+        num_processes = self.num_processes
+        if num_processes < 1:
+            raise ConfigError(
+                f"num_processes: expected a whole number of at least 1, got {num_processes}"
+            )
+        if multiprocessing.current_process().daemon:
+            raise ConfigError(
+                "flyte_ddp.run: expected a process that may have children, got a daemonic one, as "
+                "workers of Dask and "
+                "of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False before they start, or "
+                "call it from the client"
+            )
+        check_requested_gpus()
+        gpus = num_gpus()
+        if gpus and num_processes > gpus:
+            raise ConfigError(
+                f"num_processes: expected at most {gpus}, one per GPU, got {num_processes}"
+            )
+        job.program.check(num_processes, gpus > 0)
+        job.program.check_compiler()
+
+    def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
+        """Return this machine, which is there at once."""
+        return LocalNodes(self, run)
+
+    def close(self, run: Run) -> None:
+        """Free the memory that attempts may have left a state in."""
+        self.memory.close()
+
+
+@dataclass(eq=False)
+class LocalNodes(Nodes):
+    """The driver's machine in one attempt, which never announces that it leaves: its driver is
+    stopped. Its ranks are supervised in a thread.
+    """
+
+    place: LocalPlace
+    run: Run
+    nodes: list[Node] = field(default_factory=lambda: [Node()])
+    _arrivals: queue.SimpleQueue[tuple[Any, ...]] = field(default_factory=queue.SimpleQueue)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.world_size = self.place.num_processes
+        self._link = Link(self._arrivals.put)
+
+    def start(self, job: Job, num_restarts: int) -> None:
+        place = self.place
+        listener = self._stack.enter_context(listening_socket(LOOPBACK, place.port))
+        ranks = NodeRanks(
+            first_rank=0,
+            num_ranks=place.num_processes,
+            world_size=place.num_processes,
+            host=LOOPBACK,
+            port=listener.getsockname()[1],
+            interface="lo0" if sys.platform == "darwin" else "lo",
+            use_gpus=num_gpus() > 0,
+            num_threads=max(1, num_cores() // place.num_processes),
+            run_id=self.run.name,
+            num_restarts=num_restarts,
+            max_restarts=place.max_restarts,
+        )
+        data = self.run.prepared.result if self.run.prepared else None
+        arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=arguments, name="supervisor", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, *command: Any) -> None:
+        self._link.obey(*command)
+        self.nodes[0].has_ended |= self._thread is None
+
+    def messages(self) -> Sequence[tuple[Node, tuple[Any, ...]]]:
+        found: list[tuple[Any, ...]] = [("beat", self._link.beat)]
+        with contextlib.suppress(queue.Empty):
+            found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
+            while True:
+                found.append(self._arrivals.get_nowait())
+        return [(self.nodes[0], message) for message in found]
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.join()  # the ranks are gone
+        self._stack.close()
+
+
+def listening_socket(host: str, port: int = 0) -> socket.socket:
+    """Return a listening socket on `port` of `host`; 0 for a free one.
+
+    It is bound before its port is known, and passed to rank 0 open, so no other process can take
+    the port in between.
+
+    Raises:
+        ConfigError: another process has the port, or the ranks of this machine cannot reach it.
+    """
+    with contextlib.ExitStack() as stack:
+        if host == LOOPBACK:
+            try:
+                probe = stack.enter_context(socket.create_server((host, 0)))
+                stack.enter_context(socket.create_connection(probe.getsockname(), LOOPBACK_TIMEOUT))
+            except OSError as error:
+                raise ConfigError(
+                    f"{host}: expected a loopback interface that is up (ip link set lo up), by "
+                    "which the ranks of this "
+                    f"machine meet: {error}"
+                ) from None
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        if not port:
+            raise
+        raise ConfigError(
+            f"master_port: expected a port that is free, or 0, got {port}: {error}"
+        ) from None

@@ -1,0 +1,253 @@
+"""A run and its program: a call that every rank makes, and what its launcher must know of it.
+Imports no torch.
+
+A recipe's training is such a call, as a user's function or script is. What makes them differ are
+fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.cluster.config import termination_grace
+from flyte_ddp.config import TrainingConfig, by_value
+from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
+from flyte_ddp.config.training import Batch
+from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of
+from flyte_ddp.storage.weights import pin_state
+
+# torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
+COMPILERS = ("g++", "gcc", "clang")
+CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
+# These end a run early, as torchrun's, and are passed on to a function that does not ask for a
+# stop.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+# seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
+END_RESERVE = 10.0
+SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
+# in ranks: the node's directory for a script's outputs, removed after the run
+OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"
+MAX_RUN_ID = 256  # characters
+# of a rank's environment: set where the run itself is recorded in W&B
+WANDB_VARIABLE = "FLYTE_DDP_WANDB"
+TRAINING = ("flyte_ddp.training.main", "main")  # by name, because its module imports torch
+
+
+def stop_grace() -> float:
+    """Return the seconds for a last checkpoint after SIGTERM: what the pod has until it is killed,
+    less a reserve.
+    """
+    return max(END_RESERVE, termination_grace() - END_RESERVE)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that every rank runs, with the environment variables that torchrun sets."""
+
+    name: str  # of the recipe, the function or the script, for people
+    # a callable without arguments that returns bytes, by cloudpickle
+    call: bytes = field(repr=False)
+    # top-level packages and modules that it imports from, besides this one
+    packages: tuple[str, ...] = ()
+    directory: str = ""  # of a script, which needs the files beside it
+    # seconds without a report of any rank, from the first one on, until the run is ended
+    stall_timeout: float = 1800.0
+    # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the
+    # run is ended.
+    left_timeout: float = 30.0
+    # seconds without the checkpoints' store until the attempt ends recoverably
+    store_timeout: float = 600.0
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
+    # it runs another program, so torch is not imported in the rank's own process
+    is_command: bool = False
+    # seconds from the request to stop until the ranks are killed
+    stop_grace: float = field(default_factory=stop_grace)
+    shows_ranks: bool = True  # a line that a rank prints begins with its number
+    # Modules of others that every rank imports, in seconds: its ranks are forked from a process
+    # that has them. Without any, each rank is a fresh process, whose program may set variables
+    # before it imports torch.
+    slow_imports: tuple[str, ...] = ()
+    may_exit: bool = True  # a rank that ends its process itself, with code 0, has succeeded
+    # an exception that would repeat is answered by a restart too, as by torchrun
+    repeats_bugs: bool = True
+    # the call emits the event that the run has started, with what it knows of the run
+    describes_itself: bool = False
+    can_resume: bool = False  # its ranks save their state whenever they are asked to stop
+    batch: Batch | None = None  # that its ranks share; None where only the call knows it
+    needs_compiler: bool = False  # it compiles its model
+    needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
+
+    def check(self, world_size: int, has_gpus: bool) -> None:
+        """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it
+        lacks GPUs.
+        """
+        self.check_world_size(world_size)
+        if self.needs_gpus and world_size > 1 and not has_gpus:
+            raise ConfigError(self.needs_gpus)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ConfigError if the batch cannot be split evenly over `world_size` ranks."""
+        if self.batch:
+            self.batch.size_per_rank(world_size)
+
+    def check_compiler(self) -> None:
+        """Raise ConfigError if this machine lacks the C++ compiler that the program needs."""
+        named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
+        if self.needs_compiler and not any(
+            shutil.which(name) for name in (*named, *COMPILERS) if name
+        ):
+            raise ConfigError(
+                "compile: expected false, or a C++ compiler (an image built with --build-arg "
+                "COMPILER=1), got true and "
+                "no compiler"
+            )
+
+    def with_smaller_batches(self, failure: RankFailure, world_size: int) -> Program | None:
+        """Return the program with twice the micro-batches per step, if a GPU ran out of memory and
+        the user allows it.
+
+        Returns:
+            None if `failure` is another one, or the batch cannot be split further over `world_size`
+            ranks.
+        """
+        batch = self.batch
+        if batch is None or not batch.may_split or failure.error_name != CUDA_OUT_OF_MEMORY:
+            return None
+        num_parts = 2 * batch.num_parts
+        if batch.size % (world_size * num_parts):
+            return None
+        return dataclasses.replace(self, batch=dataclasses.replace(batch, num_parts=num_parts))
+
+    def source_files(self) -> dict[str, Path]:
+        """Return the files that the ranks import or read, by their names relative to an entry of
+        sys.path.
+        """
+        files = source_files(sorted({"flyte_ddp", *self.packages}))
+        if self.directory:
+            files |= {
+                f"{SCRIPT_DIRECTORY}/{name}": file
+                for name, file in files_below(Path(self.directory)).items()
+            }
+        return files
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Program:
+        """Return the program that `dataclasses.asdict` made `values` from."""
+        batch = values["batch"]
+        return cls(**{**values, "batch": Batch(**batch) if batch else None})
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: the same for all of its ranks."""
+
+    program: Program  # that each rank runs
+    # fsspec URL of a directory, for `MODEL_STATE` too; "" for a function that keeps none
+    checkpoints: str
+    launched_at: float  # seconds since the epoch
+    # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
+    run: str = ""
+    # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
+    owner: str = ""
+    is_kept: bool = True  # the checkpoints outlive the run
+    # steps of checkpoints after the last attempt, as far as the driver knows
+    stored: tuple[int, ...] = ()
+    is_store_away: bool = False  # it did not answer the driver then
+    # the nodes have a state from which to go on that is newer than the store's
+    is_in_memory: bool = False
+    # an attempt of this run did, so that states take none unless they are asked for
+    ran_out_of_memory: bool = False
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise ConfigError if `run_id` is not one line of text. "" is that of a run without one."""
+    if not isinstance(run_id, str) or not run_id.isprintable() or len(run_id) > MAX_RUN_ID:
+        raise ConfigError(
+            f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}"
+        )
+
+
+def recipe_program(
+    recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = ""
+) -> Program:
+    """Return the program that trains a recipe.
+
+    Args:
+        recipe: by its name, or a class that travels by value.
+        initial_state: path or URL of the state dict that a new run starts from; "" for fresh
+            weights. What it has now counts: see `pin_state`.
+
+    Raises:
+        ConfigError: an unknown recipe or option of it.
+    """
+    named = get_recipe(recipe, config.recipe_options)
+    needs_gpus = ""
+    if config.backend == "nccl":
+        needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
+    elif config.sync_batch_norm:
+        needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
+    training = _Training(recipe, config, pin_state(initial_state))
+    if isinstance(recipe, str):
+        call, packages = pickle.dumps(training), list_packages(path_of(recipe))
+    else:
+        call = by_value.pickle(training, recipe, "recipe")
+        packages = sorted(find_packages(recipe))
+    return Program(
+        name=name_of(recipe),
+        call=call,
+        packages=tuple(packages),
+        stall_timeout=config.stall_timeout,
+        store_timeout=config.store_timeout,
+        variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
+        slow_imports=slow_imports(dataclasses.asdict(config), named),
+        may_exit=False,
+        repeats_bugs=False,
+        describes_itself=True,
+        can_resume=True,
+        batch=config.batch,
+        needs_compiler=config.compile,
+        needs_gpus=needs_gpus,
+    )
+
+
+def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tuple[str, ...]:
+    """Return the modules that the ranks of a recipe import, by its config, or by the fields that
+    are known so far.
+
+    Args:
+        recipe: None where it is not known so far.
+    """
+    modules = ["torch", *(recipe.slow_imports if recipe else ())]
+    if config.get("compile") or config.get("parallel") == "fsdp":
+        modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
+    if (
+        recipe
+        and type(recipe).metrics is not Recipe.metrics
+        and importlib.util.find_spec("torchmetrics")
+    ):
+        modules.append("torchmetrics")
+    return tuple(modules)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The training of a recipe."""
+
+    recipe: str | type[Recipe]
+    config: TrainingConfig
+    initial_state: str
+
+    def __call__(self) -> bytes:
+        module, name = TRAINING
+        getattr(importlib.import_module(module), name)(self.recipe, self.config, self.initial_state)
+        return b""

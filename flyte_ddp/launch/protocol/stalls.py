@@ -1,0 +1,255 @@
+"""The report of a gang that stands still: the rank that the others wait for, and the stacks that
+differ.
+
+Pure functions of what the supervisors have found out about their ranks. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.launch.protocol.failures import find_place, program_failure
+
+STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
+MAX_FRAMES = 12  # of one of them
+MAX_NAMED = 8  # ranks that a line names one by one
+WAITING = "/torch/distributed/"  # in a frame of a thread that waits for other ranks
+SAME_COLLECTIVES = (
+    "All ranks have to enter the same collectives, with tensors of the same size: give each the "
+    "same number of batches"
+)
+# What torch's messages say of a program whose ranks call different collectives, and what helps.
+MISTAKES = {
+    "Expected to have finished reduction in the prior iteration": (
+        "A layer or an output was not used in a step: use all in each, or give "
+        "DistributedDataParallel "
+        "find_unused_parameters=True"
+    ),
+    "Detected mismatch between collectives on ranks": SAME_COLLECTIVES,
+}
+# How lines of a stack begin that say nothing of where the thread is. Another thread may be what
+# collects garbage.
+NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
+
+
+@dataclass
+class StalledRank:
+    """A rank of a gang that stands still."""
+
+    number: int
+    step: int
+    silent_for: float | None  # seconds since its last progress; None if it has reported none
+    stack: list[str] = field(default_factory=list)  # lines of its main thread
+    halted: str = ""  # how something outside keeps it from running
+    # as `entered_collectives` has them; None if it did not answer
+    groups: list[dict[str, Any]] | None = None
+    node: str = ""  # for people; "" where there is one
+
+    @property
+    def pending(self) -> dict[str, Any] | None:
+        """The collective that it has waited in for longest."""
+        found = [each for group in self.groups or () for each in group["pending"]]
+        return min(found, key=lambda each: float(each["since"]), default=None)
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """The ranks that the others wait for, and a sentence about it; none and "" where that is not
+    known.
+    """
+
+    numbers: tuple[int, ...] = ()
+    why: str = ""
+
+
+def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
+    """Return the failure of a gang, or of one node's ranks. `what` begins the message."""
+    culprits = find_culprits(ranks)
+    halted = sorted(rank.number for rank in ranks if rank.halted)
+    numbers = culprits.numbers or tuple(halted)
+    head = f"{what}: {culprits.why}" if culprits.why else what
+    lines = [head, *_stacks(ranks, set(numbers) | set(halted))]
+    # Of several ranks none is to blame, but a stopped one is certainly.
+    number = halted[0] if halted else numbers[0] if len(numbers) == 1 else -1
+    details = {"what": what, "ranks": list(ranks)}
+    return RankFailure("\n".join(lines), number, "stall", "stall", details=details)
+
+
+def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
+    """Return the failures of several nodes as one of the gang."""
+    if len(failures) == 1:
+        return failures[0]
+    ranks = [rank for failure in failures for rank in failure.details["ranks"]]
+    return stall_failure(sorted(ranks, key=lambda rank: rank.number), failures[0].details["what"])
+
+
+def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
+    """Return the ranks that the others wait for, by the number of collectives that each rank has
+    entered.
+    """
+    groups = (
+        (group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ()
+    )
+    found = [
+        culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why
+    ]
+    # One that waits in another group's collective is waiting for a rank itself.
+    waiting = {rank.number for rank in ranks if rank.pending}
+    first = min(found, key=lambda each: any(map(waiting.__contains__, each.numbers)), default=None)
+    why = [*(rank.halted for rank in ranks if rank.halted), first.why if first else ""]
+    return Culprits(first.numbers if first else (), "; ".join(filter(None, why)))
+
+
+def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
+    """Return the ranks of a process group that its other ranks wait for."""
+    members = {rank.number: rank for rank in ranks if rank.number in name[1]}
+    states = {  # of the group, by the number of the rank
+        rank.number: group
+        for rank in members.values()
+        for group in rank.groups or ()
+        if (group["name"], tuple(group["ranks"])) == name
+    }
+    pending = {number: each for number, group in states.items() for each in group["pending"][:1]}
+    if not pending:
+        return Culprits()
+    first = min(each["number"] for each in pending.values())
+    waiting = {number: each for number, each in pending.items() if each["number"] == first}
+    what = next(iter(waiting.values()))["what"]
+    where = f"collective {first} of {name[0]}"
+    # Also one that did not answer, such as a stopped one.
+    absent = [
+        number for number in members if number not in states or states[number]["entered"] < first
+    ]
+    if absent:
+        node = members[absent[0]].node if len(absent) == 1 else ""
+        who = f"{_name_ranks(absent)} on {node}" if node else _name_ranks(absent)
+        they = f"where {_name_ranks(waiting, 'wait')} ({where})"
+        return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they}")
+    kinds: dict[str, list[int]] = {}
+    for number, each in waiting.items():
+        differs = each["operation"] in ("all_reduce", "broadcast", "reduce")
+        kinds.setdefault(each["what"] if differs else each["operation"], []).append(number)
+    if len(kinds) > 1:
+        rarest = min(kinds.values(), key=len)
+        each_kind = ", ".join(
+            f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items()
+        )
+        return Culprits(
+            tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})"
+        )
+    if len(waiting) == len(members):
+        return Culprits(why=f"all ranks wait in {what} ({where})")
+    return Culprits()
+
+
+def left_failure(ranks: Sequence[StalledRank], left: Sequence[int]) -> RankFailure | None:
+    """Return the failure of `ranks`, which wait in collectives for ranks that have ended, `left`.
+
+    Returns:
+        None if they do not: no group in whose collective they wait has one of `left`, or one of
+            them has gone on.
+    """
+    pending = [
+        (group, each)
+        for rank in ranks
+        for group in rank.groups or ()
+        for each in group["pending"][:1]
+    ]
+    missing = sorted(
+        {number for group, _ in pending for number in group["ranks"] if number in left}
+    )
+    if not pending and ranks and all(any(WAITING in line for line in rank.stack) for rank in ranks):
+        missing = sorted(left)  # they wait for a connection, or for what one of them sends
+    if not missing:
+        return None
+    named = (
+        f"{each['what']} (collective {each['number']} of {group['name']})"
+        for group, each in pending
+    )
+    what = next(named, "a call of torch.distributed")
+    waiting = f"{_name_ranks([rank.number for rank in ranks], 'wait')} in {what}"
+    return program_failure(_say_left(missing, waiting, find_place(ranks[0].stack)), missing[0])
+
+
+def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
+    """Return the failure of a rank whose connection was closed by one of those that have ended
+    well, `left`.
+    """
+    return program_failure(
+        _say_left(left, f"rank {rank} waits for that in a collective", place), left[0]
+    )
+
+
+def mismatch_line(rank: int, sizes: str, place: str) -> str:
+    """Return what to say of a rank that gloo has ended, because what arrived has another size than
+    its own.
+    """
+    where = f" at {place}" if place else ""
+    return (
+        f"rank {rank} was ended by gloo{where}: what a peer sent does not fit "
+        f"({sizes.strip()}). {SAME_COLLECTIVES}"
+    )
+
+
+def explain_collective(rank: int, message: str, trace: str) -> str:
+    """Return what to say of an exception with `message`, if a rank raised it for calling other
+    collectives; else "".
+    """
+    hint = next((hint for text, hint in MISTAKES.items() if text in message), "")
+    if not hint:
+        return ""
+    place = find_place(reversed(trace.splitlines()))
+    said = message.partition(". ")[0].partition("\n")[0]
+    return f"rank {rank} failed{f' at {place}' if place else ''}: {said}. {hint}"
+
+
+def _say_left(left: Sequence[int], waiting: str, place: str) -> str:
+    ended = f"{_name_ranks(left)} left early: {'it has' if len(left) == 1 else 'they have'} ended"
+    return f"{ended}, and {waiting}{f', at {place}' if place else ''}. {SAME_COLLECTIVES}"
+
+
+def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
+    """Return the stacks that differ, each once, those of the ranks `first` before the others'."""
+    alike: dict[tuple[str, ...], list[StalledRank]] = {}
+    for rank in ranks:
+        frames = [line for line in rank.stack if not line.startswith(NO_FRAMES)]
+        alike.setdefault(tuple(frames[:MAX_FRAMES]), []).append(rank)
+    # The likely culprits first: also those that are behind the others.
+    sections = sorted(
+        alike.items(),
+        key=lambda item: min(
+            (each.number not in first, each.step, each.number) for each in item[1]
+        ),
+    )
+    num_lines = 1 + max(3, min(MAX_FRAMES, STACK_LINES // len(sections)))
+    num_shown = (STACK_LINES + 4) // num_lines
+    lines = []
+    for stack, owners in sections[:num_shown]:
+        lines += [head_line(owners), *stack[: num_lines - 1]]
+    if len(sections) > num_shown:
+        left = sum(len(owners) for _, owners in sections[num_shown:])
+        lines.append(f"... (the log has the stacks of {left} more ranks)")
+    return lines
+
+
+def head_line(owners: Sequence[StalledRank]) -> str:
+    """Return the line above a stack of these ranks."""
+    steps = sorted({rank.step for rank in owners})
+    at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
+    silences = [rank.silent_for for rank in owners if rank.silent_for is not None]
+    ago = f"{min(silences):.0f} s ago" if silences else "never"
+    nodes = list(dict.fromkeys(rank.node for rank in owners if rank.node))
+    on = f" on {nodes[0]}" if len(nodes) == 1 else f" on {len(nodes)} nodes" if nodes else ""
+    return f"--- {_name_ranks([rank.number for rank in owners])}{on}, {at}, last progress {ago}"
+
+
+def _name_ranks(numbers: Collection[int], verb: str = "") -> str:
+    """Return the names of ranks, and what they do."""
+    first = sorted(numbers)
+    if len(first) == 1:
+        return f"rank {first[0]} {verb}s" if verb else f"rank {first[0]}"
+    names = f"ranks {', '.join(map(str, first[:-1]))} and {first[-1]}"
+    return f"{names if len(first) <= MAX_NAMED else f'{len(first)} ranks'} {verb}".rstrip()

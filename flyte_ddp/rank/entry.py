@@ -1,0 +1,411 @@
+"""The process of a rank: its log, its environment, the call of the program with a session, and how
+it ends.
+
+Knows nothing of training: a job's program does (programs.py).
+
+Imports no torch at the top: a rank must be killable, and must notice its parent's death, before the
+seconds that torch takes to import. Nor may torch be imported before a function does it: a variable
+that the function sets for torch would come too late. So the store where the ranks meet is served
+from a thread that waits for the function's own import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import typing
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp import errors, events, session
+from flyte_ddp.config.main_module import show_working_directory
+from flyte_ddp.errors import StopRequested, StorageUnavailable
+from flyte_ddp.launch.protocol.background import call_in_background
+from flyte_ddp.launch.protocol.output import rank_log, rank_stacks
+from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job
+from flyte_ddp.launch.protocol.ranks import NodeRanks, semaphore_prefix
+from flyte_ddp.observers.streams import open_standard_streams
+from flyte_ddp.rank.collectives import watch_main_thread
+from flyte_ddp.rank.frames import frames_of_user
+from flyte_ddp.rank.link import RankProcess, SupervisorLink
+from flyte_ddp.rank.session import Session
+from flyte_ddp.storage.urls import redact_url
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
+MAX_RETURNED_BYTES = 64 << 20
+ENDED = "flyte_ddp/num_ended"  # the store's counter of calls that have returned
+POLL_INTERVAL = 0.05  # seconds
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+KEPT_BYTES, RETURNED_BYTES = 1 << 30, 1 << 20
+
+# Errors of gloo, NCCL and the store on a rank whose peer has died: a consequence, never the cause.
+PEER_FAILURE = re.compile(
+    r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|Broken "
+    r"pipe|recvValue|sendBytes|failed to recv"
+)
+
+# What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
+SHARED_MEMORY = re.compile(r"</torch_|out of shared memory|SemLock\(")
+SHARED_MEMORY_HINT = (
+    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task "
+    "a larger "
+    "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use "
+    "data_workers: 0"
+)
+
+# What a process says where a limit of the shell, by its option of ulimit, leaves it no thread,
+# process or memory.
+LIMITS = {
+    "can't start new thread|Resource temporarily unavailable": (
+        resource.RLIMIT_NPROC,
+        "-u",
+        "threads and processes",
+    ),
+    "failed to map segment|[Cc]an(?:not|'t) allocate memory": (
+        resource.RLIMIT_AS,
+        "-v",
+        "bytes of addresses",
+    ),
+}
+
+MEMORY_HINT = (
+    "A larger gradient_accumulation needs less memory; grow_accumulation_on_oom: true doubles it "
+    "when necessary"
+)
+
+
+def run_rank(
+    job: Job,
+    node: NodeRanks,
+    local_rank: int,
+    listener: socket | None,
+    up: Connection,
+    down: Connection,
+    beats: Any,
+    logs: str,
+    memory: tuple[Any, ...] = (),
+) -> None:
+    """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or
+    "error".
+
+    Args:
+        listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
+        up, down: pipes to and from the supervisor.
+        beats: shared memory, see `_Ranks` in launch/agent/supervisor.py.
+        logs: directory of the rank's files for the length of the run; see output.py.
+        memory: of the node, as `RankProcess` has it from `memory` on.
+    """
+    show_working_directory()
+    open_standard_streams()
+    # so that the supervisor can kill this process with all that it starts, such as loader workers
+    os.setpgid(0, 0)
+    # The supervisor removes what loader processes leave when they are killed.
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
+    rank = node.first_rank + local_rank
+    file = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    # Lines appear while the rank runs, and before it is killed.
+    typing.cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+    # By a signal as well, for a rank that hangs in C code which lets no other thread run.
+    stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()
+    link = SupervisorLink(up, down, beats, local_rank, stacks)
+    # Not Python's own, which prints what the supervisor reports; hooks call the one before them.
+    sys.excepthook = lambda kind, error, frames: None
+    process = os.getpid()
+    try:
+        keep_freed_memory()
+        os.environ.update(environment(job, node, local_rank))
+        call_program(RankProcess(job, node, local_rank, listener, link, *memory))
+    except BaseException as error:
+        if os.getpid() != process:
+            raise  # it was forked by the program, and is no rank
+        if isinstance(error, StopRequested):
+            outcome: tuple[Any, ...] = ("stopped",)
+        else:
+            outcome = ("error", *_describe(error))
+            # the end of this process may wait for dead peers; the supervisor ends it in time
+            link.send(*outcome)
+            # as Python does: W&B marks its run as failed by such a hook
+            if not isinstance(error, SystemExit):
+                sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
+    else:
+        outcome = ("done",)
+    _flush_files()
+    if outcome[0] != "error":
+        link.send(*outcome)
+        # what a thread of gloo's that aborts this process now says
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def call_program(process: RankProcess) -> None:
+    """Call the program, and send rank 0's value once every rank's call has returned.
+
+    Raises:
+        StopRequested: the call has ended because the session asked for it.
+        ValueError: the value is too large to be sent.
+    """
+    program = process.job.program
+    store = _Store(process, program.is_command)
+    current = Session(process, store.open)
+    session.make_current(current)
+    if not program.describes_itself:
+        current.emit_start()
+        if process.node.world_size > 1:
+            timeout = min(program.stall_timeout, program.left_timeout)
+            watch_main_thread(process.link.set_waiting_since, timeout)
+    if process.node.copy_distance and not program.is_command:
+        threading.Thread(
+            target=_receive_copies, args=(process, store.open), name="copies", daemon=True
+        ).start()
+    # Nothing shows that multiprocessing has started this process: a script may ask, or choose a
+    # start method.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process().name = "MainProcess"
+    with current.finish_on_error(), _end_forked_processes():
+        value = b""
+        with contextlib.suppress(StopRequested):
+            value = cloudpickle.loads(program.call)()
+    if len(value) > MAX_RETURNED_BYTES:
+        raise ValueError(
+            f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got "
+            f"{len(value) >> 20} MiB: "
+            "write it to session.checkpoints, and return where it is"
+        )
+    current.close()
+    # whose ranks learn by it that this one has ended, or this one of them
+    if process.node.num_nodes > 1:
+        store.open()  # may import torch, which a process that has shut down its threads cannot
+    threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
+    atexit._run_exitfuncs()  # so may these, which Python then has done
+    store.wait_until_all_ended()
+    if current.stop.is_reached or current.was_terminated:
+        raise StopRequested
+    seconds = time.time() - process.job.launched_at
+    current.emit(events.RunFinished(current.step, seconds, value, **current.results))
+
+
+def _flush_files() -> None:
+    """Write what open files hold back. As this process ends, a daemon thread that waits in gloo may
+    abort it.
+    """
+    for kind in (io.TextIOWrapper, io.BufferedWriter):
+        for file in [each for each in gc.get_objects() if type(each) is kind]:
+            # it is closed, or whoever read it is gone
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+
+
+@contextlib.contextmanager
+def _end_forked_processes() -> Iterator[None]:
+    """End a process that the block has forked where the block ends, as Python ends it: that one is
+    no rank.
+    """
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != rank and not isinstance(error, SystemExit):
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        raise
+    if os.getpid() != rank:
+        raise SystemExit(0)
+
+
+def _has_imported_torch() -> bool:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> None:
+    """Take copies of another node's states into the memory of this one, once the program has
+    imported torch.
+    """
+    while not _has_imported_torch():
+        time.sleep(POLL_INTERVAL)
+    from flyte_ddp.rank.copies import receive_copies
+
+    receive_copies(process, open_store)
+
+
+class _Store:
+    """The store where the ranks meet: served by rank 0's process, from a thread, until the last
+    rank has ended.
+    """
+
+    def __init__(self, process: RankProcess, is_for_others: bool) -> None:
+        self._process = process
+        self._lock = threading.Lock()
+        self._is_needed = threading.Event()  # now, even if that imports torch
+        # processes below this one's use it, and this one imports no torch itself
+        self._is_for_others = is_for_others
+        self._opened = call_in_background(self._open) if process.rank == 0 else None
+
+    def open(self) -> Store:
+        """Return the store, as a client on all ranks but rank 0."""
+        self._is_needed.set()
+        with self._lock:
+            self._opened = self._opened or call_in_background(self._open)
+        return self._opened.result()
+
+    def wait_until_all_ended(self) -> None:
+        """Wait, on rank 0, for the functions of all ranks: they may use the store until they
+        return.
+        """
+        node, link = self._process.node, self._process.link
+        link.set_ended()
+        if self._process.rank > 0:
+            if node.first_rank > 0:
+                with contextlib.suppress(RuntimeError):  # rank 0 has ended already, by os._exit
+                    self.open().add(ENDED, 1)
+            return
+        while not link.all_ended:
+            time.sleep(POLL_INTERVAL)
+        while node.num_nodes > 1 and self.open().add(ENDED, 0) < node.world_size - node.num_ranks:
+            time.sleep(POLL_INTERVAL)
+
+    def _is_asked_for(self) -> bool:
+        listener = self._process.listener
+        return (
+            self._is_for_others
+            and listener is not None
+            and bool(select.select([listener], [], [], 0)[0])
+        )
+
+    def _open(self) -> Store:
+        while not (
+            _has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()
+        ):
+            pass
+        return self._process.open_store(STORE_TIMEOUT)
+
+
+def _describe(error: BaseException) -> tuple[str, str, str, bool]:
+    """Return the name of an error's class, its message, its traceback, and whether a peer's death
+    is its cause.
+    """
+    if isinstance(error, SystemExit):  # without a traceback, as Python ends
+        message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
+        return "SystemExit", message, "", False
+    text = "".join(
+        traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__)
+    )
+    message = str(error)
+    is_consequence = (
+        isinstance(error, (RuntimeError, OSError))
+        # which may also say that a connection was refused
+        and not isinstance(error, StorageUnavailable)
+        and bool(PEER_FAILURE.search(message))
+    )
+    name = type(error).__name__
+    # traceback, of a loader's process: torch has it as the message
+    if original := message.partition("\nOriginal ")[2]:
+        before, _, after = original.rpartition(f"{name}: ")
+        text, message = original, after.strip() if before else ""
+    if any(getattr(module, name, type(error)) is not type(error) for module in (errors, builtins)):
+        name = f"{type(error).__module__}.{name}"  # not the one that has this name here
+    if SHARED_MEMORY.search(text):
+        reason = next(
+            (line for line in reversed(text.splitlines()) if "Error" in line), message
+        ).strip()
+        return "ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False
+    for said, (limit, option, what) in LIMITS.items():
+        if (
+            re.search(said, message)
+            and (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY
+        ):
+            text = (
+                f"ulimit {option}: expected more than {most} {what}, with which a rank ended: "
+                f"{message}"
+            )
+            return "ConfigError", text, "", False
+    if name == CUDA_OUT_OF_MEMORY:
+        message += f". {MEMORY_HINT}"
+    return name, redact_url(message), redact_url(text), is_consequence
+
+
+def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
+    """Return the variables that torch and its libraries read, with torchrun's names and meaning.
+
+    Those that choose a network interface or a number of threads are the user's own where they are
+    set: a user may know a faster one.
+    """
+    values = {
+        "RANK": node.first_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": node.world_size,
+        "LOCAL_WORLD_SIZE": node.num_ranks,
+        "GROUP_RANK": node.node_rank,
+        "GROUP_WORLD_SIZE": node.num_nodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": node.first_rank + local_rank,
+        "ROLE_WORLD_SIZE": node.world_size,
+        "MASTER_ADDR": node.host,
+        "MASTER_PORT": node.port,
+        "TORCHELASTIC_RUN_ID": node.run_id,
+        "TORCHELASTIC_RESTART_COUNT": node.num_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        # all ranks are clients of a store that is served for them
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    defaults = {
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "OMP_NUM_THREADS": str(node.num_threads),
+    }
+    given = {name: os.environ[name] for name in defaults if name in os.environ}
+    return (
+        {name: str(value) for name, value in values.items()}
+        | defaults
+        | given
+        | job.program.variables
+    )
+
+
+def keep_freed_memory(num_bytes: int = KEPT_BYTES) -> None:
+    """Keep glibc from returning a step's activations to the kernel, only to fault them in again in
+    the next step.
+
+    By default it maps large blocks one by one and trims the end of the heap until it has seen
+    larger blocks freed: up to 5,000 page faults and a quarter of the time of a step of `mnist`. The
+    process keeps its peak instead, which it needs again. A C library without `mallopt` keeps its
+    own ways.
+
+    Args:
+        num_bytes: of larger blocks, which are returned at once. A rank that splits its model has
+            `RETURNED_BYTES`, in order to have more memory: weights that are gathered and dropped
+            would stay in the heap of each thread that gathered one, 0.6 GB of a rank on a CPU with
+            100 million parameters.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, num_bytes)

@@ -1,0 +1,192 @@
+"""A rank's process as its program and its session see it, and its link to the supervisor. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any, TextIO
+
+from flyte_ddp import events
+from flyte_ddp.launch.protocol.memory import MemoryFile, Part
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.protocol.ranks import NUM_SLOTS, PHASES, NodeRanks
+from flyte_ddp.rank.collectives import entered_collectives
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+# of the time that a stop leaves, for which a function that does not ask may train on to its next
+# save
+SAVE_SHARE = 0.5
+
+
+class SupervisorLink:
+    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they
+    share.
+
+    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the
+    thread then kills this process and everything it started, because no other process can.
+    """
+
+    def __init__(
+        self, up: Connection, down: Connection, beats: Any, local_rank: int, stacks: TextIO
+    ) -> None:
+        self._up = up
+        self._stacks = stacks  # takes the stacks of all threads
+        self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
+        self._down = down
+        self._beats = beats
+        self._num_ranks = len(beats) // NUM_SLOTS  # of this node
+        self._local_rank = local_rank
+        self._stop = threading.Event()
+        # by which a function that does not ask learns of a stop
+        self.stop_signal = int(signal.SIGTERM)
+        self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
+        # called when this rank is asked to end the run
+        self.on_stop: Callable[[], None] = lambda: None
+        self._has_data = threading.Event()
+        self._data = ""
+        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once this rank was asked to end the run. The other ranks may not have been asked
+        yet.
+        """
+        return self._stop.is_set()
+
+    def beat(self, step: int) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        # one clock for all processes of a machine
+        self._beats[2 * self._local_rank] = time.monotonic()
+        self._beats[2 * self._local_rank + 1] = step
+
+    def set_writing(self, is_writing: bool) -> None:
+        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if
+        another rank fails.
+        """
+        self._beats[-1] = float(is_writing)
+
+    def set_stoppable(self) -> None:
+        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the
+        gang may grow.
+        """
+        self._beats[-2] = 1.0
+
+    def set_ended(self) -> None:
+        """Report to the other ranks of this node that this one's function has ended."""
+        self._beats[2 * self._num_ranks + self._local_rank] = 1.0
+
+    def set_waiting_since(self, moment: float) -> None:
+        """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it
+        does not.
+        """
+        self._beats[3 * self._num_ranks + self._local_rank] = moment
+
+    def set_pace(self, num_steps: int, seconds: list[float]) -> None:
+        """Report this rank's steps of the attempt, and the seconds of its own in each phase of
+        them.
+        """
+        first = 4 * self._num_ranks + (1 + len(PHASES)) * self._local_rank
+        self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
+
+    @property
+    def all_ended(self) -> bool:
+        """True once the function of each rank of this node has ended."""
+        return all(self._beats[2 * self._num_ranks : 3 * self._num_ranks])
+
+    def emit(self, event: events.Event) -> None:
+        """Send `event` to the listeners of the run."""
+        self.send("event", events.to_dict(event))
+
+    def send(self, kind: str, *values: Any) -> None:
+        with self._sending:
+            self._up.send((kind, *values))
+
+    def wait_for_data(self) -> Path:
+        """Return the directory of the prepared data, as soon as the supervisor has it."""
+        self._has_data.wait()
+        return Path(self._data)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *values = self._down.recv()
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            if kind == "data":
+                self._data = values[0]
+                self._has_data.set()
+            elif kind == "inspect":
+                # No thread runs meanwhile. A signal's handler would read the frames of those that
+                # do, and may crash.
+                # else a signal was necessary, and came first
+                if not os.fstat(self._stacks.fileno()).st_size:
+                    faulthandler.dump_traceback(self._stacks)
+                self.send("collectives", entered_collectives() or [])
+            elif kind == "stop":
+                self.stop_signal, seconds = values
+                self.saves_until = time.monotonic() + SAVE_SHARE * seconds
+                if not self._stop.is_set():
+                    self._stop.set()
+                    self.on_stop()
+
+
+@dataclass
+class RankProcess:
+    """The process of one rank, as its program sees it."""
+
+    job: Job
+    node: NodeRanks
+    local_rank: int
+    listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
+    link: SupervisorLink
+    # take the parts of states that this rank saves in memory
+    slots: list[MemoryFile] = field(default_factory=list)
+    copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node
+    # of states that earlier attempts have left on this node
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all nodes' ranks."""
+        return self.node.first_rank + self.local_rank
+
+    def free_parts(self, attempt: int = -1, turn: int = 0) -> None:
+        """Free the parts that earlier attempts have left in memory, but for the state that this one
+        goes on from.
+        """
+        self.link.send("resumed", attempt, turn)
+        self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
+
+    def open_store(self, timeout: float) -> TCPStore:
+        """Return the store where the ranks meet, which rank 0's process serves. Call it once on
+        rank 0.
+
+        Args:
+            timeout: seconds that an operation waits for the other ranks.
+        """
+        # torch.distributed's own, which it does not export for type checkers
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore(
+            self.node.host,
+            self.node.port,
+            self.node.world_size,
+            is_master=self.listener is not None,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else self.listener.detach(),
+        )

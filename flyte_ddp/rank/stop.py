@@ -1,0 +1,170 @@
+"""Agree with the other ranks on the call of `session.stop_requested` from which it is true. Imports
+no torch.
+
+A function that does not read it, and takes its batches from `session.batches`, is ended between two
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from flyte_ddp.rank.link import RankProcess
+
+CAN_RESUME = "flyte_ddp/can_resume"  # the store's key for: rank 0 has saved
+
+
+class StopAgreement:
+    """One rank's part of it."""
+
+    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
+        self.num_polls = 0  # calls so far, and ends of batches of a function that does not ask
+        self.is_asked = False  # the function itself has called
+        self.is_reached = False  # a call has been told to stop
+        self._process = process
+        self._open_store = open_store
+        self._is_stoppable = False  # the supervisors know, or another rank tells them
+        self._num_refused = -1  # calls that may have been told to go on; -1 before the stop
+        self._stop_at = 0  # number of the call that is told to stop, once that is agreed
+        self._is_agreed = threading.Event()
+        self._agreeing = threading.Lock()
+
+    def poll(self, can_resume: bool) -> bool:
+        """Return whether the call stops, the same call in every rank if all call it in the same
+        steps.
+
+        After the stop the first call waits until all ranks know of it. See `_agree`.
+
+        Args:
+            can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
+        """
+        self.is_asked = True
+        self.is_reached = self._poll(can_resume)
+        return self.is_reached
+
+    def poll_between_batches(self, can_resume: bool, is_saved: bool) -> bool:
+        """Return whether a function that does not ask is ended before its next batch, the same one
+        in every rank.
+
+        It is ended as soon as it has saved what it has done, or when half of the grace is over:
+        what is left is for the files that are being written. Rank 0 decides, because only it may
+        call `session.save`. The others wait for that at each batch, from the stop on.
+
+        Args:
+            can_resume: as of `poll`.
+            is_saved: rank 0's last save has all batches so far.
+        """
+        if not self._poll(can_resume):
+            return False
+        key, link = f"flyte_ddp/ends-before-{self.num_polls}", self._process.link
+        if self._process.rank > 0:
+            store = self._open_store().clone()  # other threads use the connection of the first one
+            self.is_reached = store.get(key) == b"1"
+            return self.is_reached
+        self.is_reached = is_saved or time.monotonic() > link.saves_until
+        if self._process.node.world_size > 1:
+            self._open_store().set(key, str(int(self.is_reached)))
+        return self.is_reached
+
+    def _poll(self, can_resume: bool) -> bool:
+        self.num_polls += 1
+        number = self.num_polls
+        if not self._is_stoppable:
+            self._is_stoppable = self._announce(can_resume)
+        if not self._process.link.stop_requested:
+            return False
+        self._refuse_no_more(number - 1)
+        self._is_agreed.wait()
+        return number >= self._stop_at
+
+    def is_heeded(self, can_resume: bool) -> bool:
+        """Return whether the function ends when it is asked to: it asks, or it is ended between two
+        batches.
+
+        The latter only where rank 0, which alone may have called, has saved or loaded: else it
+        could not go on later.
+        """
+        if self.is_asked or not self.num_polls or self._process.node.world_size == 1:
+            return self.is_asked or (bool(self.num_polls) and can_resume)
+        store = self._open_store().clone()  # the function's own connection may be waiting for a key
+        return can_resume or bool(store.check([CAN_RESUME]))
+
+    def note_saved(self) -> None:
+        """Tell the other ranks that rank 0 has a checkpoint to go on from. For rank 0."""
+        if self._process.node.world_size > 1:
+            self._open_store().set(CAN_RESUME, "1")
+
+    def begin(self) -> None:
+        """Tell the other ranks that this one was asked to stop. For a rank that has polled."""
+        self._refuse_no_more(self.num_polls)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has ended, so that none waits for it, nor stops
+        alone.
+        """
+        if self.num_polls and self._process.node.world_size > 1:
+            with self._agreeing:
+                if self._num_refused < 0:
+                    self._num_refused = self.num_polls
+            self._publish(self._open_store())
+
+    def _announce(self, can_resume: bool) -> bool:
+        """Announce, once, that the run can be stopped and resumed, so that its gang may end in
+        order to grow.
+
+        That needs a checkpoint, and a function that reads `stop_requested` on every rank: a rank
+        that does not read it would be sent a SIGTERM. Returns True when this rank has announced
+        what it knows.
+        """
+        others = self._process.node.world_size - 1
+        if self._process.rank > 0:
+            self._open_store().add("flyte_ddp/num_polling", 1)
+        elif not can_resume or (
+            others and self._open_store().add("flyte_ddp/num_polling", 0) < others
+        ):
+            return False
+        else:
+            self._process.link.set_stoppable()
+        return True
+
+    def _refuse_no_more(self, num_refused: int) -> None:
+        """Tell the other ranks, once, that this one has refused so many calls and refuses no
+        more by itself.
+        """
+        with self._agreeing:
+            if self._num_refused >= 0:
+                return
+            self._num_refused = num_refused
+        threading.Thread(target=self._agree, name="stop", daemon=True).start()
+
+    def _agree(self) -> None:
+        """Find the first call that no rank has refused; all ranks stop there.
+
+        Not by a collective: only the function knows which of them its ranks can take part in. Each
+        rank publishes how many calls it has refused as soon as it is asked to stop, from a thread:
+        a rank that is ahead may wait in its next call while this one waits for it in a collective.
+        So that call waits only for threads like this one.
+        """
+        # rank 0 has died, and with it the store: its supervisor ends the run
+        with contextlib.suppress(RuntimeError):
+            world_size = self._process.node.world_size
+            refused = [str(self._num_refused)]
+            if world_size > 1:
+                # the function's own waits for a key would keep it
+                store = self._open_store().clone()
+                self._publish(store)
+                refused = [
+                    store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)
+                ]
+            self._stop_at = 1 + max(map(int, refused))
+            self._is_agreed.set()
+
+    def _publish(self, store: Store) -> None:
+        store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_refused))

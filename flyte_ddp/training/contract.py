@@ -1,0 +1,363 @@
+"""Checks of a recipe's methods, on the first batch of a new run and before its first step.
+
+A wrong method need not fail by itself: a loss that is averaged already, or outputs that broadcast
+against targets, train the wrong thing without an error. Each error here is one line with the
+recipe's file and line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.rank.frames import frames_of_user
+from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
+from flyte_ddp.rank.sharding import is_sharded
+from flyte_ddp.rank.snapshot import unchanged
+from flyte_ddp.recipes import Recipe, locate
+from flyte_ddp.recipes.base import check_classes
+from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.training.initial_state import abbreviate
+from flyte_ddp.training.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
+from flyte_ddp.training.passes import autocast, model_inputs
+from flyte_ddp.world import World
+
+# of the batch, so that the check takes milliseconds; all of it where the model takes no fewer
+MAX_SAMPLES = 8
+# The base classes of recipes, with the targets and outputs that their methods take.
+BASES: dict[type[Recipe], str] = {
+    Recipe: "the default is for classes (B,) and their logits (B, C)",
+    Regression: (
+        "that of Regression is for numbers, (B,) or (B, ...), and outputs of the same shape"
+    ),
+    MultiLabel: "that of MultiLabel is for labels (B, L) and their logits (B, L)",
+    Segmentation: "that of Segmentation is for classes (B, H, W) and their logits (B, C, H, W)",
+}
+MAX_NAMES = 3  # of parameters in an error
+
+
+def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the training and the held-out data that `recipe.datasets` has returned.
+
+    Raises:
+        ConfigError: they are no pair of data sets with `__len__` and `__getitem__`, or one is
+            empty.
+    """
+    expected = (
+        f"{locate(recipe, 'datasets')}: expected a pair of data sets, for training and held out,"
+    )
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ConfigError(f"{expected} got {describe_kind(found)}")
+    for dataset, use in zip(found, ("training", "held-out"), strict=True):
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            got = f"a {type(dataset).__name__} without them"
+            raise ConfigError(f"{expected} each with __len__ and __getitem__, got {got}")
+        if not len(dataset):
+            raise ConfigError(
+                f"{expected} each with at least one sample, got none for the {use} data"
+            )
+    return found[0], found[1]
+
+
+def open_datasets(
+    recipe: Recipe, directory: Path, config: TrainingConfig
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the recipe's training and held-out data, checked. It draws the same in every process
+    of a run.
+
+    So a split without a seed is one split: of all ranks, after a resume, and of who compares two
+    models later.
+    """
+    with isolate_draws([]):
+        seed_generators(derived_seed(config.seed, *b"datasets"))
+        return check_datasets(recipe, recipe.datasets(directory))
+
+
+def check_model(recipe: Recipe, found: Any) -> nn.Module:
+    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none, or not
+    whole.
+    """
+    place = locate(recipe, "model")
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{place}: expected an nn.Module, got {describe_kind(found)}")
+    tensors = [*found.named_parameters(), *found.named_buffers()]
+    if lazy := [name for name, each in tensors if is_lazy(each)]:
+        raise ConfigError(
+            f"{place}: expected parameters with a shape, got none yet for "
+            f"{abbreviate(lazy, MAX_NAMES)}: give each layer the number of its inputs, as "
+            "nn.Linear for nn.LazyLinear, "
+            "or call the model on a sample before it is returned"
+        )
+    return found
+
+
+def check_contract(
+    recipe: Recipe,
+    model: nn.Module,
+    train: Samples,
+    config: TrainingConfig,
+    world: World,
+    held_out: Samples | None = None,
+) -> None:
+    """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new
+    run's start.
+
+    What the methods, the model and the data change is put back: see `unchanged`.
+
+    Raises:
+        ConfigError: a method broke its contract; one line.
+        DataError: the default losses are for classes, and a target is none; one line.
+    """
+    size = len(train)
+    if config.global_batch_size > size:
+        expected = f"expected at most {size}, the number of training samples"
+        raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
+    per_rank, place = config.batch.size_per_rank(world.world_size), locate(recipe, "model")
+    for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
+        with unchanged(model, recipe, getattr(train, "dataset", None)):
+            first = torch.arange(num_samples, device=train.index_device)
+            inputs, targets = next(iter(train.batches([first], epoch=1)))
+            model.train()
+            try:
+                with (
+                    autocast(config, world.device) if not is_sharded(model) else torch.enable_grad()
+                ):
+                    given = model_inputs(recipe, config, inputs)
+                    expected = "expected a model of the samples' inputs"
+                    outputs = _call(recipe, "model", expected, model, inputs=given)
+            except Exception:
+                # the pass of a part of the ranks would hang
+                if num_samples == per_rank or is_sharded(model):
+                    raise
+                continue  # a model may have a state of a whole batch from its start
+            if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
+                # With another, as larger batches of the evaluation would broadcast where a batch of
+                # one does not.
+                outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
+                targets = map_tensors(
+                    lambda each: torch.cat([each, torch.zeros_like(each)]), targets
+                )
+            if _find_base(recipe, "losses") is Recipe:
+                for samples in (train, held_out):
+                    check_classes(outputs, getattr(samples, "targets", None))
+                check_classes(outputs, targets)
+            losses = _check_results(recipe, config, outputs, targets, num_samples)
+            (losses.sum() * 0.0).backward()
+            gradients = {
+                name: each.grad for name, each in model.named_parameters() if each.requires_grad
+            }
+        for problem, names in {
+            "dense gradients, which optimizers here take, got sparse ones of {}: leave out "
+            "sparse=True, as of nn.Embedding": [
+                name for name, each in gradients.items() if each is not None and each.is_sparse
+            ],
+            "a gradient for every parameter, got none for {}: use them in the forward pass, or "
+            "freeze them by requires_grad_(False)": [
+                name for name, each in gradients.items() if each is None
+            ],
+        }.items():
+            if names:
+                shown = problem.format(abbreviate(names, MAX_NAMES))
+                raise ConfigError(f"{place}: expected {shown}")
+        return
+
+
+def _check_results(
+    recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, num_samples: int
+) -> Any:
+    """Check `losses`, `num_targets` and the metrics; return the losses."""
+    given = {"outputs": outputs, "targets": targets}
+    try:
+        losses: Any = _call_method(recipe, "losses", **given)
+    except Exception:
+        _check_broadcast(recipe, outputs, targets, None, None)
+        raise
+    fewer = _losses_of_fewer(recipe, outputs, targets, num_samples)
+    _check_broadcast(recipe, outputs, targets, losses, fewer)
+    what, place = "one loss for each sample", locate(recipe, "losses")
+    _check_shape(recipe, "losses", what, losses, num_samples, **given)
+    if fewer is not None:  # a dimension may have the length of the batch by chance
+        given = {"outputs": outputs[:-1], "targets": targets[:-1]}
+        _check_shape(recipe, "losses", what, fewer, num_samples - 1, **given)
+    if not losses.is_floating_point():
+        raise ConfigError(f"{place}: expected floating-point losses, got {losses.dtype}")
+    if not losses.requires_grad:
+        raise ConfigError(
+            f"{place}: expected losses with a gradient, got some without: do not detach"
+        )
+    with torch.no_grad():
+        counts = _call_method(recipe, "num_targets", targets=targets)
+        if counts is None:
+            counts = torch.ones(num_samples)
+        what = "the number of each sample's targets"
+        _check_shape(recipe, "num_targets", what, counts, num_samples)
+        _check_metrics(recipe, config, outputs, targets, counts.to(losses.device))
+    return losses
+
+
+def _losses_of_fewer(recipe: Recipe, outputs: Any, targets: Any, num_samples: int) -> Any:
+    """Return the losses without the last sample; None where outputs or targets are not by sample,
+    or the method fails.
+
+    Outputs may be in another order, such as (T, B, V) or (B x T, V).
+    """
+    if num_samples == 1 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if outputs.shape[:1] != (num_samples,) or targets.shape[:1] != (num_samples,):
+        return None
+    try:
+        return recipe.losses(outputs[:-1], targets[:-1])
+    except Exception:
+        return None
+
+
+def _check_broadcast(recipe: Recipe, outputs: Any, targets: Any, losses: Any, fewer: Any) -> None:
+    """Refuse outputs and targets that grow when they meet: (B, 1) and (B,) make (B, B).
+
+    `losses` may bring them together itself. Then a sample's loss is the same among `fewer` samples.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    try:
+        # torch's function of that name imports sympy: 0.9 s and 60 MB of each rank.
+        together = numpy.broadcast_shapes(outputs.shape, targets.shape)
+    except ValueError:
+        return
+    if math.prod(together) <= max(outputs.numel(), targets.numel()):
+        return
+    if isinstance(fewer, Tensor) and fewer.dim() == losses.dim() == 1:
+        first = losses[: len(fewer)]
+        if first.shape == fewer.shape and torch.allclose(first, fewer, equal_nan=True):
+            return
+    raise ConfigError(
+        f"{locate(recipe, 'model')}: expected outputs of the targets' shape "
+        f"{tuple(targets.shape)}, got "
+        f"{tuple(outputs.shape)}, which broadcast to {tuple(together)}: squeeze or unsqueeze one "
+        "of them"
+    )
+
+
+def _check_shape(
+    recipe: Recipe,
+    method: str,
+    what: str,
+    value: Any,
+    num_samples: int,
+    outputs: Any = None,
+    targets: Any = None,
+) -> None:
+    expected = f"{locate(recipe, method)}: expected {what}, shape ({num_samples},),"
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{expected} got a {type(value).__name__}")
+    if value.shape == (num_samples,):
+        return
+    hint = ""
+    if base := _find_base(recipe, method):
+        hint = f": {BASES[base]}, so the recipe needs a method of its own"
+    elif value.dim() == 0:
+        hint = ": use reduction='none'" if method == "losses" else ": do not sum over the samples"
+    elif value.dim() > 1 and len(value) == num_samples:
+        hint = ": sum over a sample's targets, as by .flatten(1).sum(1)"
+        if method == "losses":
+            hint += ", and return their number by num_targets"
+    shapes = f" (outputs {_shapes(outputs)}, targets {_shapes(targets)})" * (outputs is not None)
+    raise ConfigError(f"{expected} got shape {tuple(value.shape)}{hint}{shapes}")
+
+
+def _call_method(recipe: Recipe, method: str, **arguments: Any) -> Any:
+    base = _find_base(recipe, method)
+    why = f", because {BASES[base]}" if base else ""
+    expected = f"expected a method of the recipe's own{why}"
+    return _call(recipe, method, expected, getattr(recipe, method), **arguments)
+
+
+def _call(recipe: Recipe, method: str, expected: str, function: Any, **arguments: Any) -> Any:
+    """Call a function; explain an error that does not come from the user's own code."""
+    try:
+        return function(*arguments.values())
+    except Exception as error:
+        if frames_of_user(error):
+            raise  # they say more
+        given = ", ".join(f"{name} {_shapes(each)}" for name, each in arguments.items())
+        got = f"{type(error).__name__} of {given}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(f"{locate(recipe, method)}: {expected}, got {got}") from error
+
+
+def _find_base(recipe: Recipe, method: str) -> type[Recipe] | None:
+    """Return the base class of this package that the method comes from; None if the recipe defines
+    it.
+    """
+    own = getattr(type(recipe), method)
+    return next((base for base in BASES if vars(base).get(method) is own), None)
+
+
+def _check_metrics(
+    recipe: Recipe, config: TrainingConfig, outputs: Any, targets: Any, counts: Tensor
+) -> None:
+    """Check `metrics`, what `monitor` names of them, and `figures`."""
+    place = locate(recipe, "metrics")
+    try:
+        metrics = HeldOutMetrics(recipe, counts.device)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    given = {"outputs": outputs, "targets": targets}
+    for name, function in metrics.functions.items():
+        is_own = function == recipe.num_correct
+        if is_own:
+            what = "the number of each sample's targets that are predicted right"
+            value = _call_method(recipe, "num_correct", **given)
+            _check_shape(recipe, "num_correct", what, value, len(counts), **given)
+        else:
+            value = function(outputs, targets)
+            _check_shape(recipe, "metrics", f"{name} of each sample", value, len(counts))
+        # which is shown in percent
+        if (is_own or name == "accuracy") and bool(((value < 0) | (value > counts)).any()):
+            raise ConfigError(
+                f"{locate(recipe, 'num_correct') if is_own else f'{place}: {name}'}: expected at "
+                f"most {float(counts.max()):g} for a sample, the number of its targets, got "
+                f"{float(value.max()):g}; a sample with several targets needs num_targets"
+            )
+    names = ["test_loss", *metrics.functions]
+    for name, metric in metrics.objects.items():
+        metric.sync_on_compute = False
+        expected = f"expected {name} of outputs and targets"
+        predicted = {"outputs": metrics.predict(outputs), "targets": targets}
+        _call(recipe, "metrics", expected, metric.update, **predicted)
+        names += _read_names(name, metric, place)
+    epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
+    try:
+        names += read_figures(recipe, epoch)
+    except ConfigError as error:
+        raise ConfigError(f"{locate(recipe, 'figures')}: {str(error).partition(': ')[2]}") from None
+    except Exception:  # these figures are not a real epoch's
+        return  # the trainer checks the monitor after the first one
+    check_monitor(config, names)
+
+
+def _read_names(name: str, metric: Any, place: str) -> list[str]:
+    """Return the names of a metric's values; they must be single numbers."""
+    try:
+        value = metric.compute()
+    except Exception:  # some need more samples than these
+        return [name]
+    try:
+        return list(read_value(name, value))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _shapes(value: Any) -> str:
+    shapes = [str(tuple(each.shape)) for each in tensors_in(value)]
+    return ", ".join(shapes) or type(value).__name__

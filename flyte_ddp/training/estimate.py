@@ -1,0 +1,160 @@
+"""`flyte-ddp estimate`: the seconds of an epoch and the memory of a rank, from one step that this
+machine trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import read_object, whole_number
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
+from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.sharding import FP32_BYTES, count_parameters, large_blocks
+from flyte_ddp.recipes import Recipe, config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.training.contract import open_datasets
+from flyte_ddp.training.initial_state import freeze_layers
+from flyte_ddp.training.optim import build_optimizer
+from flyte_ddp.training.parallel import replicate
+from flyte_ddp.training.passes import autocast, model_inputs
+from flyte_ddp.world import single_process_world
+
+# of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
+GPU_RESERVE = 0.1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One rank's share of an epoch."""
+
+    device: str  # that the step was trained on
+    num_parameters: int
+    batch_size: int  # samples of a forward pass
+    state_bytes: float  # weights, gradients and optimizer state
+    # what the backward pass needs of the forward pass; with fsdp gathered blocks too
+    activation_bytes: float
+    epoch_seconds: float  # without the exchange of gradients, and without an evaluation
+
+    def describe(self, gpu_gib: float = 0.0) -> str:
+        """Return one line, which ends with whether the rank fits into a GPU of so many GiB, unless
+        that is 0.
+        """
+        state, activations = self.state_bytes / 2**30, self.activation_bytes / 2**30
+        fits = state + activations <= (1 - GPU_RESERVE) * gpu_gib
+        end = f"; {'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB" if gpu_gib else ""
+        return (
+            f"{self.num_parameters:,} parameters, {self.batch_size} samples in a forward pass: "
+            f"{state + activations:.3f} GiB a rank (state {state:.3f}, activations "
+            f"{activations:.3f}), {self.epoch_seconds:.3g} s an epoch on {self.device}{end}"
+        )
+
+
+def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks: int) -> Estimate:
+    """Train one step on a rank's first micro-batch of the prepared data in `directory`, and
+    multiply.
+
+    It takes real tensors and so the memory of a whole model, also where `fsdp` is to split it.
+    """
+    world = single_process_world()
+    train = take_sample(open_datasets(recipe, directory, config)[0], config)
+    alone = dataclasses.replace(config, parallel="ddp", compile=False, data_workers=0)
+    (samples,) = open_samples([train], recipe, alone, world)
+    num_parts = num_ranks * config.gradient_accumulation
+    size = math.ceil(config.global_batch_size / num_parts)
+    first = torch.arange(size, device=samples.index_device) % len(samples)
+    inputs, targets = next(iter(samples.batches([first], epoch=1)))
+    model = recipe.model().to(world.device)
+    freeze_layers(model, config.frozen_layers)
+    blocks = [count_parameters(each) for each in list(recipe.blocks(model)) or large_blocks(model)]
+    replica = replicate(model, alone, world, recipe)[1].train()
+    optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+    saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # in the second one the optimizer has its state, and libraries have chosen their kernels
+    for _ in range(2):
+        saved.clear()
+        started = time.perf_counter()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            autocast(config, world.device),
+        ):
+            losses = recipe.losses(replica(model_inputs(recipe, config, inputs)), targets)
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    weights = list(model.parameters())
+    tensors = [
+        *(*weights, *model.buffers(), *(each.grad for each in weights)),
+        *(each for state in optimizer.state.values() for each in state.values()),
+    ]
+    state_bytes = float(sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
+    known = {each.untyped_storage().data_ptr() for each in weights}
+    activation_bytes = float(sum(size for at, size in saved.items() if at not in known))
+    num_parameters = count_parameters(model)
+    if config.parallel == "fsdp" and num_ranks > 1:
+        # The rest of the model is gathered all the time; a block at work, the next one, and the
+        # gradient of one.
+        rest, largest = num_parameters - sum(blocks), max(blocks, default=0)
+        activation_bytes += FP32_BYTES * (2 * rest + 3 * largest)
+        state_bytes /= num_ranks
+    num_batches = math.ceil(len(samples) / config.global_batch_size) * config.gradient_accumulation
+    return Estimate(
+        world.device.type,
+        num_parameters,
+        size,
+        state_bytes,
+        activation_bytes,
+        seconds * num_batches,
+    )
+
+
+def main(arguments: Sequence[str]) -> str:
+    """Return the estimate as a line."""
+    text = (
+        "estimate the seconds of an epoch and the memory of a rank, from one step that this "
+        "machine trains"
+    )
+    parser = argparse.ArgumentParser(prog="flyte-ddp estimate", description=text)
+    parser.add_argument("--recipe", required=True, help="name of the recipe")
+    parser.add_argument(
+        "--config", default="{}", help="fields that differ from its defaults: JSON, or a file"
+    )
+    parser.add_argument("--data", default="", help="source of the data, as of a run")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks in all (default 1)")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        num_ranks = whole_number("--gpus", options.gpus, 1)
+        config = config_of(options.recipe, read_object("--config", options.config))
+        recipe = get_recipe(options.recipe, config.recipe_options)
+        with tempfile.TemporaryDirectory() as directory:
+            prepare_data(recipe, options.data, Path(directory))
+            made = estimate(recipe, config, Path(directory), num_ranks)
+    except (ConfigError, DataError, StorageUnavailable):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            f"recipe: expected one whose step runs on this machine, got {what}"
+        ) from error
+    return made.describe(options.gpu_memory)

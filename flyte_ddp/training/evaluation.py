@@ -1,0 +1,196 @@
+"""Measures of a model: its results on held-out samples, and the share of the devices' speed that
+its training uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError, NonFiniteLoss
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
+from flyte_ddp.rank.sharding import is_sharded
+from flyte_ddp.recipes import Recipe, list_class_names
+from flyte_ddp.training.contract import open_datasets
+from flyte_ddp.training.initial_state import mismatch
+from flyte_ddp.training.metrics import HeldOutMetrics
+from flyte_ddp.training.parallel import place_model
+from flyte_ddp.training.passes import autocast, count_targets, evaluating, model_inputs
+from flyte_ddp.world import World, single_process_world
+
+# 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from
+# NVIDIA's data sheets. The first part that is in the name counts.
+TERAFLOPS = {
+    "MIG ": (0.0, 0.0),  # a slice, of any size
+    "B200": (2250.0, 75.0),
+    "H200 NVL": (835.0, 60.0),
+    "H200": (989.0, 67.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "A10G": (70.0, 31.2),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's results on the held-out data."""
+
+    loss: float  # mean per target
+    metrics: dict[str, float]  # the recipe's, by name
+    seconds: float  # wall-clock
+
+
+def evaluate(
+    model: nn.Module,
+    recipe: Recipe,
+    samples: Samples,
+    config: TrainingConfig,
+    world: World,
+    on_batch: Callable[[], None] = lambda: None,
+    on_outputs: Callable[[Any, Any], None] = lambda outputs, targets: None,
+) -> Evaluation:
+    """Measure `model` on `samples`, each counted once. Every rank calls it, and gets the same
+    result.
+
+    The ranks' buffers must be the same: see `share_buffers`.
+
+    Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a
+    forward pass of DDP is a collective, and the ranks' shares may differ in length. That of a split
+    model is one too, so all ranks make equally many.
+
+    Args:
+        on_batch: called after each batch, equally often on all ranks, so that it may be a
+            collective.
+        on_outputs: called with the outputs and the targets of each batch of this rank.
+    """
+    started = time.perf_counter()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    metrics = HeldOutMetrics(recipe, world.device)
+    num_targets: float | Tensor = 0.0
+    shard = evaluation_shard(samples, config, world)
+    # some ranks may have one more
+    num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
+    splits = is_sharded(model)
+    with evaluating(model):
+        for number, (index, (inputs, targets)) in enumerate(
+            zip(shard, samples.batches(shard, epoch=0), strict=True)
+        ):
+            with nullcontext() if splits else autocast(config, world.device):
+                outputs = model(model_inputs(recipe, config, inputs))
+            loss_sum += recipe.losses(outputs, targets).sum()
+            metrics.update(outputs, targets)
+            on_outputs(outputs, targets)
+            counted = samples.num_targets(index)
+            num_targets += (
+                count_targets(recipe, targets).to(world.device) if counted is None else counted
+            )
+            if number < num_common:
+                on_batch()
+        # the others need this rank's part of the weights
+        if splits and len(shard) < max(world.all_gather(len(shard))):
+            first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
+            for inputs, _ in samples.batches([first], epoch=0):
+                model(model_inputs(recipe, config, inputs))
+    total_loss, total = world.all_reduce(loss_sum, num_targets)
+    values = metrics.compute(world, len(samples), total)
+    return Evaluation(total_loss / total, values, time.perf_counter() - started)
+
+
+def evaluate_state(
+    recipe: Recipe,
+    config: TrainingConfig,
+    state: Mapping[str, Any],
+    directory: Path,
+    on_outputs: Callable[[Any, Any], None],
+) -> Evaluation:
+    """Measure `state` on the held-out data of `recipe` in `directory`, in this process, on its GPU
+    if it has one.
+
+    By `evaluate`, to which `on_outputs` belongs, so the figures compare with those of a run's
+    epochs.
+
+    Raises:
+        ConfigError: the state is not one of the recipe's model; names the keys, or the classes,
+            that do not fit.
+        NonFiniteLoss: the loss is NaN or infinite.
+    """
+    world = single_process_world()
+    # which takes longer than one pass over the data
+    config = dataclasses.replace(config, compile=False)
+    _, test = open_datasets(recipe, directory, config)
+    (samples,) = open_samples([test], recipe, config, world)
+    model = recipe.model()
+    if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
+        raise ConfigError(
+            f"state: expected one of the recipe's model, got one that does not fit: {problem}"
+        )
+    model.load_state_dict(state)
+    result = evaluate(
+        place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs
+    )
+    if not math.isfinite(result.loss):
+        raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
+    return result
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are
+    saved.
+    """
+    if world.world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+class FlopsUtilization:
+    """Compares a training's operations per second with what its GPUs can do at most.
+
+    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table. All
+    ranks make one at once.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World
+    ) -> None:
+        self.flops_per_sample = recipe.flops_per_sample(model)
+        peaks = world.all_gather(peak_flops(config, world)) if self.flops_per_sample else [0.0]
+        self.peak_flops = sum(peaks) if all(peaks) else 0.0
+
+    def of(self, epoch: EpochFinished) -> dict[str, float]:
+        """Return the epoch's utilization as a metric by name; none where it is not known."""
+        if not self.peak_flops:
+            return {}
+        return {
+            "model_flops_utilization": self.flops_per_sample
+            * epoch.samples_per_second
+            / self.peak_flops
+        }
+
+
+def peak_flops(config: TrainingConfig, world: World) -> float:
+    """Return the operations per second of this rank's GPU in the configured precision; 0 for an
+    unknown device.
+    """
+    if world.device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(world.device)
+    bf16, fp32 = next((rates for part, rates in TERAFLOPS.items() if part in name), (0.0, 0.0))
+    return 1e12 * (bf16 if config.precision == "bf16" else fp32)

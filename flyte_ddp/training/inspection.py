@@ -1,0 +1,143 @@
+"""Views of a model for people to look at: its layers, the distribution of its weights, its
+predictions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.events import Histogram, LayerDescribed, Prediction
+from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.nested import map_tensors, tensors_in
+from flyte_ddp.rank.sharding import reshard, whole
+from flyte_ddp.rank.snapshot import unchanged
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.training.passes import evaluating, model_inputs
+
+NUM_BINS = 64
+# values that are counted at once: their copies take memory that malloc keeps and uses again
+PIECE = 1 << 16
+PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
+
+
+def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
+    """Return the leaf modules that a forward pass of `sample`, a batch of one, visits, in this
+    order.
+    """
+    layers: list[LayerDescribed] = []
+    handles = []
+
+    def record(name: str, module: nn.Module) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = next(tensors_in(output), None)
+            shape = [] if tensor is None else list(tensor.shape)
+            parameters = sum(parameter.numel() for parameter in module.parameters())
+            layers.append(LayerDescribed(name, type(module).__name__, shape, parameters))
+
+        return module.register_forward_hook(hook)
+
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            handles.append(record(name, module))
+    try:
+        with evaluating(model):
+            model(sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return layers
+
+
+def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Any:
+    """Return the first of `samples` as a batch that the model takes."""
+    first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
+    batch, _ = next(iter(samples.batches([first], epoch=0)))
+    return model_inputs(recipe, config, batch)
+
+
+def take_histograms(
+    model: nn.Module, is_needed: bool = True
+) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
+    """Return the histograms of each parameter and of its last gradient, by name. Waits for the
+    device.
+
+    They count the finite values; a tensor without any has none.
+
+    Args:
+        is_needed: False on ranks that only take part in the collectives of a split model; they get
+            none.
+    """
+    reshard(model)
+    parameters: dict[str, Histogram] = {}
+    gradients: dict[str, Histogram] = {}
+    for name, parameter in model.named_parameters():
+        for tensor, histograms in ((parameter, parameters), (parameter.grad, gradients)):
+            values = None if tensor is None else whole(tensor.detach())
+            if is_needed and values is not None and (histogram := _histogram(values)):
+                histograms[name] = histogram
+    return parameters, gradients
+
+
+def make_predictions(
+    model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig
+) -> list[Prediction]:
+    """Return the predictions of `model` for the first of `samples`, as the recipe shows them.
+    Changes no state.
+    """
+    indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(
+        PREDICTION_BATCH
+    )
+    predictions: list[Prediction] = []
+    with unchanged(model, recipe, getattr(samples, "dataset", None)), evaluating(model):
+        for batch, targets in samples.batches(indices, epoch=0):
+            outputs = model(model_inputs(recipe, config, batch))
+            shown = (
+                map_tensors(Tensor.cpu, batch),
+                map_tensors(_on_cpu, outputs),
+                map_tensors(Tensor.cpu, targets),
+            )
+            predictions += recipe.predictions(*shown)
+    return predictions
+
+
+def generate_sample(model: nn.Module, recipe: Recipe) -> str:
+    """Return the recipe's sample text. What its forward passes change is put back: the other ranks
+    make none.
+    """
+    if getattr(recipe.generate_sample, "__func__", None) is Recipe.generate_sample:
+        return recipe.generate_sample(model)
+    with unchanged(model, recipe):
+        return recipe.generate_sample(model)
+
+
+def _on_cpu(output: Tensor) -> Tensor:
+    return output.float().cpu() if output.is_floating_point() else output.cpu()
+
+
+def _histogram(values: Tensor) -> Histogram | None:
+    # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the
+    # range of float32 values need not fit into a float32.
+    # Piece by piece, because the copies of a large tensor would take several times its memory.
+    pieces = values.flatten().split(PIECE)
+
+    def finite(piece: Tensor) -> Tensor:
+        piece = piece.to(torch.float64)
+        return piece[torch.isfinite(piece)]
+
+    limits = [torch.stack(part.aminmax()) for piece in pieces if len(part := finite(piece))]
+    if not limits:
+        return None
+    lows, highs = torch.stack(limits).unbind(1)
+    low, high = float(lows.min()), float(highs.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
+    for piece in pieces:
+        bins = ((finite(piece) - low) * (NUM_BINS / (high - low))).long().clamp_(max=NUM_BINS - 1)
+        counts += torch.bincount(bins, minlength=NUM_BINS)
+    edges = torch.linspace(low, high, NUM_BINS + 1)
+    return Histogram(counts.tolist(), edges.tolist())

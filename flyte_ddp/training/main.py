@@ -1,0 +1,294 @@
+"""One rank of a recipe's training, from its process group to its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import platform
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flyte_ddp import events, session
+from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
+from flyte_ddp.checkpoints.files import portable
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import log_failures
+from flyte_ddp.rank.agreement import check_ranks, describe_samples
+from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
+from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
+from flyte_ddp.rank.link import RankProcess
+from flyte_ddp.rank.session import Session
+from flyte_ddp.rank.sharding import count_own_parameters, whole_state
+from flyte_ddp.rank.snapshot import unchanged
+from flyte_ddp.rank.step_timer import device_name
+from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
+from flyte_ddp.recipes.prepare import describe_data
+from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage.weights import save_safetensors, with_class_names
+from flyte_ddp.training.contract import check_contract, open_datasets
+from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
+from flyte_ddp.training.parallel import build_model
+from flyte_ddp.training.trainer import Trainer
+from flyte_ddp.world import World, process_group
+
+# seconds between two reports of progress during an operation that reports none itself
+BEAT_INTERVAL = 1.0
+MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
+# seconds for a store that is away, or a disk that is full: the model state is safe already
+EXPORT_TIMEOUT = 60.0
+
+
+def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = "") -> None:
+    """Join the other ranks of this process's session, and train a recipe. Arguments as of
+    `recipe_program`.
+    """
+    current = session.current()
+    program = current.process.job.program
+    program.check_compiler()  # on a Dask worker, whose image the driver has not seen
+    if program.batch:  # a launcher may have split it further
+        config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
+    world = _prepare_torch(config, current.process)
+    current.beat(0)
+    current.process.link.send("device", device_name(world.device))
+    peers = None
+    with contextlib.ExitStack() as stack:
+        if world.world_size > 1:
+            store = current.open_store()
+            store.set_timeout(timedelta(seconds=config.collective_timeout))
+            stack.enter_context(
+                process_group(world, config.backend, store, config.collective_timeout)
+            )
+            peers = Peers(world, store) if config.parallel == "fsdp" else None
+        train(recipe, config, initial_state, world, current, peers)
+
+
+def _prepare_torch(config: TrainingConfig, process: RankProcess) -> World:
+    """Set what torch keeps for a whole process, and return the rank's place among the others."""
+    node = process.node
+    if config.parallel == "fsdp":
+        keep_freed_memory(RETURNED_BYTES)
+    torch.set_num_threads(node.num_threads)
+    if config.deterministic:
+        # also the call with False imports torch's compiler
+        torch.use_deterministic_algorithms(True)
+    if not config.compile and config.parallel == "ddp":
+        avoid_importing_dynamo()
+    device = torch.device("cpu")
+    if node.use_gpus:
+        # A rank on a MIG slice sees that slice alone, as device 0.
+        device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = not config.deterministic
+    return World(process.rank, process.local_rank, node.world_size, device)
+
+
+def train(
+    name: str | type[Recipe],
+    config: TrainingConfig,
+    initial_state: str,
+    world: World,
+    current: Session,
+    peers: Peers | None,
+) -> None:
+    """Train the recipe, and report and save its results.
+
+    Args:
+        peers: the ranks, where each of them writes a part of every checkpoint.
+    """
+    # Data and model: every rank has the same weights, and its own shard of each batch
+    recipe = get_recipe(name, config.recipe_options)
+    directory = current.wait_for_data()
+    data = describe_data(directory)
+    train_data, test_data = open_datasets(recipe, directory, config)
+    train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
+    read = functools.partial(describe_samples, recipe, config, train, test)
+    with unchanged(
+        nn.Module(), recipe, *(getattr(samples, "dataset", None) for samples in (train, test))
+    ):
+        facts = read()
+        check_ranks(recipe, config, facts, read, world)
+    current.beat(0)
+    torch.manual_seed(config.seed)
+    model = build_model(recipe, config, world)
+
+    # Where to start: at the newest checkpoint, if there is one
+    store = current.open_checkpoints(config.checkpoints_to_keep, peers)
+    fingerprint = data["fingerprint"]
+    version = data["recipe_version"]
+    trainer = Trainer(
+        recipe,
+        config,
+        world,
+        model,
+        train,
+        test,
+        current,
+        fingerprint,
+        initial_state,
+        version,
+        facts,
+    )
+    if config.compile:
+        beat_while_compiling(trainer.beat)
+    with keep_beating(trainer.beat):  # a large checkpoint takes its time
+        url, skipped = trainer.resume()
+    if trainer.progress.step == 0:
+        check_contract(recipe, model, train, config, world, test)
+    if world.is_first or trainer.is_sharded:
+        current.emit_start(
+            initial_state=redact_url(initial_state), **_describe(trainer, data, current.process)
+        )
+        current.emit(
+            events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped)
+        )
+
+    # Go!
+    trainer.fit()
+    kept, best = trainer.load_model_state(), trainer.best
+
+    # Results: predictions to look at, the trained weights, and the run's figures
+    store.memory.clear()  # which rank 0 may need for the whole model
+    state = model.state_dict()
+    num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
+    if world.is_first or trainer.is_sharded:
+        # a large model takes its time
+        with log_failures("predictions"), keep_beating(trainer.beat):
+            predictions = make_predictions(model, recipe, test, config)
+            current.emit(events.PredictionsMade(kept.epoch, predictions))
+        trainer.beat()
+        state = whole_state(state, keep=world.is_first)
+    peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
+    if world.is_first:
+        state = with_class_names(portable(state), list_class_names(recipe))
+        model_state = store.save_file(MODEL_STATE, state, trainer.beat)
+        with keep_beating(trainer.beat):
+            exported = export_model(recipe, state, store.storage.url)
+        peak_memory[0] = _peak_memory(world)
+        current.results = {
+            "model_state_url": model_state,
+            **exported,
+            "best_epoch": best.epoch,
+            "best": {
+                name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")
+            },
+            "model_state_epoch": kept.epoch,
+            "peak_memory_bytes": peak_memory[0],
+            "rank_peak_memory_bytes": peak_memory,
+            "rank_num_parameters": num_parameters,
+            "memory_interval": trainer.memory_interval.steps
+            if trainer.memory_interval.is_on
+            else 0,
+            "first_step_seconds": max(0.0, trainer.first_step_at - current.process.job.launched_at),
+        }
+
+
+def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
+    """Return what is known of the run before its first step, by its name in `events.RunStarted`."""
+    recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
+    on_gpu = world.device.type == "cuda"
+    layers: list[events.LayerDescribed] = []
+    with log_failures("layers"), unchanged(model, recipe, getattr(trainer.test, "dataset", None)):
+        layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
+    return {
+        "config": dataclasses.asdict(config),
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "backend": dist.get_backend() if world.world_size > 1 else "none",
+        "num_threads": process.node.num_threads,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_train_samples": len(trainer.train),
+        "num_test_samples": len(trainer.test),
+        "num_steps": trainer.num_steps,
+        "layers": layers,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "data": data["description"],
+        "data_fingerprint": data["fingerprint"],
+        "class_names": list_class_names(recipe),
+        # absent from data that an earlier version has prepared
+        "data_license": data.get("license", ""),
+        "recipe_version": data["recipe_version"],
+    }
+
+
+def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> dict[str, Any]:
+    """Write the state as safetensors and the files of `Recipe.export`; return the fields of
+    `RunFinished` about them.
+
+    The files are written from the state's own memory, which may leave none for a copy. The model is
+    trained and safe by now. So a state that has no such form, a mistake in the recipe's `export`,
+    and a store that takes no more are named in the results and end nothing.
+
+    Args:
+        checkpoints: URL of the directory beside whose files they are kept.
+    """
+    storage = Storage(f"{checkpoints}/{EXPORT}", timeout=EXPORT_TIMEOUT)
+    written: list[str] = []
+    problems: list[str] = []
+
+    def write(make: Callable[[Path], object], what: str) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="export-") as place:
+                make(Path(place))
+                for file in sorted(file for file in Path(place).rglob("*") if file.is_file()):
+                    name = file.relative_to(place).as_posix()
+                    storage.write(name, file)
+                    written.append(name)
+        except Exception as error:  # of any kind: `export` may be the user's
+            problems.append(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+
+    write(lambda place: save_safetensors(state, place / EXPORTED_STATE), EXPORTED_STATE)
+    write(lambda place: recipe.export(state, place), f"{type(recipe).__name__}.export")
+    return {"export_url": storage.url, "exported": written, "not_exported": "; ".join(problems)}
+
+
+@contextlib.contextmanager
+def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` every second, from a thread, for the length of a block that is known to take
+    long.
+
+    No longer than `MAX_OPERATION_SECONDS`, so that a block that hangs is found.
+    """
+    is_over = threading.Event()
+
+    def beat_until_over() -> None:
+        deadline = time.monotonic() + MAX_OPERATION_SECONDS
+        while time.monotonic() < deadline and not is_over.wait(BEAT_INTERVAL):
+            beat()
+
+    beat()
+    thread = threading.Thread(target=beat_until_over, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def beat_while_compiling(beat: Callable[[], None]) -> None:
+    """Call `beat` every second while torch compiles something in this process, such as the first
+    step of a model.
+    """
+    running = contextlib.ExitStack()
+    call_around_compilations(lambda: running.enter_context(keep_beating(beat)), running.close)
+
+
+def _peak_memory(world: World) -> int:
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -1,0 +1,494 @@
+"""The training loop of one rank: the page to read first.
+
+`fit` trains, evaluates and checkpoints, epoch by epoch. Nothing here knows what started the rank,
+on how many machines its peers are, or what becomes of the events that it emits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.by_value import is_by_value
+from flyte_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteLoss,
+    StopRequested,
+    log_failures,
+)
+from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
+from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
+from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
+from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
+from flyte_ddp.rank.session import Session
+from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
+from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
+from flyte_ddp.recipes import Recipe, list_class_names
+from flyte_ddp.storage import redact_values
+from flyte_ddp.training import inspection
+from flyte_ddp.training.batch_norm import keep_frozen_statistics
+from flyte_ddp.training.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
+from flyte_ddp.training.initial_state import check_same_run, load_initial_state
+from flyte_ddp.training.metrics import check_monitor, read_figures
+from flyte_ddp.training.optim import build_optimizer, learning_rate_factor
+from flyte_ddp.training.parallel import exchange_seconds, replicate
+from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
+from flyte_ddp.training.progress import MetricSums, Progress
+from flyte_ddp.world import World, call_together
+
+REMEDY = (
+    "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds "
+    "such values"
+)
+LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Trainer:
+    """One rank's model, optimizer and progress."""
+
+    recipe: Recipe
+    config: TrainingConfig
+    world: World
+    model: nn.Module  # from `build_model`, with the same weights on every rank
+    train: Samples  # samples that the ranks share
+    test: Samples
+    # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
+    session: Session
+    data_fingerprint: str = ""  # noted in checkpoints, so that none is continued on other data
+    # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint
+    # yet; "" leaves the model's own weights. Noted in checkpoints likewise.
+    initial_state: str = ""
+    recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
+    # of `describe_samples`; noted there as well
+    data_facts: Facts = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recipe, config, world, model = self.recipe, self.config, self.world, self.model
+        self.store = self.session.open_checkpoints()
+        self.store.returns_to_best = config.model_state == "best"
+        self.num_steps = config.epochs * num_batches(self.train, config)
+        self.progress = Progress()
+        self.evaluated_model, self.replica = replicate(model, config, world, recipe)
+        # then every forward pass, and every look at the weights, is a collective
+        self.is_sharded = is_sharded(model)
+        self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+        # which the schedule scales
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        # Neither a sharded nor a compiled model gives gradients to hooks of parameters one by one.
+        waiting = [BACKWARD] * config.compile
+        if self.is_sharded:
+            # elsewhere Python sees the waits
+            waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []
+        elif any(True for _ in model.buffers()):
+            waiting = [FORWARD, *waiting]  # DDP gives every rank the buffers of rank 0 first
+        self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
+        if not (self.is_sharded or config.compile):
+            self.timer.watch(model)
+        self.utilization = FlopsUtilization(recipe, model, config, world)
+        self.memory_interval = MemoryInterval(config, self.session.process, world, model)
+        # the run goes on from the state of the best epoch, which the store lacks
+        self._best_is_unsaved = False
+        self.first_step_at = 0.0  # seconds since the epoch
+        self._num_replaced = 0  # before the current epoch, of this rank
+
+    def fit(self) -> Progress:
+        """Train the epochs that are not done yet.
+
+        Raises:
+            NonFiniteLoss: names the step and the epoch.
+            StopRequested: the run is to end; a checkpoint has the progress.
+            StorageUnavailable: the store has been away for `store_timeout`.
+            CheckpointError: a checkpoint could not be written.
+            ConfigError: the recipe has no figure called `monitor.metric`.
+        """
+        if self._best_is_unsaved:
+            self.save_checkpoint(best=True)
+        while not self.is_done:
+            sums, own_seconds = self.train_epoch()
+            evaluation = self.evaluate()
+            finished = self._finish_epoch(sums, own_seconds, evaluation)
+            self.save_checkpoint(best=finished is self.best)
+        self.store.has_finished = True
+        self.session.wait()
+        return self.progress
+
+    @property
+    def best(self) -> EpochFinished:
+        """The best of the finished epochs, by `config.monitor`."""
+        best = find_best(self.progress.epochs, self.config.monitor)
+        assert best is not None  # there is one
+        return best
+
+    @property
+    def is_done(self) -> bool:
+        """True once all epochs are trained, or `patience` of them were not better than one
+        before.
+        """
+        num_done, patience = self.progress.epoch - 1, self.config.patience
+        return num_done >= self.config.epochs or bool(
+            patience and num_done and num_done - self.best.epoch >= patience
+        )
+
+    def load_model_state(self) -> EpochFinished:
+        """Go back to the weights that the run returns, and return their epoch. Every rank calls it.
+
+        They are the last epoch's also where the checkpoint of the best one is missing or damaged,
+        with a warning.
+        """
+        last, best = self.progress.epochs[-1], self.best
+        if self.config.model_state == "last" or best is last:
+            return last
+        try:
+            state = self.store.load(best.step, self.world, own_boxes(self.model, self.optimizer))
+        except CheckpointError as error:
+            logger.warning(
+                "the model state is that of epoch %d, and not of the best: %s", last.epoch, error
+            )
+            return last
+        load_model(self.model, state["model"])
+        return best
+
+    def train_epoch(self) -> tuple[MetricSums, float]:
+        """Take the optimizer steps of the current epoch that are not done yet.
+
+        Returns:
+            The sums over these steps, and the mean seconds per step that this rank spent on its own
+            part of them, without its waits for the others: a straggler's are more.
+        """
+        config, progress = self.config, self.progress
+        shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch)
+        batches = self.train.batches(
+            [index for shard in shards for index in shard.micro_batches], progress.epoch
+        )
+        earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
+        epoch_sums, log_sums, own_seconds = (
+            self._new_sums(),
+            self._new_sums(),
+            sum(self.timer.seconds),
+        )
+        self._num_replaced = self.train.num_replaced + self.test.num_replaced
+        self.replica.train()
+        keep_frozen_statistics(self.model)
+
+        for shard in shards:
+            self.optimizer.zero_grad()
+            loss_sum, own_targets, num_targets = compute_gradients(
+                self.replica,
+                self.recipe,
+                config,
+                self.world,
+                shard,
+                batches,
+                progress.step,
+                self.timer,
+            )
+            log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+            is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
+            # a GPU would wait for each loss that is read
+            if is_logged or self.world.device.type == "cpu":
+                self._check_loss(log_sums)
+            norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
+            factor = learning_rate_factor(config, progress.step, self.num_steps)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+            self.optimizer.step()
+            epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+            progress.step += 1
+            progress.batch += 1
+
+            self.timer.end_step()
+            self.first_step_at = self.first_step_at or time.time()
+            self.beat()
+            self.store.check()
+            if is_logged:
+                self._report_step(log_sums, norm)
+                log_sums = self._new_sums()
+            stops = self.session.stop_requested
+            to_store = stops or bool(
+                config.checkpoint_interval and progress.step % config.checkpoint_interval == 0
+            )
+            is_due = self.memory_interval.is_due(progress.step)
+            if to_store or is_due:
+                # to wait for what is queued and for other ranks is no part of the cost
+                self.world.all_reduce(0.0)
+                started = time.perf_counter()
+                self._update_progress(epoch_sums, earlier)
+                is_kept = self.save_checkpoint(best=False, to_store=to_store)
+                if not to_store:
+                    self.memory_interval.measure(started, is_kept)
+            if stops:
+                self.session.wait()
+                raise StopRequested
+        self._update_progress(epoch_sums, earlier)
+        return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
+
+    def evaluate(self) -> Evaluation:
+        """Measure the model on the held-out data. What was trained before is saved if that takes
+        long, or on a stop.
+
+        Raises:
+            NonFiniteLoss: the last step has spoiled the weights.
+            StopRequested: a run that resumes from the checkpoint starts with this evaluation.
+        """
+        started, is_saved = time.perf_counter(), False
+
+        def on_batch() -> None:
+            nonlocal is_saved
+            self.beat()
+            stops = self.session.stop_requested
+            # Its length differs between the ranks, and a save of a split model needs all of them at
+            # once.
+            is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
+            if not is_saved and (stops or is_long):
+                self.save_checkpoint(best=False)
+                is_saved = True
+            if stops:
+                self.session.wait()
+                raise StopRequested
+
+        share_buffers(self.evaluated_model, self.world)
+        result = evaluate(
+            self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch
+        )
+        if not math.isfinite(result.loss):
+            raise NonFiniteLoss(
+                f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
+                f"(epoch {self.progress.epoch}); {REMEDY}"
+            )
+        return result
+
+    def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
+        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split
+        model every rank.
+
+        Args:
+            to_store: else in memory alone, where it may be left out.
+
+        Returns:
+            True if this rank has written something.
+        """
+        started = time.perf_counter()
+        if not self.world.is_first and not self.is_sharded:
+            return False
+        state = self._state()
+        if self.is_sharded:
+            state = split_state(state, self.world.is_first)
+        return self.session.write(
+            state, self.progress.step, best, started, to_store, self.memory_interval.is_on
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": redact_values(dataclasses.asdict(self.config)),
+            "data_fingerprint": self.data_fingerprint,
+            "initial_state": redact_values(self.initial_state),
+            "recipe": [type(self.recipe).__qualname__, self.recipe_version],
+            "data_facts": self.data_facts,
+            "progress": self.progress.to_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def resume(self) -> tuple[str, list[str]]:
+        """Go on from the newest state, in memory or in the store, or start from the initial one, if
+        one is given.
+
+        Every rank calls it; each file is read by one rank, and the others get from that rank what
+        they need of it.
+
+        Returns:
+            The checkpoint's URL or where in memory the state was, "" for none; and on rank 0 why
+            each newer one was skipped.
+
+        Raises:
+            ConfigError: the checkpoint belongs to a run with other data, other hyperparameters or
+                another initial state; the initial state is not one of this model.
+            StorageUnavailable: the store has been away for `store_timeout`.
+        """
+        boxes = own_boxes(self.model, self.optimizer)
+        loaded = load_from_memory(
+            self.world, self.session.process, self.store, boxes, self._needed_step
+        )
+        state, url, skipped = loaded.state, loaded.place, loaded.skipped
+        if state is None:
+            state, url, others = self.store.load_latest(self.world, boxes)
+            skipped = [*skipped, *others]
+        self.session.process.free_parts(*loaded.saved)
+        if state is not None:
+            check_same_run(
+                state,
+                url,
+                self.config,
+                self.data_fingerprint,
+                self.initial_state,
+                self.recipe.changeable_options,
+            )
+            ours = [type(self.recipe).__qualname__, self.recipe_version]
+            if state["recipe"] != ours and is_by_value(type(self.recipe)):
+                raise ConfigError(
+                    f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
+                    "other values that it refers to: give other checkpoints"
+                )
+            # it may be a mistake that was corrected
+            if state["recipe"] != ours and self.world.is_first:
+                logger.warning(
+                    "the run of %s goes on with other code: recipe %s %s, before %s %s",
+                    url,
+                    *ours,
+                    *state["recipe"],
+                )
+            if state["config"]["recipe_options"] == redact_values(
+                self.config.recipe_options
+            ):  # augmentation may change
+                read = functools.partial(
+                    describe_samples, self.recipe, self.config, self.train, self.test
+                )
+                check_checkpoint(self.recipe, self.data_facts, read, state, url)
+            load_model(self.model, state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
+            self._best_is_unsaved = (
+                bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
+            )
+            self.progress = Progress.from_dict(state["progress"])
+        elif self.initial_state:
+            load = functools.partial(
+                load_initial_state,
+                self.model,
+                self.initial_state,
+                self.config.store_timeout,
+                self.config.fresh_layers,
+                list_class_names(self.recipe),
+            )
+            call_together(load, self.world)
+        return url, skipped
+
+    def _needed_step(self, state: Mapping[str, Any]) -> int:
+        """Return the step of the checkpoint to which a run from `state` will go back at its end; 0
+        for none.
+        """
+        best = find_best(Progress.from_dict(state["progress"]).epochs, self.config.monitor)
+        return best.step if best and self.config.model_state == "best" else 0
+
+    def beat(self) -> None:
+        """Report that this rank makes progress."""
+        self.session.beat(self.progress.step)
+
+    def _new_sums(self) -> MetricSums:
+        return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
+
+    def _check_loss(self, sums: MetricSums) -> None:
+        """Check the losses of this rank since the last report, before the optimizer step of the
+        last of them.
+
+        Raises:
+            NonFiniteLoss: one of them is NaN or infinite, and so is their sum.
+        """
+        value, step, epoch = float(sums.loss_sum), self.progress.step + 1, self.progress.epoch
+        if not math.isfinite(value):
+            is_exact = self.world.device.type == "cpu" or sums.num_steps == 1
+            where = (
+                f"step {step}"
+                if is_exact
+                else f"one of the steps {step - sums.num_steps + 1} to {step}"
+            )
+            raise NonFiniteLoss(
+                f"the loss is {value} at {where} (epoch {epoch}) on rank "
+                f"{self.world.rank}; {REMEDY}"
+            )
+
+    def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
+        """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
+
+        Raises:
+            NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
+        """
+        progress = self.progress
+        progress.loss_sum = earlier.loss_sum + self.world.all_reduce(sums.loss_sum)[0]
+        progress.num_targets = earlier.num_targets + float(sums.num_targets)
+        progress.seconds = earlier.seconds + sums.seconds
+        checked = {
+            "loss summed over all ranks": progress.loss_sum,
+            "gradient's norm": gradient_norm(self.model),
+        }
+        for name, value in checked.items():
+            if not math.isfinite(value):
+                raise NonFiniteLoss(
+                    f"the {name} is {value} at step {progress.step} (epoch "
+                    f"{progress.epoch}); {REMEDY}"
+                )
+
+    def _last_learning_rate(self) -> float:
+        """Return the rate of the last optimizer step, also if an earlier attempt took it."""
+        factor = learning_rate_factor(self.config, self.progress.step - 1, self.num_steps)
+        return self.config.learning_rate * factor
+
+    def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
+        self.session.emit(
+            Reported(
+                step=self.progress.step,
+                epoch=self.progress.step * self.config.epochs / self.num_steps,
+                values={
+                    "loss": self.world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
+                    "learning_rate": self._last_learning_rate(),
+                    "gradient_norm": gradient_norm,
+                    "samples_per_second": sums.num_samples / sums.seconds,
+                },
+            )
+        )
+
+    def _finish_epoch(
+        self, sums: MetricSums, own_seconds: float, evaluation: Evaluation
+    ) -> EpochFinished:
+        """Report the epoch's results and advance to the next epoch."""
+        progress, world = self.progress, self.world
+        finished = EpochFinished(
+            epoch=progress.epoch,
+            step=progress.step,
+            train_loss=progress.loss_sum / progress.num_targets,
+            test_loss=evaluation.loss,
+            learning_rate=self._last_learning_rate(),
+            seconds=progress.seconds,
+            samples_per_second=len(self.train) / progress.seconds,
+            evaluation_seconds=evaluation.seconds,
+            rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
+            rank_step_seconds=world.all_gather(own_seconds),
+            num_replaced=int(
+                world.all_reduce(
+                    self.train.num_replaced + self.test.num_replaced - self._num_replaced
+                )[0]
+            ),
+            metrics=evaluation.metrics,
+            **exchange_seconds(self.replica, world),
+        )
+        with log_failures("figures"):
+            figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
+            finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
+        check_monitor(self.config, ["test_loss", *finished.metrics])
+        if world.is_first or self.is_sharded:
+            with log_failures("sample"):
+                finished = dataclasses.replace(
+                    finished, sample=inspection.generate_sample(self.model, self.recipe)
+                )
+            self.session.emit(finished)
+            with log_failures("histograms"):
+                self.session.emit(
+                    HistogramsTaken(
+                        progress.step, *inspection.take_histograms(self.model, self.world.is_first)
+                    )
+                )
+        progress.finish_epoch(finished)
+        return finished
