@@ -134,13 +134,12 @@ def finished_run(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory):
-    """One real browser for the tests of all reports."""
+@pytest.fixture
+def chromium():
+    """`browser.look`, for the tests of all reports."""
     if browser.CHROMIUM is None:
         pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
-    with browser.Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+    return browser.look
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ import html
 import html.parser
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit import Deck, task
@@ -32,10 +33,11 @@ from flyte_ddp.events import (
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.formats import duration
 from flyte_ddp.observers.reports.run import Report
-from tests.support import browser, sample_run
+from tests.support import sample_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='alert(3)"
 TWO_MEGABYTES = 2_000_000
+Look = Callable[..., list[Any]]
 
 
 def report_of(
@@ -326,39 +328,39 @@ PAGES = {
     "failed": lambda: report_of(sample_run.training(world_size=16), rank_failure()),
     "hostile": lambda: report_of(hostile_run(), RuntimeError("x" * 500 + HOSTILE)),
 }
+WIDTH = "document.documentElement.scrollWidth"
+COLOR = "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
+IMAGES = "[...document.images].every(image => image.naturalWidth > 0)"
+# Of text in a picture, the height on the screen follows the picture's width.
+TEXT = """Math.min(...[...document.querySelectorAll("svg.panel text")].map(text =>
+    parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("page", "width", "dark"),
+    [
+        ("running", 1280, False),
+        ("finished", 360, True),
+        ("finished", 1280, False),
+        ("failed", 360, False),
+        ("hostile", 360, True),
+    ],
+)
 def test_the_page_opens_without_errors_on_any_screen(
-    chromium: browser.Browser, tmp_path: Path, page: str
+    chromium: Look, tmp_path: Path, page: str, width: int, dark: bool
 ):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
-    for width, dark in ((360, True), (1280, False)):
-        assert chromium.open(file, width=width, dark=dark) == []
-        assert chromium.evaluate("document.documentElement.scrollWidth") <= width
-        assert (
-            chromium.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
-            or page == "hostile"
-        )
-        background = "getComputedStyle(document.querySelector('.training-report')).backgroundColor"
-        assert (_brightness(chromium.evaluate(background)) < 0.5) == dark
-
-
-def test_text_is_large_enough_to_read_on_a_phone(chromium: browser.Browser, tmp_path: Path):
-    file = tmp_path / "report.html"
-    file.write_text(PAGES["finished"]().render(), encoding="utf-8")
-    chromium.open(file, width=360)
-    # Of text in a picture, the height on the screen follows the picture's width.
-    smallest = chromium.evaluate(
-        """Math.min(...[...document.querySelectorAll("svg.panel text")].map(text =>
-            parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
+    found, color, has_images, smallest = chromium(
+        file, WIDTH, COLOR, IMAGES, TEXT, width=width, dark=dark
     )
-    assert smallest >= 8
-    assert chromium.evaluate("document.querySelector('.lead').getBoundingClientRect().width") <= 360
+    assert found <= width
+    assert color == ("rgb(13, 17, 23)" if dark else "rgb(246, 248, 250)")
+    assert has_images or page == "hostile"
+    assert smallest >= 8  # pixels, on a phone too
 
 
-def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser, tmp_path: Path):
+def test_the_deck_in_flytes_own_page_shows_the_report(chromium: Look, tmp_path: Path):
     fragment = PAGES["finished"]().render_fragment()
     page = get_deck_template().substitute(
         NAV_HTML="<li>Training</li>", BODY_HTML=f"<div>{fragment}</div>"
@@ -369,25 +371,14 @@ def test_the_deck_in_flytes_own_page_shows_the_report(chromium: browser.Browser,
         "\n".join(line for line in page.splitlines() if "fonts.googleapis.com" not in line),
         encoding="utf-8",
     )
-    assert chromium.open(file, width=360) == []
-    assert chromium.evaluate("document.documentElement.scrollWidth") <= 360
     # Flyte's own script shows the first Deck, which on a busy machine takes a moment.
-    assert chromium.evaluate(
-        """new Promise(done => { const look = left =>
-            document.querySelector('.training-report h1').checkVisibility() ? done(true)
-            : left ? setTimeout(() => look(left - 1), 100) : done(false); look(100) })"""
-    )
+    is_shown = """new Promise(done => { const look = left =>
+        document.querySelector('.training-report h1').checkVisibility() ? done(true)
+        : left ? setTimeout(() => look(left - 1), 100) : done(false); look(100) })"""
+    color = "getComputedStyle(document.body).backgroundColor"
+    width, shows, outside = chromium(file, WIDTH, is_shown, color, width=360)
     # The style of the report stays within the report.
-    assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == (
-        "rgba(0, 0, 0, 0)"
-    )
-
-
-def _brightness(color: str) -> float:
-    red, green, blue = (
-        float(part) for part in color.removeprefix("rgb(").removesuffix(")").split(",")[:3]
-    )
-    return (red + green + blue) / (3 * 255)
+    assert (width <= 360, shows, outside) == (True, True, "rgba(0, 0, 0, 0)")
 
 
 # --- as a Deck

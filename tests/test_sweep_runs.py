@@ -354,10 +354,12 @@ def test_the_workflow_shows_its_models_while_they_train_and_at_the_end(outputs, 
     assert "the best is trial 2 (learning_rate 0.01)" in output
     assert len(published) == 2 * 2 + 1  # models, epochs
     assert published[-1] == ""
-    assert chromium.open(Path(returned.report.path)) == []
-    # over epochs, by hyperparameter
-    assert chromium.evaluate("document.querySelectorAll('svg.panel').length") == 2
-    assert chromium.evaluate("document.querySelectorAll('.table tbody tr').length") == 2
+    counts = chromium(
+        Path(returned.report.path),
+        "document.querySelectorAll('svg.panel').length",  # over epochs, by hyperparameter
+        "document.querySelectorAll('.table tbody tr').length",
+    )
+    assert counts == [2, 2]
     files = Path(returned.report.path).parent.glob("wandb/offline-run-*")
     runs = [run for each in files for run in records_of(each, "run")]
     assert {run.display_name for run in runs} == {
