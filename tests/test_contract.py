@@ -22,6 +22,7 @@ from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training.contract import check_contract, check_datasets, check_model
 from flyte_ddp.training.optim import build_optimizer
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
 from tests.support import mistakes
 from tests.support.mistakes import Line, Masks
@@ -265,7 +266,7 @@ def check(base=Line, name="Line", **attributes):
         recipe, config = get_recipe(dotted), config_of(dotted, {})
     train, _ = check_datasets(recipe, recipe.datasets(None))
     (samples,) = open_samples([train], recipe, config, ALONE)
-    check_contract(recipe, check_model(recipe, recipe.model()), samples, config, ALONE)
+    check_contract(recipe, check_model(recipe, recipe.model()), samples, Parallelism(config, ALONE))
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -31,6 +31,7 @@ from flyte_ddp.recipes.image_folder.recipe import Images
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.training.contract import check_contract
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
 from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
 
@@ -554,7 +555,7 @@ def check(recipe, **config):
     config = TrainingConfig(global_batch_size=8, **config)
     train, held_out = open_samples(recipe.datasets(None), recipe, config, ALONE)
     model = recipe.model()
-    check_contract(recipe, model, train, config, ALONE, held_out)
+    check_contract(recipe, model, train, Parallelism(config, ALONE), held_out)
     for inputs, targets in train.batches(torch.arange(len(train)).split(8), epoch=1):
         recipe.losses(model(recipe.inputs(inputs)), targets)
 

@@ -12,14 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.resharding import SHARDS
 from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.config import resolve
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol import memory
@@ -269,14 +267,13 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
 
 
 def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(monkeypatch, caplog):
-    model = nn.Linear(1 << 18, 4)  # 4 MiB, and 8 of AdamW's
     process = SimpleNamespace(
         node=dataclasses.replace(NODE, num_nodes=2), slots=[object()], job=JOB
     )
     # a fifth time for the copy that is written
     for num_bytes, is_kept in ((62 << 20, True), (58 << 20, False)):
         monkeypatch.setattr(memory, "free_memory", lambda num_bytes=num_bytes: num_bytes)
-        interval = MemoryInterval(resolve({}, {"memory_interval": 5}), process, ALONE, model)
+        interval = MemoryInterval(5, process, ALONE, lambda: 12 << 20)
         due = [step for step in range(1, 16) if interval.is_due(step)]
         assert due == ([5, 10, 15] if is_kept else [])
         assert interval.is_on is is_kept
@@ -291,7 +288,7 @@ def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is
     monkeypatch.setattr(memory_states.time, "perf_counter", lambda: now)
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
     process = SimpleNamespace(node=NODE, slots=[object()], job=JOB)
-    interval, due = MemoryInterval(resolve({}, {}), process, ALONE, nn.Linear(1, 1)), []
+    interval, due = MemoryInterval(-1, process, ALONE, lambda: 8), []
     for step in range(1, 400):
         now += 1.0 if step < 250 else 4.0
         if interval.is_due(step):
@@ -303,7 +300,7 @@ def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is
     assert due[-3:] == [385, 392, 399]
     assert interval.steps == 7
     process.job = dataclasses.replace(JOB, ran_out_of_memory=True)
-    assert MemoryInterval(resolve({}, {}), process, ALONE, nn.Linear(1, 1)).steps == 0
+    assert MemoryInterval(-1, process, ALONE, lambda: 8).steps == 0
 
 
 def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(

@@ -17,12 +17,13 @@ from torch.distributed import PrefixStore
 from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
-from flyte_ddp.rank.sharding import large_blocks, whole_state
+from flyte_ddp.rank.sharding import whole_state
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.training import passes
+from flyte_ddp.training.contract import open_model
+from flyte_ddp.training.fsdp import FsdpParallelism
 from flyte_ddp.training.initial_state import load_initial_state
-from flyte_ddp.training.parallel import build_model, place_model, replicate
+from flyte_ddp.training.parallel import choose_parallelism, large_blocks
 from flyte_ddp.world import World
 from tests.support.deep import Deep
 from tests.support.gang import run_gang, train_recipe
@@ -68,24 +69,23 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     """Work of a gang: what is split before each micro-batch, the initial state, and what is
     compiled and computed.
     """
-    before, set_sync = [], passes.set_gradient_sync
+    before, sync = [], FsdpParallelism.sync
 
-    def note(model, is_last):
+    def note(parallelism, model, is_last):
         before.append(type(next(model.parameters())).__name__ == "DTensor")
-        set_sync(model, is_last)
+        return sync(parallelism, model, is_last)
 
-    passes.set_gradient_sync = note
+    FsdpParallelism.sync = note
     config = config_of(TINY, {"epochs": 1, "parallel": "fsdp", "gradient_accumulation": 3})
     train_recipe(world, store, TINY, config, data, checkpoints)
 
-    recipe = get_recipe(TINY)
-    model = build_model(recipe, config, world)
-    replicate(model, config, world, recipe)
+    recipe, split = get_recipe(TINY), FsdpParallelism(config, world)
+    model, _ = split.shard(open_model(recipe, split), recipe)
     load_initial_state(model, state)
 
-    drawn = build_model(Drawn(), config, world)
+    drawn = open_model(Drawn(), split)
     assert all(parameter.is_meta for parameter in drawn.parameters())
-    replicate(drawn, config, world, Drawn())
+    split.shard(drawn, Drawn())
 
     compiled = []
     nn.Module.compile = lambda module: compiled.append(module)  # a method, so no built-in function
@@ -93,8 +93,8 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     config = config_of("text", options)
     recipe = get_recipe("text", config.recipe_options)
     recipe.datasets(Path(text_data))
-    language_model = build_model(recipe, config, world)
-    _, replica = replicate(language_model, config, world, recipe)
+    split = FsdpParallelism(config, world)
+    language_model, replica = split.shard(open_model(recipe, split), recipe)
     types = []
     block = language_model.model.model.layers[0]
     block.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
@@ -141,9 +141,8 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
 
     model = nn.Sequential(Counted(300, 300), Counted(300, 300))
     alone = World(0, 0, 1, torch.device("cpu"))
-    _, replica = replicate(
-        model, TrainingConfig(activation_checkpointing=asked, parallel="fsdp"), alone
-    )
+    config = TrainingConfig(activation_checkpointing=asked, parallel="fsdp")
+    _, replica = choose_parallelism(config, alone).shard(model, Tiny())
     replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
     assert [calls.count(layer) for layer in model] == ([2, 2] if asked else [1, 1])
     assert caplog.messages == [
@@ -155,7 +154,7 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
     ("parallel", "num_ranks", "gib", "optimizer", "expected"),
     [
         ("ddp", 1, 5, "adamw", None),
-        ("ddp", 1, 2, "adamw", '"parallel": "fsdp" on at least 3 ranks: .* 4.0 GiB'),
+        ("ddp", 1, 2, "adamw", 'at least 3 ranks, with "parallel": "fsdp": .* 4.0 GiB'),
         ("fsdp", 2, 1, "adamw", "at least 5 ranks, on more GPUs or nodes: .* 2.0 GiB"),
         ("fsdp", 5, 1, "adamw", None),
         ("ddp", 1, 4, "sgd", None),
@@ -173,13 +172,13 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     world = World(0, 0, num_ranks, torch.device("cuda", 0))
     refused = pytest.raises(ConfigError, match=f"^parallel: expected {expected}")
     with refused if expected else contextlib.nullcontext():
-        place_model(model, config, world)
+        choose_parallelism(config, world).place(model)
 
 
 @pytest.mark.parametrize(("parallel", "is_contiguous"), [("ddp", False), ("fsdp", True)])
 def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes(parallel, is_contiguous):
     config, world = TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu"))
-    model = place_model(nn.Conv2d(3, 8, 3), config, world)
+    model = choose_parallelism(config, world).place(nn.Conv2d(3, 8, 3))
     assert model.weight.is_contiguous() is is_contiguous
 
 

@@ -29,10 +29,10 @@ from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.training.optim import learning_rate_factor
-from flyte_ddp.training.parallel import place_model
-from flyte_ddp.world import World
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.world import ALONE
 from tests.support.runs import new_run
-from tests.support.trainers import CPU, new_trainer
+from tests.support.trainers import new_trainer
 
 CLIP = 0.5  # small enough to clip some steps of the run that uses it
 ADAM = {"optimizer": "adam", "precision": "bf16", "learning_rate": 0.01, "weight_decay": 0.01}
@@ -333,7 +333,7 @@ def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_pa
 
 
 def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
-    placed = place_model(torch.nn.Conv2d(1, 4, 3), TrainingConfig(), World(0, 0, 1, CPU))
+    placed = Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3))
 
     assert (
         placed.weight.stride()

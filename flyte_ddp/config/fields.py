@@ -15,7 +15,7 @@ import operator
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Limits:
     maximum: float | None = None  # the largest
     above: float | None = None  # every accepted number is larger than this
     below: float | None = None  # and smaller than this
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     pattern: str = ""  # regular expression that a string matches as a whole
     example: str = ""  # how an error describes what matches `pattern`
     unit: str = ""  # of a number

@@ -15,6 +15,12 @@ from typing import Any
 from flyte_ddp.config.fields import check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
+# The classes behind `TrainingConfig.parallel`; each is imported by the ranks that use it.
+PARALLELISMS = {
+    "ddp": "flyte_ddp.training.ddp:DdpParallelism",
+    "fsdp": "flyte_ddp.training.fsdp:FsdpParallelism",
+}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -124,7 +130,7 @@ class TrainingConfig:
     )
     parallel: str = field(
         "ddp",
-        choices=("ddp", "fsdp"),
+        choices=PARALLELISMS,
         help=(
             "ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are "
             "split over all ranks"

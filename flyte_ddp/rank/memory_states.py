@@ -15,17 +15,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from flyte_ddp.checkpoints.files import Damaged, checkpoint_name
 from flyte_ddp.checkpoints.resharding import BoxOf, assemble
 from flyte_ddp.checkpoints.state_file import check_file
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.protocol.memory import NUM_FILES, Part, lacking_memory, name_memory
 from flyte_ddp.rank.link import RankProcess
-from flyte_ddp.rank.sharding import OPTIMIZER_STATES, count_own_parameters, is_sharded
 from flyte_ddp.world import World
 
 MAX_SHARE = 0.01  # of the training's time that states in memory may take
@@ -41,20 +38,23 @@ class MemoryInterval:
 
     An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step
     after another: the first `NUM_FILES` of them take new memory, and so are not measured.
+
+    Args:
+        interval: the configured one, negative for automatic.
+        count_bytes: returns the bytes of what the ranks of this node save of a state.
     """
 
     def __init__(
-        self, config: TrainingConfig, process: RankProcess, world: World, model: nn.Module
+        self, interval: int, process: RankProcess, world: World, count_bytes: Callable[[], int]
     ) -> None:
-        self.is_automatic = config.memory_interval < 0
-        self.steps = config.memory_interval  # 0: there are none
+        self.is_automatic = interval < 0
+        self.steps = interval  # 0: there are none
         if self.is_automatic:
             self.steps = 0 if process.job.ran_out_of_memory else 1
         self.is_on = False  # the first one was due, and they fit into memory
-        self._config = config
         self._process = process
         self._world = world
-        self._model = model
+        self._count_bytes = count_bytes
         self._num_steps = 0  # of this process
         self._num_kept = 0
         # number of the step after which one was due, and when it was over
@@ -78,14 +78,6 @@ class MemoryInterval:
             )
             self.steps = self.steps if self.is_on else 0
         return self.is_on
-
-    def _count_bytes(self) -> int:
-        """Return the bytes of what the ranks of this node save of a state."""
-        num_values = count_own_parameters(self._model) * (
-            1 + OPTIMIZER_STATES[self._config.optimizer]
-        )
-        num_bytes = 4 * num_values + sum(each.nbytes for each in self._model.buffers())
-        return num_bytes * (self._process.node.num_ranks if is_sharded(self._model) else 1)
 
     def measure(self, started: float, is_kept: bool) -> None:
         """Note when keeping a state began, by `time.perf_counter`, and that it is over. Every rank

@@ -1,15 +1,13 @@
-"""A model in shards: each rank holds a part of every parameter, its gradient and its optimizer
-state (FSDP2).
+"""Tensors that are split over the ranks: what of a state a rank writes, and what it loads.
 
 A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads
-it, split or not (resharding.py). The trained weights are one file, the same as without shards.
-Nothing else in the package knows how a parameter is split.
+it, split or not (resharding.py). Nothing else in the package knows how a tensor is split.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,92 +16,10 @@ from torch.optim import Optimizer
 
 from flyte_ddp.checkpoints.resharding import SHARDS, Box, BoxOf, Place, slices
 from flyte_ddp.checkpoints.staging import map_tensors
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.world import World
 
-MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
-FP32_BYTES = 4
-OPTIMIZER_STATES = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of the parameters' size
 # options of an optimizer that change no result
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
-# of a GPU's memory that weights, gradients and optimizer may take; activations come on top
-MEMORY_SHARE = 0.9
-
-
-def shard_model(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    config: TrainingConfig,
-    world: World,
-    copies: bool = False,
-) -> None:
-    """Split the parameters of `model` over all ranks, in place, and move this rank's part to its
-    device.
-
-    Args:
-        blocks: the units that are gathered for their forward and backward pass, one after another;
-            where the recipe names none, those of `large_blocks`.
-        copies: the first rank's weights; others have built the model without contents.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
-    inner = outer = MixedPrecisionPolicy()
-    # weights and optimizer stay fp32, and gradients are summed in it
-    if config.precision == "bf16":
-        inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    for unit in (*blocks, model):
-        if copies:
-            copy_from_first(unit, world)
-        fully_shard(unit, mesh=mesh, mp_policy=outer if unit is model else inner)
-
-
-def fill_model(
-    model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device
-) -> None:
-    """Give a split model its fresh weights by `Recipe.initial_value`, one tensor after another."""
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            value = initial_value(name, tensor.shape)
-            if is_split(tensor):
-                tensor.to_local().copy_(value[slices(own_box(tensor))])  # type: ignore[attr-defined]
-            else:
-                tensor.copy_(value)
-
-
-@torch.no_grad()
-def copy_from_first(module: nn.Module, world: World) -> None:
-    """Give a module what the first rank has built, on ranks that have built it without contents."""
-    copied: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
-    for part in module.modules():
-        for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
-                if tensor is None or is_split(tensor):
-                    continue
-                if tensor not in copied:
-                    copy = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-                    if isinstance(tensor, nn.Parameter):
-                        copy = nn.Parameter(copy, tensor.requires_grad)
-                    copied[tensor] = world.broadcast(copy)
-                own[name] = copied[tensor]  # type: ignore[assignment]
-
-
-def large_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the large modules in the lists and sequences of `model`, where its recipe names no
-    blocks.
-    """
-    blocks = []
-    for child in model.children():
-        is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if isinstance(model, (nn.ModuleList, nn.Sequential)) and not is_container:
-            blocks += [child] if count_parameters(child) >= MIN_BLOCK_PARAMETERS else []
-        else:
-            blocks += large_blocks(child)
-    return blocks
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -121,15 +37,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
-
-
-def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """Sum gradients over the ranks, and drop gathered weights, only after the last micro-batch of a
-    step.
-    """
-    split: Any = model
-    split.set_requires_gradient_sync(is_last)
-    split.set_reshard_after_backward(is_last)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -237,47 +144,8 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({"state": parts, "param_groups": groups})
 
 
-def check_memory(
-    model: nn.Module, config: TrainingConfig, num_shards: int, device_bytes: int
-) -> None:
-    """Check that weights, gradients and optimizer state fit into the memory of a device.
-
-    Args:
-        num_shards: ranks that share them; 1 where every rank holds all.
-        device_bytes: of the device.
-
-    Raises:
-        ConfigError: they do not; names what would make them fit.
-    """
-    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    needed = FP32_BYTES * (
-        count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[config.optimizer])
-    )
-    allowed = MEMORY_SHARE * device_bytes
-    if needed / num_shards <= allowed:
-        return
-    enough = -(-needed // int(allowed))
-    if num_shards == 1:
-        remedy = f'"parallel": "fsdp" on at least {enough} ranks'
-    else:
-        remedy = f"at least {enough} ranks, on more GPUs or nodes"
-    raise ConfigError(
-        f"parallel: expected {remedy}: weights, gradients and the state of {config.optimizer} take "
-        f"{needed / num_shards / 2**30:.1f} GiB per rank, got a device with "
-        f"{device_bytes / 2**30:.1f} GiB"
-    )
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Count the parameters of the whole model."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def count_own_parameters(model: nn.Module) -> int:
-    """Count the parameters that this rank holds: of a split model its part. Drops gathered
-    weights.
-    """
-    reshard(model)
+    """Count the parameters that this rank holds: of a split model its part."""
     own = (each.to_local() if is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
     return sum(tensor.numel() for tensor in own)
 

@@ -14,16 +14,9 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.world import World
 
 
-def synchronize(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
-    """Return `model` with BatchNorm over the samples of all ranks, if configured."""
-    if not config.sync_batch_norm or world.world_size == 1:
-        return model
-    synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return synchronized
-
-
-def accept_single_values(model: nn.Module) -> None:
-    """Make each BatchNorm of `model` accept a batch with one value per channel.
+def adapt(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
+    """Return `model` with BatchNorm over the samples of all ranks, if configured, that accepts a
+    batch with one value per channel.
 
     Such a batch, one sample in the last batch of an epoch, has no variance, and torch refuses it:
     the run would end after it has trained nearly a whole epoch. It is normalized by the running
@@ -31,10 +24,13 @@ def accept_single_values(model: nn.Module) -> None:
     returns its bias: the value less its own mean is zero. SyncBatchNorm has the samples of the
     other ranks in training.
     """
+    if config.sync_batch_norm and world.world_size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             # A bound method, so that a deep copy of the module gets its own.
             module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+    return model
 
 
 def _forward(module: _BatchNorm, inputs: Tensor) -> Tensor:

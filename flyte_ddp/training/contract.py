@@ -24,15 +24,14 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
-from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
-from flyte_ddp.training.initial_state import abbreviate
+from flyte_ddp.training.initial_state import abbreviate, freeze_layers
 from flyte_ddp.training.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
-from flyte_ddp.training.passes import autocast, model_inputs
-from flyte_ddp.world import World
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.passes import forward
 
 # of the batch, so that the check takes milliseconds; all of it where the model takes no fewer
 MAX_SAMPLES = 8
@@ -103,12 +102,19 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
     return found
 
 
+def open_model(recipe: Recipe, parallelism: Parallelism) -> nn.Module:
+    """Return the recipe's model, checked and placed as the kind of parallelism wants it."""
+    with parallelism.building(recipe):
+        model = check_model(recipe, recipe.model())
+    freeze_layers(model, parallelism.config.frozen_layers)
+    return parallelism.place(model)
+
+
 def check_contract(
     recipe: Recipe,
     model: nn.Module,
     train: Samples,
-    config: TrainingConfig,
-    world: World,
+    parallelism: Parallelism,
     held_out: Samples | None = None,
 ) -> None:
     """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new
@@ -120,26 +126,27 @@ def check_contract(
         ConfigError: a method broke its contract; one line.
         DataError: the default losses are for classes, and a target is none; one line.
     """
-    size = len(train)
+    config, size = parallelism.config, len(train)
     if config.global_batch_size > size:
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
-    per_rank, place = config.batch.size_per_rank(world.world_size), locate(recipe, "model")
+    per_rank = config.batch.size_per_rank(parallelism.world.world_size)
+    place = locate(recipe, "model")
+
+    def call_model(given: Any) -> Any:
+        expected = "expected a model of the samples' inputs"
+        return _call(recipe, "model", expected, model, inputs=given)
+
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, getattr(train, "dataset", None)):
             first = torch.arange(num_samples, device=train.index_device)
             inputs, targets = next(iter(train.batches([first], epoch=1)))
             model.train()
             try:
-                with (
-                    autocast(config, world.device) if not is_sharded(model) else torch.enable_grad()
-                ):
-                    given = model_inputs(recipe, config, inputs)
-                    expected = "expected a model of the samples' inputs"
-                    outputs = _call(recipe, "model", expected, model, inputs=given)
+                outputs = forward(call_model, recipe, parallelism, inputs)
             except Exception:
                 # the pass of a part of the ranks would hang
-                if num_samples == per_rank or is_sharded(model):
+                if num_samples == per_rank or parallelism.is_collective:
                     raise
                 continue  # a model may have a state of a whole batch from its start
             if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):

@@ -19,15 +19,13 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import read_object, whole_number
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.rank.data import open_samples, take_sample
-from flyte_ddp.rank.sharding import FP32_BYTES, count_parameters, large_blocks
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.training.contract import open_datasets
-from flyte_ddp.training.initial_state import freeze_layers
+from flyte_ddp.training.contract import open_datasets, open_model
 from flyte_ddp.training.optim import build_optimizer
-from flyte_ddp.training.parallel import replicate
-from flyte_ddp.training.passes import autocast, model_inputs
-from flyte_ddp.world import single_process_world
+from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_parameters
+from flyte_ddp.training.passes import forward
+from flyte_ddp.world import World, single_process_world
 
 # of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
 GPU_RESERVE = 0.1
@@ -67,16 +65,15 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     """
     world = single_process_world()
     train = take_sample(open_datasets(recipe, directory, config)[0], config)
-    alone = dataclasses.replace(config, parallel="ddp", compile=False, data_workers=0)
-    (samples,) = open_samples([train], recipe, alone, world)
+    alone = Parallelism(dataclasses.replace(config, compile=False, data_workers=0), world)
+    planned = choose_parallelism(config, World(0, 0, num_ranks, world.device))
+    (samples,) = open_samples([train], recipe, alone.config, world)
     num_parts = num_ranks * config.gradient_accumulation
     size = math.ceil(config.global_batch_size / num_parts)
     first = torch.arange(size, device=samples.index_device) % len(samples)
     inputs, targets = next(iter(samples.batches([first], epoch=1)))
-    model = recipe.model().to(world.device)
-    freeze_layers(model, config.frozen_layers)
-    blocks = [count_parameters(each) for each in list(recipe.blocks(model)) or large_blocks(model)]
-    replica = replicate(model, alone, world, recipe)[1].train()
+    model = open_model(recipe, alone).train()
+    alone.shard(model, recipe)
     optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
     saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
 
@@ -89,11 +86,8 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     for _ in range(2):
         saved.clear()
         started = time.perf_counter()
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            autocast(config, world.device),
-        ):
-            losses = recipe.losses(replica(model_inputs(recipe, config, inputs)), targets)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            losses = recipe.losses(forward(model, recipe, alone, inputs), targets)
         losses.sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -108,20 +102,13 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     state_bytes = float(sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
     known = {each.untyped_storage().data_ptr() for each in weights}
     activation_bytes = float(sum(size for at, size in saved.items() if at not in known))
-    num_parameters = count_parameters(model)
-    if config.parallel == "fsdp" and num_ranks > 1:
-        # The rest of the model is gathered all the time; a block at work, the next one, and the
-        # gradient of one.
-        rest, largest = num_parameters - sum(blocks), max(blocks, default=0)
-        activation_bytes += FP32_BYTES * (2 * rest + 3 * largest)
-        state_bytes /= num_ranks
     num_batches = math.ceil(len(samples) / config.global_batch_size) * config.gradient_accumulation
     return Estimate(
         world.device.type,
-        num_parameters,
+        count_parameters(model),
         size,
-        state_bytes,
-        activation_bytes,
+        state_bytes / planned.num_shards,
+        activation_bytes + planned.gathered_bytes(model, recipe),
         seconds * num_batches,
     )
 

@@ -4,11 +4,9 @@ its training uses.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,12 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
-from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.recipes import Recipe, list_class_names
-from flyte_ddp.training.contract import open_datasets
+from flyte_ddp.training.contract import open_datasets, open_model
 from flyte_ddp.training.initial_state import mismatch
 from flyte_ddp.training.metrics import HeldOutMetrics
-from flyte_ddp.training.parallel import place_model
-from flyte_ddp.training.passes import autocast, count_targets, evaluating, model_inputs
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.passes import count_targets, evaluating, forward
 from flyte_ddp.world import World, single_process_world
 
 # 10^12 dense operations per second of a GPU in bf16 and in fp32, by a part of its name, from
@@ -62,8 +59,7 @@ def evaluate(
     model: nn.Module,
     recipe: Recipe,
     samples: Samples,
-    config: TrainingConfig,
-    world: World,
+    parallelism: Parallelism,
     on_batch: Callable[[], None] = lambda: None,
     on_outputs: Callable[[Any, Any], None] = lambda outputs, targets: None,
 ) -> Evaluation:
@@ -73,8 +69,7 @@ def evaluate(
     The ranks' buffers must be the same: see `share_buffers`.
 
     Every rank sums over its share, then the sums are all-reduced. `model` must not be wrapped: a
-    forward pass of DDP is a collective, and the ranks' shares may differ in length. That of a split
-    model is one too, so all ranks make equally many.
+    forward pass of DDP is a collective, and the ranks' shares may differ in length.
 
     Args:
         on_batch: called after each batch, equally often on all ranks, so that it may be a
@@ -82,19 +77,18 @@ def evaluate(
         on_outputs: called with the outputs and the targets of each batch of this rank.
     """
     started = time.perf_counter()
+    config, world = parallelism.config, parallelism.world
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
     shard = evaluation_shard(samples, config, world)
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
-    splits = is_sharded(model)
     with evaluating(model):
         for number, (index, (inputs, targets)) in enumerate(
             zip(shard, samples.batches(shard, epoch=0), strict=True)
         ):
-            with nullcontext() if splits else autocast(config, world.device):
-                outputs = model(model_inputs(recipe, config, inputs))
+            outputs = forward(model, recipe, parallelism, inputs)
             loss_sum += recipe.losses(outputs, targets).sum()
             metrics.update(outputs, targets)
             on_outputs(outputs, targets)
@@ -104,11 +98,12 @@ def evaluate(
             )
             if number < num_common:
                 on_batch()
-        # the others need this rank's part of the weights
-        if splits and len(shard) < max(world.all_gather(len(shard))):
+        # the others may need this rank's part of the weights
+        if num_more := parallelism.count_passes(len(shard)) - len(shard):
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
-            for inputs, _ in samples.batches([first], epoch=0):
-                model(model_inputs(recipe, config, inputs))
+            for inputs, _ in samples.batches(num_more * [first], epoch=0):
+                forward(model, recipe, parallelism, inputs)
+    parallelism.release(model)
     total_loss, total = world.all_reduce(loss_sum, num_targets)
     values = metrics.compute(world, len(samples), total)
     return Evaluation(total_loss / total, values, time.perf_counter() - started)
@@ -133,19 +128,16 @@ def evaluate_state(
         NonFiniteLoss: the loss is NaN or infinite.
     """
     world = single_process_world()
-    # which takes longer than one pass over the data
-    config = dataclasses.replace(config, compile=False)
     _, test = open_datasets(recipe, directory, config)
     (samples,) = open_samples([test], recipe, config, world)
-    model = recipe.model()
+    parallelism = Parallelism(config, world)
+    model = open_model(recipe, parallelism)
     if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
         raise ConfigError(
             f"state: expected one of the recipe's model, got one that does not fit: {problem}"
         )
     model.load_state_dict(state)
-    result = evaluate(
-        place_model(model, config, world), recipe, samples, config, world, on_outputs=on_outputs
-    )
+    result = evaluate(model, recipe, samples, parallelism, on_outputs=on_outputs)
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
     return result

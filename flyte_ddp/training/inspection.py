@@ -13,10 +13,10 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.nested import map_tensors, tensors_in
-from flyte_ddp.rank.sharding import reshard, whole
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.training.passes import evaluating, model_inputs
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.passes import evaluating, forward, model_inputs
 
 NUM_BINS = 64
 # values that are counted at once: their copies take memory that malloc keeps and uses again
@@ -60,30 +60,28 @@ def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> A
 
 
 def take_histograms(
-    model: nn.Module, is_needed: bool = True
+    model: nn.Module, parallelism: Parallelism
 ) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
     """Return the histograms of each parameter and of its last gradient, by name. Waits for the
     device.
 
-    They count the finite values; a tensor without any has none.
-
-    Args:
-        is_needed: False on ranks that only take part in the collectives of a split model; they get
-            none.
+    They count the finite values; a tensor without any has none. Ranks but the first, which only
+    take part in collectives, get none.
     """
-    reshard(model)
     parameters: dict[str, Histogram] = {}
     gradients: dict[str, Histogram] = {}
     for name, parameter in model.named_parameters():
         for tensor, histograms in ((parameter, parameters), (parameter.grad, gradients)):
-            values = None if tensor is None else whole(tensor.detach())
-            if is_needed and values is not None and (histogram := _histogram(values)):
+            values = None if tensor is None else parallelism.gather(tensor.detach())
+            if values is None or not parallelism.world.is_first:
+                continue
+            if histogram := _histogram(values):
                 histograms[name] = histogram
     return parameters, gradients
 
 
 def make_predictions(
-    model: nn.Module, recipe: Recipe, samples: Samples, config: TrainingConfig
+    model: nn.Module, recipe: Recipe, samples: Samples, parallelism: Parallelism
 ) -> list[Prediction]:
     """Return the predictions of `model` for the first of `samples`, as the recipe shows them.
     Changes no state.
@@ -94,13 +92,9 @@ def make_predictions(
     predictions: list[Prediction] = []
     with unchanged(model, recipe, getattr(samples, "dataset", None)), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
-            outputs = model(model_inputs(recipe, config, batch))
-            shown = (
-                map_tensors(Tensor.cpu, batch),
-                map_tensors(_on_cpu, outputs),
-                map_tensors(Tensor.cpu, targets),
-            )
-            predictions += recipe.predictions(*shown)
+            outputs = map_tensors(_on_cpu, forward(model, recipe, parallelism, batch))
+            batch, targets = map_tensors(Tensor.cpu, (batch, targets))
+            predictions += recipe.predictions(batch, outputs, targets)
     return predictions
 
 

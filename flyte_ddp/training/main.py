@@ -28,20 +28,19 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import log_failures
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample
-from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
-from flyte_ddp.rank.fast_start import avoid_importing_dynamo, call_around_compilations
+from flyte_ddp.rank.fast_start import call_around_compilations
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.session import Session
-from flyte_ddp.rank.sharding import count_own_parameters, whole_state
+from flyte_ddp.rank.sharding import count_own_parameters
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
-from flyte_ddp.training.contract import check_contract, open_datasets
+from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
-from flyte_ddp.training.parallel import build_model
+from flyte_ddp.training.parallel import Parallelism, choose_parallelism
 from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World, process_group
 
@@ -61,10 +60,10 @@ def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str 
     program.check_compiler()  # on a Dask worker, whose image the driver has not seen
     if program.batch:  # a launcher may have split it further
         config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
-    world = _prepare_torch(config, current.process)
+    parallelism = _prepare_torch(config, current.process)
+    world = parallelism.world
     current.beat(0)
     current.process.link.send("device", device_name(world.device))
-    peers = None
     with contextlib.ExitStack() as stack:
         if world.world_size > 1:
             store = current.open_store()
@@ -72,43 +71,35 @@ def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str 
             stack.enter_context(
                 process_group(world, config.backend, store, config.collective_timeout)
             )
-            peers = Peers(world, store) if config.parallel == "fsdp" else None
-        train(recipe, config, initial_state, world, current, peers)
+        train(recipe, parallelism, initial_state, current)
 
 
-def _prepare_torch(config: TrainingConfig, process: RankProcess) -> World:
-    """Set what torch keeps for a whole process, and return the rank's place among the others."""
+def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
+    """Set what torch keeps for a whole process; return the rank's place among the others, and how
+    they hold the model.
+    """
     node = process.node
-    if config.parallel == "fsdp":
-        keep_freed_memory(RETURNED_BYTES)
     torch.set_num_threads(node.num_threads)
     if config.deterministic:
         # also the call with False imports torch's compiler
         torch.use_deterministic_algorithms(True)
-    if not config.compile and config.parallel == "ddp":
-        avoid_importing_dynamo()
     device = torch.device("cpu")
     if node.use_gpus:
         # A rank on a MIG slice sees that slice alone, as device 0.
         device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
-    return World(process.rank, process.local_rank, node.world_size, device)
+    world = World(process.rank, process.local_rank, node.world_size, device)
+    parallelism = choose_parallelism(config, world)
+    parallelism.prepare_process()
+    return parallelism
 
 
 def train(
-    name: str | type[Recipe],
-    config: TrainingConfig,
-    initial_state: str,
-    world: World,
-    current: Session,
-    peers: Peers | None,
+    name: str | type[Recipe], parallelism: Parallelism, initial_state: str, current: Session
 ) -> None:
-    """Train the recipe, and report and save its results.
-
-    Args:
-        peers: the ranks, where each of them writes a part of every checkpoint.
-    """
+    """Train the recipe, and report and save its results."""
+    config, world = parallelism.config, parallelism.world
     # Data and model: every rank has the same weights, and its own shard of each batch
     recipe = get_recipe(name, config.recipe_options)
     directory = current.wait_for_data()
@@ -123,16 +114,16 @@ def train(
         check_ranks(recipe, config, facts, read, world)
     current.beat(0)
     torch.manual_seed(config.seed)
-    model = build_model(recipe, config, world)
+    model = open_model(recipe, parallelism)
 
     # Where to start: at the newest checkpoint, if there is one
+    peers = Peers(world, current.open_store()) if parallelism.is_collective else None
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
     fingerprint = data["fingerprint"]
     version = data["recipe_version"]
     trainer = Trainer(
         recipe,
-        config,
-        world,
+        parallelism,
         model,
         train,
         test,
@@ -147,8 +138,8 @@ def train(
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
     if trainer.progress.step == 0:
-        check_contract(recipe, model, train, config, world, test)
-    if world.is_first or trainer.is_sharded:
+        check_contract(recipe, model, train, parallelism, test)
+    if parallelism.saves:
         current.emit_start(
             initial_state=redact_url(initial_state), **_describe(trainer, data, current.process)
         )
@@ -164,13 +155,13 @@ def train(
     store.memory.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
-    if world.is_first or trainer.is_sharded:
+    if parallelism.saves:
         # a large model takes its time
         with log_failures("predictions"), keep_beating(trainer.beat):
-            predictions = make_predictions(model, recipe, test, config)
+            predictions = make_predictions(model, recipe, test, parallelism)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
-        state = whole_state(state, keep=world.is_first)
+        state = parallelism.gather_state(state)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
     if world.is_first:
         state = with_class_names(portable(state), list_class_names(recipe))

@@ -14,17 +14,20 @@ from torch.optim import Optimizer
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.sharding import is_sharded
 
 
 def build_optimizer(
-    model: nn.Module, config: TrainingConfig, groups: Sequence[Mapping[str, Any]] | None = None
+    model: nn.Module,
+    config: TrainingConfig,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    has_fused_sgd: bool = True,
 ) -> Optimizer:
     """Return the configured optimizer of the trained parameters of `model`, fused into one kernel
     per step.
 
     Args:
         groups: what `Recipe.optimizer_groups` returns; None for all parameters in one group.
+        has_fused_sgd: torch has such a kernel for these parameters.
 
     Raises:
         ConfigError: a trained parameter is in no group, or a group has a setting that is none.
@@ -45,10 +48,8 @@ def build_optimizer(
             )
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
-        # of torch 2.15's fused kernels, this one takes no split tensors
-        fused = not is_sharded(model)
         return torch.optim.SGD(
-            trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=fused
+            trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=has_fused_sgd
         )
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return optimizer(trained, lr=rate, weight_decay=decay, fused=True)

@@ -1,155 +1,222 @@
-"""A recipe's model on its device, and its replicas or shards on all ranks. The model itself never
+"""How the ranks hold and train one model: the base of all kinds, and the choice of one.
+
+A kind is a class in a file, such as ddp.py, that `config.PARALLELISMS` names. The loop, the
+evaluation and the checkpoints ask the object, and never which kind it is. The model itself never
 sees a rank.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
-from flyte_ddp.rank.sharding import check_memory, fill_model, large_blocks, shard_model
+from flyte_ddp.config import PARALLELISMS, TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.fast_start import avoid_importing_dynamo
+from flyte_ddp.rank.step_timer import BACKWARD
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.training.batch_norm import accept_single_values, synchronize
-from flyte_ddp.training.contract import check_model
-from flyte_ddp.training.initial_state import freeze_layers
+from flyte_ddp.training import batch_norm
 from flyte_ddp.world import World
+
+MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
+FP32_BYTES = 4
+OPTIMIZER_STATES = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of the parameters' size
+# of a GPU's memory that weights, gradients and optimizer may take; activations come on top
+MEMORY_SHARE = 0.9
 
 logger = logging.getLogger(__name__)
 
-# steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
-TIMED_INTERVAL = 10
 
-
-def build_model(recipe: Recipe, config: TrainingConfig, world: World) -> nn.Module:
-    """Return the recipe's model as `place_model` does; without contents if it is split and can be
-    filled afterwards.
-    """
-    splits = config.parallel == "fsdp" and world.world_size > 1
-    fills_by_tensor = type(recipe).initial_value is not Recipe.initial_value
-    is_filled = fills_by_tensor or (recipe.copies_from_first and not world.is_first)
-    with torch.device("meta") if splits and is_filled else nullcontext():
-        model = check_model(recipe, recipe.model())
-    freeze_layers(model, config.frozen_layers)
-    return place_model(model, config, world)
-
-
-def place_model(model: nn.Module, config: TrainingConfig, world: World) -> nn.Module:
-    """Return `model` on the rank's device, in the configured memory format and with the configured
-    BatchNorm.
-
-    One that is to be split stays on the CPU: the device need not hold all of it.
-
-    Raises:
-        ConfigError: the model cannot fit into the device's memory.
-    """
-    splits = config.parallel == "fsdp" and world.world_size > 1
-    if world.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(world.device).total_memory
-        check_memory(model, config, world.world_size if splits else 1, memory)
-    model = synchronize(model if splits else model.to(world.device), config, world)
-    accept_single_values(model)
-    # FSDP takes only tensors whose memory is in the order of their dimensions
-    if config.channels_last and not splits:
-        # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D convolutions.
-        # Not by `contiguous`, which leaves the strides of a weight with one input channel, and so
-        # the slower kernels.
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dim() == 4:
-                tensor.data = tensor.data.to(memory_format=torch.channels_last)
-    return model
-
-
-def replicate(
-    model: nn.Module, config: TrainingConfig, world: World, recipe: Recipe | None = None
-) -> tuple[Any, Any]:
-    """Return `model` as it evaluates and as it trains: compiled if configured, the latter under DDP
-    on several ranks.
-
-    A forward pass of the replica that trains is a collective; one of the model that evaluates is
-    not, unless the model is split (`parallel: fsdp`): then both are the model itself.
-
-    Args:
-        recipe: of the model; names its blocks, and fills one that `build_model` has left without
-            contents.
-    """
-    blocks: Sequence[nn.Module] = recipe.blocks(model) if recipe else ()
-    replica: Any = model
-    if config.parallel == "fsdp" and world.world_size == 1:
-        logger.warning("parallel: one rank holds the whole model; fsdp splits it over several")
-    if config.parallel == "fsdp" or config.activation_checkpointing:
-        blocks = list(blocks) or large_blocks(model)
-    if config.activation_checkpointing:
-        for block in blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if config.parallel == "fsdp" and world.world_size > 1:
-        if config.compile:
-            for block in blocks:
-                block.compile()
-        shard_model(model, blocks, config, world, bool(recipe and recipe.copies_from_first))
-        if recipe and any(parameter.is_meta for parameter in model.parameters()):
-            fill_model(model, recipe.initial_value, world.device)
-        return model, model
+def choose_parallelism(config: TrainingConfig, world: World) -> Parallelism:
+    """Return the configured kind; the base for a rank without others."""
     if world.world_size > 1:
-        on_gpu = world.device.type == "cuda"
-        replica = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if on_gpu else None,
-            gradient_as_bucket_view=True,  # saves a copy of every gradient
+        module, _, name = PARALLELISMS[config.parallel].partition(":")
+        kind: type[Parallelism] = getattr(importlib.import_module(module), name)
+        return kind(config, world)
+    if config.parallel != "ddp":
+        logger.warning(
+            "parallel: one rank holds the whole model; %s splits it over several", config.parallel
         )
-        if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
-            set_ddp_timing_interval(replica, TIMED_INTERVAL)
-            if world.world_size > 2:  # the sum of two is the same in either order
-                _arrange_buckets(model, replica)
-    if config.compile:
-        return torch.compile(model), torch.compile(replica)
-    return model, replica
+    return Parallelism(config, world)
 
 
-class _Zero(nn.Module):
-    """Zero, with a gradient of zeros for each weight of a model, from the last one to the first."""
+class Parallelism:
+    """One rank that holds and trains the whole model; kinds of several ranks override what differs.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> torch.Tensor:
-        weights = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        return torch.stack([0 * weight.sum() for weight in weights]).sum()
-
-
-def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
-    """Let DDP arrange the gradients in buckets as it does after its first backward pass, by one
-    that changes nothing.
-
-    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the
-    first step of every attempt would have another order than the same step of an undisturbed run,
-    whose weights it could not repeat.
+    Every rank has one, and all call each method that is a collective.
     """
-    replica.module = _Zero(model)  # not the model itself, which may have hooks
-    replica().backward()
-    replica.module = model
-    model.zero_grad()
 
+    is_collective = False  # a pass of the bare model, and a save, need all ranks at once
+    has_fused_sgd = True  # torch has a kernel of one launch for these tensors
 
-def exchange_seconds(replica: Any, world: World) -> dict[str, Any]:
-    """Return each rank's mean seconds per step of the exchange of gradients, as fields of
-    `EpochFinished`.
-    """
-    seconds = ddp_exchange_seconds(replica) if world.world_size > 1 else None
-    if seconds is None:
+    def __init__(self, config: TrainingConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+
+    @property
+    def saves(self) -> bool:
+        """True on a rank that takes part in saves, and in looks at the model: else rank 0 alone."""
+        return self.world.is_first or self.is_collective
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that hold one model together."""
+        return self.world.world_size if self.is_collective else 1
+
+    def prepare_process(self) -> None:
+        """Set what a process of this kind needs, before it makes a model."""
+        if not self.config.compile:
+            avoid_importing_dynamo()
+
+    # From a recipe's model to one that trains
+
+    def building(self, recipe: Recipe) -> AbstractContextManager[object]:
+        """Return the context in which `recipe.model` is called."""
+        return nullcontext()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return `model` on the rank's device, in the configured memory format and with the
+        configured BatchNorm.
+
+        Raises:
+            ConfigError: the model cannot fit into the device's memory.
+        """
+        self.check_memory(model)
+        model = batch_norm.adapt(model.to(self.world.device), self.config, self.world)
+        if self.config.channels_last:
+            # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D
+            # convolutions. Not by `contiguous`, which leaves the strides of a weight with one input
+            # channel, and so the slower kernels.
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.dim() == 4:
+                    tensor.data = tensor.data.to(memory_format=torch.channels_last)
+        return model
+
+    def shard(self, model: nn.Module, recipe: Recipe) -> tuple[Any, Any]:
+        """Return `model` as it evaluates and as it trains, compiled if configured.
+
+        The gradients of the latter are means over the ranks. Its forward pass may be a collective,
+        which that of the former is if `is_collective`.
+        """
+        recompute_activations(model, recipe, self.config)
+        replica = self.replicate(model)
+        if self.config.compile:
+            return torch.compile(model), torch.compile(replica)
+        return model, replica
+
+    def replicate(self, model: nn.Module) -> Any:
+        """Return what averages the gradients of `model` over the ranks in its backward pass."""
+        return model
+
+    def check_memory(self, model: nn.Module) -> None:
+        """Check that weights, gradients and optimizer state fit into the memory of a GPU.
+
+        Raises:
+            ConfigError: they do not; names what would make them fit.
+        """
+        if self.world.device.type != "cuda":
+            return
+        available = torch.cuda.get_device_properties(self.world.device).total_memory
+        optimizer = self.config.optimizer
+        num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        num_values = count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[optimizer])
+        needed, allowed = FP32_BYTES * num_values, MEMORY_SHARE * available
+        if needed / self.num_shards > allowed:
+            remedy = "on more GPUs or nodes" if self.is_collective else 'with "parallel": "fsdp"'
+            raise ConfigError(
+                f"parallel: expected at least {-(-needed // int(allowed))} ranks, {remedy}: "
+                f"weights, gradients and the state of {optimizer} take "
+                f"{needed / self.num_shards / 2**30:.1f} GiB per rank, got a device with "
+                f"{available / 2**30:.1f} GiB"
+            )
+
+    def gathered_bytes(self, model: nn.Module, recipe: Recipe) -> int:
+        """Return the most that a rank gathers of the others' parts at a time, for an estimate."""
+        return 0
+
+    # One step
+
+    @contextmanager
+    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
+        """Average the gradients over the ranks after the last micro-batch of a step, whose passes
+        are in the block.
+        """
+        yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return a context in which the model computes in the configured precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    def waiting_phases(self, model: nn.Module) -> list[int]:
+        """Return the phases in which a wait for other ranks cannot be told from work."""
+        return [BACKWARD] * self.config.compile
+
+    def watches_gradients(self) -> bool:
+        """Return whether hooks of parameters see each gradient in the backward pass."""
+        return not self.config.compile
+
+    def exchange_seconds(self, replica: Any) -> dict[str, Any]:
+        """Return each rank's mean seconds per step of the exchange of gradients, as fields of
+        `EpochFinished`.
+        """
         return {}
-    exchange, overlap = seconds
-    return {
-        "rank_wait_seconds": world.all_gather(max(0.0, exchange - overlap)),
-        "rank_overlap_seconds": world.all_gather(overlap),
-    }
+
+    # Evaluation, checkpoints, looks at the model
+
+    def count_passes(self, own: int) -> int:
+        """Return how many passes of the bare model each rank has to make that needs `own`."""
+        return own
+
+    def release(self, model: nn.Module) -> None:
+        """Free what passes without gradients have gathered of other ranks' parts."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor."""
+        return tensor
+
+    def gather_state(self, state: Any) -> Any:
+        """Return nested dicts and lists with whole tensors, which ranks but the first may lack."""
+        return state
+
+    def split_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank writes of a checkpoint."""
+        return state
+
+
+def recompute_activations(model: nn.Module, recipe: Recipe, config: TrainingConfig) -> None:
+    """Let the backward pass compute each block's activations again, if configured."""
+    if config.activation_checkpointing:
+        for block in blocks_of(model, recipe):
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+    """Return the recipe's blocks, or the large modules of `model` where it names none."""
+    return list(recipe.blocks(model)) or large_blocks(model)
+
+
+def large_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the large modules in the lists and sequences of `model`."""
+    blocks = []
+    for child in model.children():
+        is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if isinstance(model, (nn.ModuleList, nn.Sequential)) and not is_container:
+            blocks += [child] if count_parameters(child) >= MIN_BLOCK_PARAMETERS else []
+        else:
+            blocks += large_blocks(child)
+    return blocks
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the parameters of the whole model."""
+    return sum(parameter.numel() for parameter in model.parameters())

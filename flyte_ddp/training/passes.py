@@ -1,11 +1,11 @@
-"""Forward and backward passes: inputs, precision, random draws, the model's mode, and the gradient
-of a step.
+"""Forward and backward passes: inputs, random draws, the model's mode, and the gradient of a
+step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard, derived_seed
 from flyte_ddp.rank.nested import tensors_in
-from flyte_ddp.rank.sharding import is_sharded, set_gradient_sync, whole
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import World
 
 
@@ -28,19 +28,20 @@ def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Any) -> Any:
     return inputs
 
 
+def forward(model: Any, recipe: Recipe, parallelism: Parallelism, batch: Any) -> Any:
+    """Return the outputs of `model`, in the configured precision, for a batch as the data set holds
+    it.
+    """
+    with parallelism.autocast():
+        return model(model_inputs(recipe, parallelism.config, batch))
+
+
 def count_targets(recipe: Recipe, targets: Any) -> Tensor:
     """Return the number of targets that these samples have together."""
     counts = recipe.num_targets(targets)
     if counts is None:
         return torch.tensor(float(len(next(tensors_in(targets)))), dtype=torch.float64)
     return counts.sum(dtype=torch.float64)
-
-
-def autocast(config: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which the model computes in the configured precision."""
-    if config.precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def seed_forward(config: TrainingConfig, world: World, step: int, micro_batch: int) -> None:
@@ -70,8 +71,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def compute_gradients(
     replica: Any,
     recipe: Recipe,
-    config: TrainingConfig,
-    world: World,
+    parallelism: Parallelism,
     shard: BatchShard,
     batches: Iterator[Batch],
     step: int,
@@ -88,6 +88,7 @@ def compute_gradients(
     Returns:
         The sum of this rank's losses, and the targets of this rank and of all.
     """
+    config, world = parallelism.config, parallelism.world
     total = torch.zeros((), device=world.device)
     own_targets, num_targets = shard.own_targets, shard.num_targets
     counted = torch.zeros((), dtype=torch.float64)
@@ -96,18 +97,11 @@ def compute_gradients(
         inputs, targets = next(batches)
         timer.begin(FORWARD)
         seed_forward(config, world, step, micro_batch)
-        # Gradients are exchanged once per optimizer step, with its last micro-batch.
-        exchanges = micro_batch == len(shard.weights) - 1 or world.world_size == 1
-        splits = is_sharded(replica)
-        if splits:
-            set_gradient_sync(replica, exchanges)
-        with nullcontext() if exchanges or splits else replica.no_sync():
-            # its precision is part of the shards
-            with nullcontext() if splits else autocast(config, world.device):
-                outputs = replica(model_inputs(recipe, config, inputs))
+        with parallelism.sync(replica, is_last=micro_batch == len(shard.weights) - 1):
+            outputs = forward(replica, recipe, parallelism, inputs)
             loss_sum = recipe.losses(outputs, targets).sum() * weight
             timer.begin(BACKWARD)
-            # DDP averages over the ranks. Times their number that is the sum, and over the targets
+            # It averages over the ranks. Times their number that is the sum, and over the targets
             # of the whole global batch the mean, however the batch was shared: the uneven last one
             # included.
             (
@@ -125,26 +119,19 @@ def compute_gradients(
     return total, own_targets, num_targets
 
 
-def clip_gradients(model: nn.Module, max_norm: float, needed: bool) -> float:
-    """Clip the gradient to the L2 norm `max_norm`, unless it is 0.
+def clip_gradients(model: nn.Module, parallelism: Parallelism, needed: bool) -> float:
+    """Clip the gradient to the configured L2 norm, unless it is 0.
 
     Returns:
         The norm before that if `needed`, else 0: reading it waits for the device.
     """
-    if max_norm:
+    if max_norm := parallelism.config.gradient_clip_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return float(whole(norm)) if needed else 0.0
-    return gradient_norm(model) if needed else 0.0
+        return float(parallelism.gather(norm)) if needed else 0.0
+    return gradient_norm(model, parallelism) if needed else 0.0
 
 
-def gradient_norm(model: nn.Module) -> float:
-    """Return the L2 norm of the whole gradient. Waits for the device; a collective if the model is
-    split.
-    """
-    return float(
-        whole(
-            nn.utils.get_total_norm(
-                [each.grad for each in model.parameters() if each.grad is not None]
-            )
-        )
-    )
+def gradient_norm(model: nn.Module, parallelism: Parallelism) -> float:
+    """Return the L2 norm of the whole gradient. Waits for the device."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return float(parallelism.gather(nn.utils.get_total_norm(gradients)))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flyte_ddp.config import TrainingConfig
+from flyte_ddp.checkpoints.resharding import find_tensors
 from flyte_ddp.config.by_value import is_by_value
 from flyte_ddp.errors import (
     CheckpointError,
@@ -32,8 +32,8 @@ from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
 from flyte_ddp.rank.session import Session
-from flyte_ddp.rank.sharding import is_sharded, load_model, load_optimizer, own_boxes, split_state
-from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
+from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
+from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
 from flyte_ddp.training import inspection
@@ -42,10 +42,10 @@ from flyte_ddp.training.evaluation import Evaluation, FlopsUtilization, evaluate
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.optim import build_optimizer, learning_rate_factor
-from flyte_ddp.training.parallel import exchange_seconds, replicate
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.training.progress import MetricSums, Progress
-from flyte_ddp.world import World, call_together
+from flyte_ddp.world import call_together
 
 REMEDY = (
     "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds "
@@ -61,9 +61,8 @@ class Trainer:
     """One rank's model, optimizer and progress."""
 
     recipe: Recipe
-    config: TrainingConfig
-    world: World
-    model: nn.Module  # from `build_model`, with the same weights on every rank
+    parallelism: Parallelism
+    model: nn.Module  # from `open_model`, with the same weights on every rank
     train: Samples  # samples that the ranks share
     test: Samples
     # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
@@ -77,29 +76,25 @@ class Trainer:
     data_facts: Facts = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        recipe, config, world, model = self.recipe, self.config, self.world, self.model
+        recipe, parallelism, model = self.recipe, self.parallelism, self.model
+        config, world = self.config, self.world = parallelism.config, parallelism.world
         self.store = self.session.open_checkpoints()
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.progress = Progress()
-        self.evaluated_model, self.replica = replicate(model, config, world, recipe)
-        # then every forward pass, and every look at the weights, is a collective
-        self.is_sharded = is_sharded(model)
-        self.optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+        self.evaluated_model, self.replica = parallelism.shard(model, recipe)
+        groups = recipe.optimizer_groups(model)
+        self.optimizer = build_optimizer(model, config, groups, parallelism.has_fused_sgd)
         # which the schedule scales
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        # Neither a sharded nor a compiled model gives gradients to hooks of parameters one by one.
-        waiting = [BACKWARD] * config.compile
-        if self.is_sharded:
-            # elsewhere Python sees the waits
-            waiting = [FORWARD, BACKWARD] if world.device.type == "cuda" else []
-        elif any(True for _ in model.buffers()):
-            waiting = [FORWARD, *waiting]  # DDP gives every rank the buffers of rank 0 first
+        waiting = parallelism.waiting_phases(model)
         self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
-        if not (self.is_sharded or config.compile):
+        if parallelism.watches_gradients():
             self.timer.watch(model)
         self.utilization = FlopsUtilization(recipe, model, config, world)
-        self.memory_interval = MemoryInterval(config, self.session.process, world, model)
+        self.memory_interval = MemoryInterval(
+            config.memory_interval, self.session.process, world, self._count_bytes
+        )
         # the run goes on from the state of the best epoch, which the store lacks
         self._best_is_unsaved = False
         self.first_step_at = 0.0  # seconds since the epoch
@@ -189,8 +184,7 @@ class Trainer:
             loss_sum, own_targets, num_targets = compute_gradients(
                 self.replica,
                 self.recipe,
-                config,
-                self.world,
+                self.parallelism,
                 shard,
                 batches,
                 progress.step,
@@ -201,7 +195,7 @@ class Trainer:
             # a GPU would wait for each loss that is read
             if is_logged or self.world.device.type == "cpu":
                 self._check_loss(log_sums)
-            norm = clip_gradients(self.model, config.gradient_clip_norm, needed=is_logged)
+            norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
             factor = learning_rate_factor(config, progress.step, self.num_steps)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
@@ -250,9 +244,9 @@ class Trainer:
             nonlocal is_saved
             self.beat()
             stops = self.session.stop_requested
-            # Its length differs between the ranks, and a save of a split model needs all of them at
-            # once.
-            is_long = not self.is_sharded and time.perf_counter() - started > LONG_EVALUATION
+            # Its length differs between the ranks, which may have to save at once.
+            is_long = time.perf_counter() - started > LONG_EVALUATION
+            is_long = is_long and not self.parallelism.is_collective
             if not is_saved and (stops or is_long):
                 self.save_checkpoint(best=False)
                 is_saved = True
@@ -261,9 +255,7 @@ class Trainer:
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
-        result = evaluate(
-            self.evaluated_model, self.recipe, self.test, self.config, self.world, on_batch
-        )
+        result = evaluate(self.evaluated_model, self.recipe, self.test, self.parallelism, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "
@@ -272,8 +264,8 @@ class Trainer:
         return result
 
     def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
-        """Write a checkpoint of the current state. Every rank calls it; rank 0 writes, of a split
-        model every rank.
+        """Write a checkpoint of the current state. Every rank calls it; those write that
+        `Parallelism.saves` says.
 
         Args:
             to_store: else in memory alone, where it may be left out.
@@ -282,17 +274,15 @@ class Trainer:
             True if this rank has written something.
         """
         started = time.perf_counter()
-        if not self.world.is_first and not self.is_sharded:
+        if not self.parallelism.saves:
             return False
-        state = self._state()
-        if self.is_sharded:
-            state = split_state(state, self.world.is_first)
         return self.session.write(
-            state, self.progress.step, best, started, to_store, self.memory_interval.is_on
+            self._state(), self.progress.step, best, started, to_store, self.memory_interval.is_on
         )
 
     def _state(self) -> dict[str, Any]:
-        return {
+        """Return what this rank writes of a checkpoint."""
+        state = {
             "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
             "initial_state": redact_values(self.initial_state),
@@ -302,6 +292,13 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
+        return self.parallelism.split_state(state)
+
+    def _count_bytes(self) -> int:
+        """Return the bytes of what the ranks of this node save of a state."""
+        own = sum(each.nbytes for _, each in find_tensors(self._state()) if not each.is_meta)
+        num_savers = min(self.parallelism.num_shards, self.session.process.node.num_ranks)
+        return num_savers * own
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest state, in memory or in the store, or start from the initial one, if
@@ -422,7 +419,7 @@ class Trainer:
         progress.seconds = earlier.seconds + sums.seconds
         checked = {
             "loss summed over all ranks": progress.loss_sum,
-            "gradient's norm": gradient_norm(self.model),
+            "gradient's norm": gradient_norm(self.model, self.parallelism),
         }
         for name, value in checked.items():
             if not math.isfinite(value):
@@ -472,13 +469,13 @@ class Trainer:
                 )[0]
             ),
             metrics=evaluation.metrics,
-            **exchange_seconds(self.replica, world),
+            **self.parallelism.exchange_seconds(self.replica),
         )
         with log_failures("figures"):
             figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
             finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
         check_monitor(self.config, ["test_loss", *finished.metrics])
-        if world.is_first or self.is_sharded:
+        if self.parallelism.saves:
             with log_failures("sample"):
                 finished = dataclasses.replace(
                     finished, sample=inspection.generate_sample(self.model, self.recipe)
@@ -487,7 +484,7 @@ class Trainer:
             with log_failures("histograms"):
                 self.session.emit(
                     HistogramsTaken(
-                        progress.step, *inspection.take_histograms(self.model, self.world.is_first)
+                        progress.step, *inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
         progress.finish_epoch(finished)

@@ -20,12 +20,12 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
-from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_server
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.session import Session
 from flyte_ddp.training.main import train
+from flyte_ddp.training.parallel import choose_parallelism
 from flyte_ddp.world import World, process_group
 
 TIMEOUT = 120.0  # seconds
@@ -128,9 +128,8 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     link = Link(data)
     node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
-    peers = Peers(world, store) if config.parallel == "fsdp" and world.world_size > 1 else None
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)
-    train(recipe, config, "", world, session, peers)
+    train(recipe, choose_parallelism(config, world), "", session)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
     return [events.to_dict(event) for event in link.events]

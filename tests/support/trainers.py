@@ -6,7 +6,8 @@ import torch
 
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.training.parallel import build_model
+from flyte_ddp.training.contract import open_model
+from flyte_ddp.training.parallel import choose_parallelism
 from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World
 from tests.support.gang import Link, session_of
@@ -31,9 +32,10 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     train_data, test_data = recipe.datasets(run.data(source))
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     torch.manual_seed(config.seed)
-    model = build_model(recipe, config, world)
+    parallelism = choose_parallelism(config, world)
+    model = open_model(recipe, parallelism)
     link = StoppingLink()
     link.stop_after = stop_after
     session, _ = session_of(checkpoints=run.checkpoints, link=link, can_resume=True)
     session.open_checkpoints(config.checkpoints_to_keep)
-    return Trainer(recipe, config, world, model, train, test, session, initial_state=initial_state)
+    return Trainer(recipe, parallelism, model, train, test, session, initial_state=initial_state)

@@ -1,0 +1,81 @@
+"""`parallel: ddp`: each rank holds the whole model, and backward passes average gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
+from flyte_ddp.rank.step_timer import FORWARD
+from flyte_ddp.training.parallel import Parallelism
+
+# steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
+TIMED_INTERVAL = 10
+
+
+class DdpParallelism(Parallelism):
+    """A replica of the model on each rank."""
+
+    def replicate(self, model: nn.Module) -> Any:
+        on_gpu = self.world.device.type == "cuda"
+        replica = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device.index] if on_gpu else None,
+            gradient_as_bucket_view=True,  # saves a copy of every gradient
+        )
+        if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
+            set_ddp_timing_interval(replica, TIMED_INTERVAL)
+            if self.world.world_size > 2:  # the sum of two is the same in either order
+                _arrange_buckets(model, replica)
+        return replica
+
+    @contextmanager
+    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
+        with nullcontext() if is_last else replica.no_sync():
+            yield
+
+    def waiting_phases(self, model: nn.Module) -> list[int]:
+        # DDP gives every rank the buffers of rank 0 first
+        has_buffers = any(True for _ in model.buffers())
+        return [FORWARD] * has_buffers + super().waiting_phases(model)
+
+    def exchange_seconds(self, replica: Any) -> dict[str, Any]:
+        seconds = ddp_exchange_seconds(replica)
+        if seconds is None:
+            return {}
+        exchange, overlap = seconds
+        return {
+            "rank_wait_seconds": self.world.all_gather(max(0.0, exchange - overlap)),
+            "rank_overlap_seconds": self.world.all_gather(overlap),
+        }
+
+
+class _Zero(nn.Module):
+    """Zero, with a gradient of zeros for each weight of a model, from the last one to the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        weights = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return torch.stack([0 * weight.sum() for weight in weights]).sum()
+
+
+def _arrange_buckets(model: nn.Module, replica: nn.Module) -> None:
+    """Let DDP arrange the gradients in buckets as it does after its first backward pass, by one
+    that changes nothing.
+
+    Where a gradient lies in its bucket decides in which order the ranks' are added up. Else the
+    first step of every attempt would have another order than the same step of an undisturbed run,
+    whose weights it could not repeat.
+    """
+    replica.module = _Zero(model)  # not the model itself, which may have hooks
+    replica().backward()
+    replica.module = model
+    model.zero_grad()

@@ -1,0 +1,150 @@
+"""`parallel: fsdp`: each rank holds a part of every parameter, its gradient and its optimizer state
+(FSDP2).
+
+A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads
+it, split or not (rank/sharding.py). The trained weights are one file, the same as without shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.checkpoints.resharding import slices
+from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
+from flyte_ddp.rank.sharding import is_split, own_box, reshard, split_state, whole, whole_state
+from flyte_ddp.rank.step_timer import BACKWARD, FORWARD
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.training import batch_norm
+from flyte_ddp.training.parallel import (
+    FP32_BYTES,
+    Parallelism,
+    blocks_of,
+    count_parameters,
+    recompute_activations,
+)
+from flyte_ddp.world import World
+
+
+class FsdpParallelism(Parallelism):
+    """A part of the model on each rank; every pass gathers one block after another."""
+
+    is_collective = True
+    has_fused_sgd = False  # of torch 2.15's fused kernels, this one takes no split tensors
+
+    def prepare_process(self) -> None:
+        keep_freed_memory(RETURNED_BYTES)
+
+    def building(self, recipe: Recipe) -> AbstractContextManager[object]:
+        """Leave a model without contents that can be filled after it was split."""
+        is_filled = recipe.copies_from_first and not self.world.is_first
+        return torch.device("meta") if is_filled or _fills_by_tensor(recipe) else nullcontext()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Leave `model` on the CPU, because the device need not hold all of it, and in the order of
+        its dimensions, as FSDP takes it.
+        """
+        self.check_memory(model)
+        return batch_norm.adapt(model, self.config, self.world)
+
+    def shard(self, model: nn.Module, recipe: Recipe) -> tuple[Any, Any]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        recompute_activations(model, recipe, self.config)
+        blocks = blocks_of(model, recipe)
+        mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
+        inner = outer = MixedPrecisionPolicy()
+        # weights and optimizer stay fp32, and gradients are summed in it
+        if self.config.precision == "bf16":
+            inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        for unit in (*blocks, model):
+            if self.config.compile and unit is not model:
+                unit.compile()
+            if recipe.copies_from_first and not _fills_by_tensor(recipe):
+                _copy_from_first(unit, self.world)
+            fully_shard(unit, mesh=mesh, mp_policy=outer if unit is model else inner)
+        if _fills_by_tensor(recipe):
+            _fill(model, recipe.initial_value, self.world.device)
+        return model, model
+
+    def gathered_bytes(self, model: nn.Module, recipe: Recipe) -> int:
+        # The rest of the model is gathered all the time; a block at work, the next one, and the
+        # gradient of one.
+        blocks = [count_parameters(each) for each in blocks_of(model, recipe)]
+        rest = count_parameters(model) - sum(blocks)
+        return FP32_BYTES * (2 * rest + 3 * max(blocks, default=0))
+
+    @contextmanager
+    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
+        """Sum gradients over the ranks, and drop gathered weights, only after the last
+        micro-batch.
+        """
+        replica.set_requires_gradient_sync(is_last)
+        replica.set_reshard_after_backward(is_last)
+        yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()  # its precision is part of the shards
+
+    def waiting_phases(self, model: nn.Module) -> list[int]:
+        # elsewhere Python sees the waits
+        return [FORWARD, BACKWARD] if self.world.device.type == "cuda" else []
+
+    def watches_gradients(self) -> bool:
+        return False
+
+    def count_passes(self, own: int) -> int:
+        return int(max(self.world.all_gather(own)))
+
+    def release(self, model: nn.Module) -> None:
+        reshard(model)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return whole(tensor)
+
+    def gather_state(self, state: Any) -> Any:
+        return whole_state(state, keep=self.world.is_first)
+
+    def split_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return split_state(state, self.world.is_first)
+
+
+def _fills_by_tensor(recipe: Recipe) -> bool:
+    return type(recipe).initial_value is not Recipe.initial_value
+
+
+def _fill(
+    model: nn.Module, initial_value: Callable[[str, torch.Size], Tensor], device: torch.device
+) -> None:
+    """Give a split model its fresh weights by `Recipe.initial_value`, one tensor after another."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            value = initial_value(name, tensor.shape)
+            if is_split(tensor):
+                tensor.to_local().copy_(value[slices(own_box(tensor))])  # type: ignore[attr-defined]
+            else:
+                tensor.copy_(value)
+
+
+@torch.no_grad()
+def _copy_from_first(module: nn.Module, world: World) -> None:
+    """Give a module what the first rank has built, on ranks that have built it without contents."""
+    copied: dict[Tensor, Tensor] = {}  # tied weights stay one tensor
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is None or is_split(tensor):
+                    continue
+                if tensor not in copied:
+                    copy = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+                    if isinstance(tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, tensor.requires_grad)
+                    copied[tensor] = world.broadcast(copy)
+                own[name] = copied[tensor]  # type: ignore[assignment]
