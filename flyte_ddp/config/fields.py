@@ -201,46 +201,33 @@ def plain_number(name: str, value: Any) -> float:
 
 
 # Names of other frameworks, by their letters alone, with the field that is meant.
-SYNONYMS = {
-    **dict.fromkeys(("lr", "maxlr", "baselr", "peaklr", "learnrate", "steplr"), "learning_rate"),
-    **dict.fromkeys(
-        (
-            "batchsize",
-            "bs",
-            "trainbatchsize",
-            "totalbatchsize",
-            "globalbatch",
-            "perdevicetrainbatchsize",
-        ),
-        "global_batch_size",
-    ),
-    **dict.fromkeys(("evalbatchsize", "valbatchsize", "testbatchsize"), "evaluation_batch_size"),
-    **dict.fromkeys(("numepochs", "numtrainepochs", "maxepochs", "nepochs", "nbepochs"), "epochs"),
-    **dict.fromkeys(("wd", "l2", "weightreg"), "weight_decay"),
-    **dict.fromkeys(("earlystopping", "earlystoppingpatience", "earlystop"), "patience"),
-    **dict.fromkeys(("warmup", "numwarmupsteps", "lrwarmupsteps"), "warmup_steps"),
-    **dict.fromkeys(("lrscheduler", "lrschedulertype", "scheduler", "lrschedule"), "schedule"),
-    **dict.fromkeys(("optim", "opt"), "optimizer"),
-    **dict.fromkeys(
-        ("gradclip", "clipgradnorm", "maxgradnorm", "gradientclipval", "gradclipnorm"),
-        "gradient_clip_norm",
-    ),
-    **dict.fromkeys(
-        ("accumulategradbatches", "gradaccum", "gradientaccumulationsteps"), "gradient_accumulation"
-    ),
-    **dict.fromkeys(("numworkers", "nworkers", "dataloadernumworkers", "workers"), "data_workers"),
-    **dict.fromkeys(("amp", "fp16", "bf16", "mixedprecision", "dtype"), "precision"),
-    **dict.fromkeys(("randomseed", "manualseed"), "seed"),
-    **dict.fromkeys(("savesteps", "saveinterval", "checkpointevery"), "checkpoint_interval"),
-    **dict.fromkeys(("savetotallimit", "savetopk"), "checkpoints_to_keep"),
-    **dict.fromkeys(("logsteps", "loggingsteps", "logeverynsteps", "logevery"), "log_interval"),
-    **dict.fromkeys(("metric", "monitormetric", "metricforbestmodel"), "monitor"),
-    **dict.fromkeys(("gradientcheckpointing", "checkpointactivations"), "activation_checkpointing"),
-    **dict.fromkeys(("torchcompile", "jit"), "compile"),
-    **dict.fromkeys(("strategy", "fsdp", "ddp"), "parallel"),
-    **dict.fromkeys(("freeze", "freezelayers"), "frozen_layers"),
-    **dict.fromkeys(("maxtime", "timelimit"), "max_hours"),
+_SYNONYMS = {
+    "learning_rate": "lr maxlr baselr peaklr learnrate steplr",
+    "global_batch_size": "batchsize bs trainbatchsize totalbatchsize globalbatch "
+    "perdevicetrainbatchsize",
+    "evaluation_batch_size": "evalbatchsize valbatchsize testbatchsize",
+    "epochs": "numepochs numtrainepochs maxepochs nepochs nbepochs",
+    "weight_decay": "wd l2 weightreg",
+    "patience": "earlystopping earlystoppingpatience earlystop",
+    "warmup_steps": "warmup numwarmupsteps lrwarmupsteps",
+    "schedule": "lrscheduler lrschedulertype scheduler lrschedule",
+    "optimizer": "optim opt",
+    "gradient_clip_norm": "gradclip clipgradnorm maxgradnorm gradientclipval gradclipnorm",
+    "gradient_accumulation": "accumulategradbatches gradaccum gradientaccumulationsteps",
+    "data_workers": "numworkers nworkers dataloadernumworkers workers",
+    "precision": "amp fp16 bf16 mixedprecision dtype",
+    "seed": "randomseed manualseed",
+    "checkpoint_interval": "savesteps saveinterval checkpointevery",
+    "checkpoints_to_keep": "savetotallimit savetopk",
+    "log_interval": "logsteps loggingsteps logeverynsteps logevery",
+    "monitor": "metric monitormetric metricforbestmodel",
+    "activation_checkpointing": "gradientcheckpointing checkpointactivations",
+    "compile": "torchcompile jit",
+    "parallel": "strategy fsdp ddp",
+    "frozen_layers": "freeze freezelayers",
+    "max_hours": "maxtime timelimit",
 }
+SYNONYMS = {name: field for field, names in _SYNONYMS.items() for name in names.split()}
 
 
 def suggest(name: object, known: Iterable[str]) -> str:

@@ -49,33 +49,21 @@ BUILTIN = {
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
 # Names by which other frameworks call what a recipe defines.
-OF_OTHERS = {
-    **dict.fromkeys(
-        ("loss", "loss_fn", "compute_loss", "criterion", "training_step", "train_step"), "losses"
-    ),
-    **dict.fromkeys(
-        ("validation_step", "test_step", "compute_metrics", "configure_metrics"), "metrics"
-    ),
-    **dict.fromkeys(
-        ("configure_optimizers", "create_optimizer", "optimizer", "optimizers"), "optimizer_groups"
-    ),
-    **dict.fromkeys(("param_groups", "get_optimizer"), "optimizer_groups"),
-    **dict.fromkeys(
-        ("forward", "configure_model", "build_model", "get_model", "model_init"), "model"
-    ),
-    **dict.fromkeys(
-        ("train_dataloader", "val_dataloader", "test_dataloader", "collate_fn", "setup"), "datasets"
-    ),
-    **dict.fromkeys(
-        ("train_dataset", "eval_dataset", "get_train_dataloader", "get_eval_dataloader"), "datasets"
-    ),
-    **dict.fromkeys(("prepare_data", "download"), "prepare"),
-    **dict.fromkeys(("hparams", "config", "hyperparameters"), "defaults"),
-    **dict.fromkeys(("classes", "labels", "label_names"), "class_names"),
-    "predict_step": "predict",
-    "preprocess": "inputs",
-    "postprocess": "predict",
+_OF_OTHERS = {
+    "losses": "loss loss_fn compute_loss criterion training_step train_step",
+    "metrics": "validation_step test_step compute_metrics configure_metrics",
+    "optimizer_groups": "configure_optimizers create_optimizer optimizer optimizers param_groups "
+    "get_optimizer",
+    "model": "forward configure_model build_model get_model model_init",
+    "datasets": "train_dataloader val_dataloader test_dataloader collate_fn setup train_dataset "
+    "eval_dataset get_train_dataloader get_eval_dataloader",
+    "prepare": "prepare_data download",
+    "defaults": "hparams config hyperparameters",
+    "class_names": "classes labels label_names",
+    "predict": "predict_step postprocess",
+    "inputs": "preprocess",
 }
+OF_OTHERS = {other: name for name, others in _OF_OTHERS.items() for other in others.split()}
 NEAR = 0.85  # of difflib's ratios: a plural, a misspelling
 
 __all__ = [

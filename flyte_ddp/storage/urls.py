@@ -119,16 +119,12 @@ def redact_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             key: HIDDEN
-            if each and isinstance(each, str) and _is_secret(key)
+            if each and isinstance(each, str) and _SECRET_NAME.fullmatch(str(key))
             else redact_values(each)
             for key, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return (
-            [*map(redact_values, value)]
-            if isinstance(value, list)
-            else tuple(map(redact_values, value))
-        )
+        return (list if isinstance(value, list) else tuple)(map(redact_values, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{name: redact_values(each) for name, each in vars(value).items()}
@@ -164,10 +160,6 @@ def _redact_error(error: BaseException | None) -> None:
         if isinstance(error, OSError) and isinstance(error.filename, str):
             error.filename = redact_url(error.filename)
         error = error.__cause__ or error.__context__
-
-
-def _is_secret(name: object) -> bool:
-    return isinstance(name, str) and bool(_SECRET_NAME.fullmatch(name))
 
 
 def _redact_urls(text: str) -> str:

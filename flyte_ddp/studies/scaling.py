@@ -177,21 +177,25 @@ class Study:
             samples_per_second=samples_per_second,
             speed_up=speed_up,
             efficiency=speed_up * first.world_size / started.world_size,
-            seconds_to_target=self._seconds_to_target(run),
+            # until the held-out loss was at most the target, without evaluation
+            seconds_to_target=next(
+                (
+                    seconds
+                    for seconds, epoch in zip(
+                        itertools.accumulate(epoch.seconds for epoch in run.epochs),
+                        run.epochs,
+                        strict=True,
+                    )
+                    if epoch.test_loss <= self.target_loss
+                ),
+                None,
+            ),
             wait_share=wait / timed_seconds,
             overlap_share=overlap / timed_seconds,
             device_hours=device_seconds
             * (started.num_threads if started.device == "cpu" else 1)
             / 3600,
         )
-
-    def _seconds_to_target(self, run: TrialRun) -> float | None:
-        """Return the seconds of training until the held-out loss was at most the target, without
-        evaluation.
-        """
-        elapsed = itertools.accumulate(epoch.seconds for epoch in run.epochs)
-        reached = (epoch.test_loss <= self.target_loss for epoch in run.epochs)
-        return next(itertools.compress(elapsed, reached), None)
 
 
 def build_scaling_table(study: Study) -> pandas.DataFrame:
