@@ -13,21 +13,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measure import Row, Variant, compare, machine, show_rows, table
-from benchmarks.mnist_like import MnistLike, write_idx_files
+from benchmarks.mnist_like import MnistLike
 from benchmarks.variants import BATCH_SIZE, PREPARED
 from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.recipes.prepare import prepare_data
 
 ROOT = Path(__file__).parents[1]
 NUM_BATCHES, NUM_BATCHES_QUICK = 100, 10  # per epoch
-# Without this, glibc returns a step's memory to the kernel in some runs and not in others, and the
-# page faults make the step up to a third slower, so the floor would vary. The alternatives keep the
-# default, which is what their users get.
-KEEP_FREED_MEMORY = (
-    "env",
-    f"MALLOC_TRIM_THRESHOLD_={1 << 30}",
-    f"MALLOC_MMAP_THRESHOLD_={1 << 30}",
-)
 BUSY_LOAD = 0.5  # load average above which the machine is not idle
 
 
@@ -36,21 +28,9 @@ def rows(data: Path) -> dict[str, list[Row]]:
     here.
     """
 
-    def variant(name: str, num_ranks: int = 1, precision: str = "fp32") -> Variant:
-        options = ("--data", str(data), "--precision", precision, "--ranks", str(num_ranks))
-        launcher: tuple[str, ...] = (sys.executable,)
-        if name == "floor":
-            launcher = (*KEEP_FREED_MEMORY, *launcher)
-        if name == "torchrun":
-            launcher += (
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(num_ranks),
-            )
-        command = (*launcher, "-m", "benchmarks.variants", name, *options)
-        return Variant(f"{name} {precision} x{num_ranks}", command, num_threads(num_ranks))
+    def variant(name: str, *launcher: str) -> Variant:
+        options = ("-m", "benchmarks.variants", name, "--data", str(data), "--ranks", "2")
+        return Variant(f"{name} x2", (sys.executable, *launcher, *options), num_threads(2))
 
     def script(module: str, *arguments: str) -> tuple[Variant, Variant]:
         """Return a script under our launcher and under torchrun."""
@@ -67,49 +47,17 @@ def rows(data: Path) -> dict[str, list[Row]]:
         )
         return ours, theirs
 
-    ours, ours_bf16, ours_twice = (
-        variant("ours"),
-        variant("ours", precision="bf16"),
-        variant("ours", 2),
+    ours = variant("ours")
+    torchrun = variant(
+        "torchrun", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     )
-    tutorial, torchrun = variant("tutorial"), variant("torchrun", 2)
-    speed, memory, start = "samples_per_second", "peak_memory_bytes", "first_step_seconds"
+    speed, start = "samples_per_second", "first_step_seconds"
     return {
-        "floor": [
-            Row("throughput / the floor, 1 rank, fp32", speed, ours, variant("floor"), ">= 0.95"),
-            Row(
-                "throughput / the floor, 1 rank, bf16",
-                speed,
-                ours_bf16,
-                variant("floor", precision="bf16"),
-                ">= 0.95",
-            ),
-        ],
-        "tutorial": [
-            Row("throughput / tutorial loop, 1 rank, fp32", speed, ours, tutorial, ">= 2"),
-            Row(
-                "throughput in bf16 / tutorial loop in fp32, 1 rank",
-                speed,
-                ours_bf16,
-                tutorial,
-                ">= 3.5",
-            ),
-            Row("peak memory of the rank / tutorial loop", memory, ours, tutorial, "<= 1.10"),
-            Row(
-                "peak memory with its supervisor / tutorial loop",
-                "memory_with_supervisor_bytes",
-                ours,
-                tutorial,
-                "",
-            ),
-        ],
         "torchrun": [
-            Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours_twice, torchrun, ">= 1.0"),
+            Row("throughput / torchrun DDP, 2 ranks, fp32", speed, ours, torchrun, ">= 1.0"),
         ],
         "start": [
-            Row(
-                "command to first step / torchrun DDP, 2 ranks", start, ours_twice, torchrun, "0.5"
-            ),
+            Row("command to first step / torchrun DDP, 2 ranks", start, ours, torchrun, "0.5"),
             Row(
                 "`pyflyte run` to first step / torchrun DDP, 2 ranks",
                 start,
@@ -140,28 +88,10 @@ def rows(data: Path) -> dict[str, list[Row]]:
                     "torchrun",
                     "--data",
                     str(data),
-                    "--precision",
-                    "fp32",
                     "--ranks",
                     "2",
                 ),
                 ">= 0.98",
-            ),
-        ],
-        "dask": [
-            Row(
-                "throughput on two Dask nodes / torchrun DDP",
-                speed,
-                variant("dask", 2),
-                torchrun,
-                ">= 0.98",
-            ),
-            Row(
-                "Dask workers ready to first step / torchrun's start-up",
-                start,
-                variant("dask", 2),
-                torchrun,
-                "<= 1",
             ),
         ],
     }
@@ -233,7 +163,6 @@ def main() -> int:
         data = Path(directory)
         (data / PREPARED).mkdir()
         prepare_data(MnistLike(), str(num_samples), data / PREPARED)
-        write_idx_files(num_samples, data)
         chosen = [
             row for name, group in rows(data).items() if name in arguments.only for row in group
         ]

@@ -31,9 +31,6 @@ Outcome = Mapping[str, Any]
 UNITS: dict[str, Callable[[float], str]] = {
     # over all ranks, in the last epoch
     "samples_per_second": lambda value: f"{value:,.0f} samples/s",
-    "peak_memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",  # of one rank
-    # sum of the processes' peaks
-    "memory_with_supervisor_bytes": lambda value: f"{value / 2**20:,.0f} MiB",
     # from the command's start to the first optimizer step's end
     "first_step_seconds": lambda value: f"{value:.1f} s",
 }
@@ -143,8 +140,7 @@ def outcome_of(output: str, started: float) -> Outcome:
     """Parse the last outcome in the output of a command.
 
     It is a line, or the end of one, with a JSON object whose first key is `first_step_at`: the end
-    of the first optimizer step in seconds since the epoch. The result counts from `started`, or
-    from the outcome's `counted_from`.
+    of the first optimizer step in seconds since the epoch. The result counts from `started`.
 
     Raises:
         MeasurementError: there is none.
@@ -153,8 +149,7 @@ def outcome_of(output: str, started: float) -> Outcome:
         # A rank's line arrives with the rank's name before it.
         with contextlib.suppress(ValueError):
             values = json.loads(line[line.index('{"first_step_at"') :])
-            beginning = values.pop("counted_from", started)
-            return {"first_step_seconds": values.pop("first_step_at") - beginning, **values}
+            return {"first_step_seconds": values.pop("first_step_at") - started, **values}
     raise MeasurementError(f"the command printed no outcome\n{_tail(output)}")
 
 

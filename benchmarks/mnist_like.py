@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.recipes.mnist import Mnist
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import nn
 
 NUM_SAMPLES = 60_000  # MNIST's own
@@ -31,7 +30,9 @@ class MnistLike(Mnist):
 
         num_samples = int(source or NUM_SAMPLES)
         for split, count in (("train", num_samples), ("test", NUM_TEST_SAMPLES)):
-            images, labels = noise(count)
+            generator = np.random.default_rng(0)
+            images = generator.integers(0, 256, size=(count, 28, 28), dtype=np.uint8)
+            labels = generator.integers(0, 10, size=count)
             np.savez(directory / f"{split}.npz", images=images, labels=labels)
         return f"noise, {num_samples:,} training and {NUM_TEST_SAMPLES:,} held-out images of 28x28"
 
@@ -48,25 +49,3 @@ class TimestampedMnistLike(MnistLike):
 
         handle = register_optimizer_step_post_hook(print_time)
         return super().model()
-
-
-def noise(num_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return images (N, 28, 28) in bytes and labels (N,), the same every time."""
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    images = generator.integers(0, 256, size=(num_samples, 28, 28), dtype=np.uint8)
-    return images, generator.integers(0, 10, size=num_samples)
-
-
-def write_idx_files(num_samples: int, directory: Path) -> None:
-    """Write the noise to `directory`/MNIST/raw in the format that torchvision's MNIST reads."""
-    raw = directory / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, count in (("train", num_samples), ("t10k", NUM_TEST_SAMPLES)):
-        images, labels = noise(count)
-        for name, values in (("images-idx3", images), ("labels-idx1", labels.astype("u1"))):
-            header = bytes([0, 0, 8, values.ndim]) + b"".join(
-                size.to_bytes(4, "big") for size in values.shape
-            )
-            (raw / f"{prefix}-{name}-ubyte").write_bytes(header + values.tobytes())
