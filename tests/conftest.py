@@ -134,6 +134,15 @@ def finished_run(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def store():
+    """An S3 server of this machine."""
+    from tests.support.image_store import running_store
+
+    with running_store() as found:
+        yield found
+
+
 @pytest.fixture
 def chromium():
     """`browser.look`, for the tests of all reports."""

@@ -16,16 +16,8 @@ from tests.support.image_store import (
     image_bytes,
     image_tree,
     prepare,
-    running_store,
 )
 from tests.support.runs import REPOSITORY
-
-
-@pytest.fixture(scope="module")
-def store():
-    with running_store() as store:
-        yield store
-
 
 # In a bucket
 

@@ -30,17 +30,10 @@ from tests.support.image_store import (
     image_bytes,
     image_tree,
     prepare,
-    running_store,
     write_tree,
 )
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def store():
-    with running_store() as store:
-        yield store
 
 
 def names_in(directory):

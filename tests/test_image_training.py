@@ -19,15 +19,8 @@ from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.initial_state import load_initial_state
-from tests.support.image_store import image_tree, prepare, running_store
+from tests.support.image_store import image_tree, prepare
 from tests.support.runs import new_run
-
-
-@pytest.fixture(scope="module")
-def store():
-    with running_store() as store:
-        yield store
-
 
 # The model
 

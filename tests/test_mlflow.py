@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -33,11 +32,13 @@ from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file
 from flyte_ddp.studies.report import StudyReport
+from tests.support.ports import free_port
 from tests.support.runs import fork_functions
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
     loaded,
+    replay,
     reported,
     run_finished,
     started,
@@ -45,18 +46,6 @@ from tests.support.short_run import (
 )
 
 TOKEN = "secret-of-mlflow"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def replay(listener: Mlflow, events: list[Event], error: BaseException | None = None) -> None:
-    for event in events:
-        listener.handle(event)
-    listener.close(error)
 
 
 @pytest.fixture

@@ -16,16 +16,9 @@ from flyte_ddp import storage
 from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
-from tests.support.image_store import running_store
 from tests.support.runs import REPOSITORY
 
 NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
-
-
-@pytest.fixture(scope="module")
-def store():
-    with running_store() as found:
-        yield found
 
 
 def test_data_is_read_with_the_keys_that_flyte_gives_a_task(store, tmp_path, monkeypatch):

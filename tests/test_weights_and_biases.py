@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.events import Event, Histogram, HistogramsTaken, Prediction, PredictionsMade
+from flyte_ddp.events import Histogram, HistogramsTaken, Prediction, PredictionsMade
 from flyte_ddp.observers.weights_and_biases import Wandb
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
     loaded,
+    replay,
     reported,
     run_finished,
     started,
@@ -55,12 +56,6 @@ def forget_settings() -> None:
         import wandb
 
         wandb.teardown()
-
-
-def replay(listener: Wandb, events: list[Event], error: BaseException | None = None) -> None:
-    for event in events:
-        listener.handle(event)
-    listener.close(error)
 
 
 def assert_nowhere(secret: str, directory: Path) -> None:
@@ -372,8 +367,8 @@ def test_a_model_that_cannot_be_read_ends_the_recording_and_the_message_hides_th
 MUTE_AFTER_START = """
 import sys
 from flyte_ddp.observers import weights_and_biases
-from tests.support.short_run import epoch_of_events, started
-from tests.test_weights_and_biases import KEY, replay
+from tests.support.short_run import epoch_of_events, replay, started
+from tests.test_weights_and_biases import KEY
 
 weights_and_biases.FINISH_TIMEOUT = 1.0
 say = lambda line: print(line, flush=True)

@@ -148,7 +148,11 @@ class KubernetesConfig:
         # specification is one.
         for name in ("pod_template", "scheduler_pod_template"):
             text = json.dumps(getattr(self, name))
-            object.__setattr__(self, name, json.loads(text, parse_float=_parse_number))
+            parsed = json.loads(
+                text,
+                parse_float=lambda each: int(float(each)) if float(each) % 1 == 0 else float(each),
+            )
+            object.__setattr__(self, name, parsed)
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,3 @@ def dask_config(config: ClusterConfig) -> dict[str, Any]:
     """Return the settings of scheduler and workers, by their name in Dask's configuration."""
     # Dask checks once in this time, so it drops a silent worker after one to two of them.
     return {**DASK_CONFIG, "distributed.scheduler.worker-ttl": f"{config.node_timeout:g}s"}
-
-
-def _parse_number(text: str) -> float:
-    return int(float(text)) if float(text).is_integer() else float(text)

@@ -36,7 +36,7 @@ class RetrainingReport(Page):
         except ChampionError as error:
             manifest = {"champion": error}
         facts = [
-            row(name.replace("_", " "), _plain(value))
+            row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
             for name, value in manifest.items()
             if value != "" and not isinstance(value, dict)
         ]
@@ -70,7 +70,3 @@ class RetrainingReport(Page):
 
 def _format_metric(name: str, value: float) -> str:
     return f"{name.removeprefix('test_').replace('_', ' ')} {format_figure(name, value)}"
-
-
-def _plain(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

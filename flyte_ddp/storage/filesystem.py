@@ -151,16 +151,16 @@ def _limit_s3_requests(file_system: Any) -> None:
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
             event = "before-call.s3.CompleteMultipartUpload"
-            client.meta.events.register(event, _wait_for_work, unique_id=event)
+            client.meta.events.register(
+                event,
+                # in place of the client's own timeout, for this request
+                lambda context, **_: context.update(read_timeout=SERVER_WORK_TIMEOUT),
+                unique_id=event,
+            )
         num_bytes = len(kwargs.get("Body") or b"")
         return await _limit(file_system, method, call(method, *args, **kwargs), num_bytes, limit)
 
     file_system._call_s3 = call_within_limit
-
-
-def _wait_for_work(context: dict[str, Any], **_: Any) -> None:
-    """Replace the client's timeout for one request."""
-    context["read_timeout"] = SERVER_WORK_TIMEOUT
 
 
 def _google_options(anonymous: bool) -> dict[str, Any]:

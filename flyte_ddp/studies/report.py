@@ -174,33 +174,20 @@ def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
     started = [started_of(run) for run in runs if study.rows and run.state.started]
     if not started:
         return []
-    repeats = any(
-        len(each) > 1 for rows in study.series.values() for each in by_world_size(rows).values()
-    )
     return [
         row("Device of each rank", started[0].device),
         row("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
-        *(
-            [row("Repeats", "means with their 95 % confidence intervals, by Student's t")]
-            if repeats
-            else []
-        ),
         row(
             "Backend",
             next((each.backend for each in started if each.world_size > 1), started[0].backend),
         ),
-        row(
-            f"{study.device_unit}-hours",
-            f"{study.device_unit}s times hours of training, without evaluation",
-        ),
+        row("Repeats", "means with their 95 % confidence intervals, by Student's t"),
         row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
         row(
-            "Waiting",
-            "time that a rank waits for gradients after its own backward pass, including the wait "
-            "for slower ranks;"
-            " the mean of all ranks, from DDP's own timers",
+            "Waiting, hidden",
+            "for gradients after a rank's own backward pass, and all-reduce during it: the mean of "
+            "all ranks, from DDP's own timers",
         ),
-        row("Hidden", "all-reduce during the backward pass, which takes no extra time"),
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import read_object, whole_number
-from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
@@ -130,18 +130,15 @@ def main(arguments: Sequence[str]) -> str:
         "--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)"
     )
     options = parser.parse_args(arguments)
-    try:
-        num_ranks = whole_number("--gpus", options.gpus, 1)
-        config = config_of(options.recipe, read_object("--config", options.config))
-        recipe = get_recipe(options.recipe, config.recipe_options)
-        with tempfile.TemporaryDirectory() as directory:
-            prepare_data(recipe, options.data, Path(directory))
+    num_ranks = whole_number("--gpus", options.gpus, 1)
+    config = config_of(options.recipe, read_object("--config", options.config))
+    recipe = get_recipe(options.recipe, config.recipe_options)
+    with tempfile.TemporaryDirectory() as directory:
+        prepare_data(recipe, options.data, Path(directory))
+        try:
             made = estimate(recipe, config, Path(directory), num_ranks)
-    except (ConfigError, DataError, StorageUnavailable):
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
-            f"recipe: expected one whose step runs on this machine, got {what}"
-        ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"recipe: expected one whose step runs on this machine, got {in_one_line(error)}"
+            ) from error
     return made.describe(options.gpu_memory)

@@ -17,6 +17,7 @@ from flyte_ddp.events import (
     Histogram,
     HistogramsTaken,
     LayerDescribed,
+    Listener,
     Prediction,
     PredictionsMade,
     Reported,
@@ -116,3 +117,9 @@ def whole_run() -> list[Event]:
         *epoch_of_events(3),
         predictions_made(),
     ]
+
+
+def replay(listener: Listener, events: list[Event], error: BaseException | None = None) -> None:
+    for event in events:
+        listener.handle(event)
+    listener.close(error)

@@ -55,13 +55,6 @@ class ApiRefused(ClusterError):
         super().__init__(message)
         self.status = status  # of HTTP; 0 without access
 
-    @property
-    def is_right_missing(self) -> bool:
-        """Return whether RBAC refused it. Quotas, Pod Security and policies refuse with the same
-        status, 403.
-        """
-        return self.status == 403 and "cannot" in str(self) and "User " in str(self)
-
 
 @dataclass(frozen=True)
 class PodEnd:

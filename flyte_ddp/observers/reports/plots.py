@@ -130,8 +130,13 @@ class _Curves:
         """Return a panel of a reported value, and of `figures` of each epoch by their labels; None
         without either.
         """
+        epochs = self.state.epochs
         lines = {
-            label: self._by_epoch(figure) for label, figure in figures.items() if self.state.epochs
+            label: [
+                (each.epoch, (vars(each) | each.metrics).get(figure, math.nan)) for each in epochs
+            ]
+            for label, figure in figures.items()
+            if epochs
         }
         if not lines and reported not in self.reported:
             return None
@@ -146,12 +151,6 @@ class _Curves:
             note,
             zero,
         )
-
-    def _by_epoch(self, figure: str) -> Points:
-        return [
-            (each.epoch, (vars(each) | each.metrics).get(figure, math.nan))
-            for each in self.state.epochs
-        ]
 
     def _draw(
         self,

@@ -135,7 +135,7 @@ def split_images(
     tops = sorted({file.name.split("/")[0] for file in images if "/" in file.name})
     nested = {file.name.split("/")[0] for file in images if file.name.count("/") > 1}
     roles = {
-        role: [top for top in tops if names.fullmatch(_letters(top))]
+        role: [top for top in tops if names.fullmatch(re.sub("[^a-z]", "", top.lower()))]
         for role, names in SPLITS.items()
     }
     train_tops, held_out_tops = roles["train"], roles["val"] or roles["test"]
@@ -166,10 +166,6 @@ def split_images(
             f"classes{classes}"
         ),
     )
-
-
-def _letters(name: str) -> str:
-    return re.sub("[^a-z]", "", name.lower())
 
 
 def _list(names: Sequence[str]) -> str:
