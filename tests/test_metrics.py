@@ -156,7 +156,11 @@ def test_the_pod_of_a_training_task_declares_the_port_that_the_pod_monitor_names
     pod = train.get_k8s_pod(SerializationSettings(ImageConfig(image)))
     (container,) = pod.pod_spec["containers"]
     (monitor,) = (each for each in documents("alerts.yaml") if each["kind"] == "PodMonitor")
+    # Flyte's label on every task's pod
+    selected = {"matchExpressions": [{"key": "execution-id", "operator": "Exists"}]}
+    assert monitor["spec"]["selector"] == selected
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
     assert container["ports"] == [{"name": endpoint["port"], "containerPort": 9500}]
     environment = {each["name"]: each["value"] for each in container["env"]}
     assert (environment[PORT_VARIABLE], environment[GRACE_VARIABLE]) == ("9500", "60")
