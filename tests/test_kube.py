@@ -715,28 +715,6 @@ def start(config: ClusterConfig = CLUSTER) -> None:
         raise AssertionError("started")
 
 
-def test_a_pod_that_its_queue_holds_back_is_explained(api_server: ApiServer) -> None:
-    labels = {"kueue.x-k8s.io/queue-name": "vision", "kueue.x-k8s.io/pod-group-name": "ddp-run"}
-    gated = {
-        "type": "PodScheduled",
-        "status": "False",
-        "reason": "SchedulingGated",
-        "message": "non-empty gates",
-    }
-    pod = {
-        "metadata": {"name": "ddp-run-scheduler", "namespace": "team", "labels": labels},
-        "spec": {"containers": []},
-        "status": {"phase": "Pending", "conditions": [gated]},
-    }
-    api_server.answers = {"/pods": {"items": [pod]}}
-    assert api.explain(CLUSTER, "run") == (
-        "ddp-run-scheduler: waits in Kueue's queue vision (kubectl --namespace team describe "
-        "workload ddp-run)."
-    )
-    del labels["kueue.x-k8s.io/queue-name"]
-    assert "cannot be placed on a node: non-empty gates" in api.explain(CLUSTER, "run")
-
-
 @pytest.mark.parametrize("fault", [0, 429, 500, 503])
 def test_requests_are_repeated_while_the_api_server_is_away(
     api_server: ApiServer, fault: int

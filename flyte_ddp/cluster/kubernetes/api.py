@@ -25,7 +25,6 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import (
     CLUSTER,
     GROUP,
-    KUEUE,
     PLURAL,
     VERSION,
     Driver,
@@ -288,12 +287,7 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
             return f"its container ended with code {ended.exit_code} ({ended.reason}){then}"
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"
-    queue = (pod.metadata.labels or {}).get(f"{KUEUE}/queue-name")
     for condition in pod.status.conditions or []:
-        if condition.reason == "SchedulingGated" and queue:
-            group = pod.metadata.labels.get(f"{KUEUE}/pod-group-name", "")
-            where = f"kubectl --namespace {pod.metadata.namespace} describe workload {group}"
-            return f"waits in Kueue's queue {queue} ({where})"
         if condition.type == "PodScheduled" and condition.status != "True":
             return f"cannot be placed on a node: {condition.message}"
     return f"{pod.status.phase}, last event: {events.get(pod.metadata.name, 'none')}"
