@@ -149,7 +149,6 @@ def _find_wheel(given: str) -> Path:
     if not (name.endswith(".whl") and wheel.is_file() and f"-{version}-" in wheel.name):
         raise ConfigError(
             f"--wheel: expected the file of flyte-ddp {version}, which the project's image "
-            f"installs, got {name!r}; "
-            f"pip download --no-deps {DISTRIBUTION}=={version} fetches it"
+            f"installs, got {name!r}; pip download --no-deps {DISTRIBUTION}=={version} fetches it"
         )
     return wheel

@@ -112,8 +112,7 @@ def importing_edits(packages: Collection[str]) -> Iterator[None]:
         if library := sorted(name for name in edited if name.partition(".")[0] == "flyte_ddp"):
             raise ConfigError(
                 f"recipe: expected {library[0]} as this process has imported it, got a file that "
-                "was edited since: "
-                "restart the process"
+                "was edited since: restart the process"
             )
         for name in list(sys.modules) if edited else ():
             if name.partition(".")[0] in packages - {"flyte_ddp"}:
@@ -284,13 +283,6 @@ def files_below(directory: Path) -> dict[str, Path]:
             if not name.startswith(".") and file.is_file():
                 found[file.relative_to(directory).as_posix()] = file
     return found
-
-
-def compute_digest(packages: Iterable[str], extra_files: Iterable[Path] = ()) -> str:
-    """Return a SHA-256 of the files of `packages` and their names, as `compute_digest_of_files`."""
-    return compute_digest_of_files(
-        {**source_files(packages), **{file.name: file for file in extra_files}}
-    )
 
 
 def compute_digest_of_files(files: Mapping[str, Path]) -> str:

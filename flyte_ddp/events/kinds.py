@@ -335,8 +335,7 @@ class Straggler:
         return (
             f"rank {self.rank}{f' ({where})' if where else ''} is slow in {self.phase}: "
             f"{1e3 * self.seconds:.3g} ms per step, median of the others "
-            f"{1e3 * self.median_seconds:.3g} ms; "
-            f"in all phases {self.factor:.1f} x the median"
+            f"{1e3 * self.median_seconds:.3g} ms; in all phases {self.factor:.1f} x the median"
         )
 
 

@@ -20,7 +20,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import compute_digest
+from flyte_ddp.config.source_code import compute_digest_of_files, source_files
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flyte.pods import pod_with
@@ -123,7 +123,8 @@ def library_version() -> str:
 
     This package's is a hash of its files: a checkout has one version for a long time.
     """
-    return f"flyte_ddp {compute_digest(['flyte_ddp'])[:8]}, torch {version('torch')}"
+    library = compute_digest_of_files(source_files(["flyte_ddp"]))
+    return f"flyte_ddp {library[:8]}, torch {version('torch')}"
 
 
 def check_library() -> None:
@@ -143,7 +144,7 @@ def code_version(packages: Iterable[str] = ()) -> str:
 
     A hash of the recipe's own files travels with the prepared data.
     """
-    code = compute_digest(["flyte_ddp", *packages])
+    code = compute_digest_of_files(source_files(["flyte_ddp", *packages]))
     return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
 
 

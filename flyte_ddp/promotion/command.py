@@ -103,8 +103,7 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
     execution = run.get("execution") or "a local run"
     line = (
         f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): "
-        f"{run.get('outcome')}; "
-        f"the last promotion was {run.get('promoted_at') or 'never'}"
+        f"{run.get('outcome')}; the last promotion was {run.get('promoted_at') or 'never'}"
     )
     if age > max_age:
         limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"

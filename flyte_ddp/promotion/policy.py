@@ -141,9 +141,8 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
         if count < max(criteria.min_samples, criteria.min_share * of_champion):
             reason = (
                 f"there are {count:,} {what} samples, of at least {criteria.min_samples:,} "
-                "(min_samples) and "
-                f"{criteria.min_share:g} (min_share) of the champion's {of_champion:,}; correct "
-                "the data or lower these"
+                f"(min_samples) and {criteria.min_share:g} (min_share) of the champion's "
+                f"{of_champion:,}; correct the data or lower these"
             )
             return _skip(Outcome.REFUSED, reason)
     origin = _origin(challenge)
@@ -164,9 +163,8 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     ):
         return _skip(
             Outcome.UNCHANGED,
-            "data, recipe, config, code and champion are those of the last challenge, which "
-            "ended at "
-            f"{last['ended_at']}: {last['outcome']}",
+            "data, recipe, config, code and champion are those of the last challenge, which ended "
+            f"at {last['ended_at']}: {last['outcome']}",
         )
     if manifest is None or criteria.start_from == FROM_SCRATCH:
         return Plan(True, "", "from fresh weights" if manifest else "there is no champion yet")
@@ -262,8 +260,7 @@ def _compare(
     needed = criteria.margin * abs(champion.score)
     figures = (
         f"on the same held-out data the challenger's {name} is {measured.values[metric]:.6g} and "
-        "the champion's "
-        f"{champion.values[metric]:.6g}"
+        f"the champion's {champion.values[metric]:.6g}"
     )
     if math.isinf(low):
         why = "they are too few, or too many draws of them have no value"
@@ -327,8 +324,7 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
         return ""
     return (
         f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this "
-        f"config: {problem}; give a "
-        "model of another kind a place of its own (champion)"
+        f"config: {problem}; give a model of another kind a place of its own (champion)"
     )
 
 

@@ -205,9 +205,8 @@ def _check_names(recipe: Recipe) -> None:
         meant = OF_OTHERS.get(name.lower()) or (known[near[0]] if near else "")
         if meant and all(name not in (names_read(kind.__module__) or [name]) for kind in own):
             raise ConfigError(
-                f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which "
-                "nothing reads (did you mean "
-                f"{meant}?); a helper's name may begin with _"
+                f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which nothing "
+                f"reads (did you mean {meant}?); a helper's name may begin with _"
             )
 
 

@@ -280,8 +280,7 @@ def check_classes(outputs: Any, targets: Any) -> None:
     if isinstance(targets, (list, tuple)) and targets and isinstance(targets[0], str):
         raise DataError(
             f"data: expected the numbers of classes as targets, got {targets[0]!r}: number the "
-            "classes in a fixed "
-            "order, such as by sorted(names).index(name)"
+            "classes in a fixed order, such as by sorted(names).index(name)"
         )
     has_classes = (
         isinstance(outputs, torch.Tensor)
@@ -295,10 +294,8 @@ def check_classes(outputs: Any, targets: Any) -> None:
     if lowest < 0 or highest >= outputs.shape[1]:
         raise DataError(
             f"data: expected classes from 0 to {outputs.shape[1] - 1} as targets, because the "
-            "model has "
-            f"{outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: number the "
-            "classes from 0, or give "
-            "the model an output for each"
+            f"model has {outputs.shape[1]} outputs, got {lowest if lowest < 0 else highest}: "
+            "number the classes from 0, or give the model an output for each"
         )
 
 

@@ -335,8 +335,7 @@ class Storage:
     def _make_denial(self, error: Exception) -> StorageDenied:
         return StorageDenied(
             f"{self.field}: expected a place that this process may use, got "
-            f"{redact_url(self.url)}: "
-            f"{describe(error)}; {remedy_for(error, self.is_local)}"
+            f"{redact_url(self.url)}: {describe(error)}; {remedy_for(error, self.is_local)}"
         )
 
 

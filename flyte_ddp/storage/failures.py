@@ -138,10 +138,8 @@ def remedy_for(error: Exception, is_local: bool) -> str:
     if _lacks_credentials(error) or status == 401:
         return (
             "give this process credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "AZURE_STORAGE_* or "
-            "GOOGLE_APPLICATION_CREDENTIALS (or Flyte's FLYTE_AWS_*, FLYTE_AZURE_*) in its "
-            "environment, or a service "
-            "account that may use the bucket"
+            "AZURE_STORAGE_* or GOOGLE_APPLICATION_CREDENTIALS (or Flyte's FLYTE_AWS_*, "
+            "FLYTE_AZURE_*) in its environment, or a service account that may use the bucket"
         )
     return "correct the URL, the endpoint or the keys"
 

@@ -151,14 +151,12 @@ def load_torchvision_state(name: str) -> Any:
     except (ValueError, KeyError):
         raise ConfigError(
             "initial_model_state: expected the name of a model of torchvision's, such as "
-            "torchvision:resnet50 or "
-            f"torchvision:resnet50.IMAGENET1K_V1, got {name!r}"
+            f"torchvision:resnet50 or torchvision:resnet50.IMAGENET1K_V1, got {name!r}"
         ) from None
     try:
         return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: another checksum
         raise ConfigError(
-            f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; "
-            "give the path or URL of "
-            "a copy"
+            f"initial_model_state: {name!r} cannot be downloaded from {weights.url}: {error}; give "
+            "the path or URL of a copy"
         ) from error

@@ -84,8 +84,7 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
     if world_size > per_node and world_size % per_node:
         raise ConfigError(
             f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such "
-            "as "
-            f"{world_size // per_node * per_node}, got {world_size}"
+            f"as {world_size // per_node * per_node}, got {world_size}"
         )
     num_nodes = max(1, world_size // per_node)
     return dataclasses.replace(

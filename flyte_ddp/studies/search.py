@@ -132,8 +132,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
         known = [each.name for each in dataclasses.fields(TrainingConfig)]
         raise ConfigError(
             f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe "
-            "option, "
-            f"got {name!r}{suggest(name, known)}"
+            f"option, got {name!r}{suggest(name, known)}"
         )
     if is_list and num_models:
         raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
@@ -150,8 +149,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     num_combinations = len(grid) if is_list else math.prod(map(len, grid.values()))
     if not num_models and num_combinations > MAX_TRIALS:
         raise ConfigError(
-            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; "
-            "num_models "
+            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; num_models "
             "samples from a grid"
         )
     return (

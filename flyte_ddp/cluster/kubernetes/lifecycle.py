@@ -186,9 +186,8 @@ def _create(
             if _read_token(made) != _read_token(spec):
                 raise ClusterError(
                     f"a Dask cluster named {name} exists already in namespace {namespace}, and "
-                    "belongs to another run; "
-                    f"if none is running, remove it with: kubectl --namespace {namespace} delete "
-                    f"daskcluster {name}"
+                    "belongs to another run; if none is running, remove it with: kubectl "
+                    f"--namespace {namespace} delete daskcluster {name}"
                 )
         uid = made["metadata"]["uid"]
         policy = network_policy(name, uid, namespace, operator_namespace, driver)

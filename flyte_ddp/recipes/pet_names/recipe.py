@@ -89,9 +89,8 @@ class PetNames(Recipe):
         if len(distinct) < MIN_NAMES:
             raise DataError(
                 f"data: expected at least {MIN_NAMES} distinct names of at most {MAX_LENGTH} "
-                "letters from a to z, "
-                f"hyphens, full stops and spaces, got {len(distinct)} usable names in "
-                f"{where}{others}"
+                f"letters from a to z, hyphens, full stops and spaces, got {len(distinct)} usable "
+                f"names in {where}{others}"
             )
         held_out = distinct[: len(distinct) // HELD_OUT_RATIO]
         training = set(distinct) - set(held_out)

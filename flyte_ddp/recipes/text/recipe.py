@@ -86,8 +86,7 @@ class Text(Recipe):
         validate(self, "recipe_options.")
         if self.width % (2 * self.heads):
             raise ConfigError(
-                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), "
-                "got "
+                f"recipe_options.width: expected a multiple of {2 * self.heads} (2 x heads), got "
                 f"{self.width}"
             )
         sizes = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]

@@ -72,8 +72,7 @@ def prepare_shards(
     if sizes[0] <= context:
         raise ConfigError(
             "recipe_options.context: expected fewer tokens than the training text has, which is "
-            f"{sizes[0]:,}, "
-            f"got {context:,}"
+            f"{sizes[0]:,}, got {context:,}"
         )
     facts = {
         name: count / size
@@ -81,10 +80,9 @@ def prepare_shards(
     }
     (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return (
-        f"text from {corpus.name}: {sum(num_documents):,} "
-        f"document{'s'[: sum(num_documents) > 1]}, {how}; "
-        f"{sizes[0]:,} tokens of {tokenizer.size:,} kinds to train, {sizes[1]:,} held out"
-        f"{report_left_out(corpus.left_out)}"
+        f"text from {corpus.name}: {sum(num_documents):,} document{'s'[: sum(num_documents) > 1]}, "
+        f"{how}; {sizes[0]:,} tokens of {tokenizer.size:,} kinds to train, {sizes[1]:,} held "
+        f"out{report_left_out(corpus.left_out)}"
     )
 
 
