@@ -237,7 +237,7 @@ def edited(exported, directory, **values):
 BAD = {
     "a Hub that does not answer": (
         lambda *_: {"pretrained": "org/other"},
-        "a model on the Hub, .* got 'org/other', which cannot be downloaded: LocalEntryNotFound",
+        "a model on the Hub, .* got 'org/other', which cannot be downloaded: .*LocalEntryNotFound",
     ),
     "no causal model": (
         lambda model, place: edited(model, place, model_type="t5"),

@@ -1,12 +1,6 @@
-"""The report and the W&B run of a function. test_observers.py tests its history and progress
-bar.
-"""
+"""The report of a function. test_observers.py tests its history and progress bar."""
 
 from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 
 from flyte_ddp.events import (
     CheckpointLoaded,
@@ -17,8 +11,6 @@ from flyte_ddp.events import (
     RunStarted,
 )
 from flyte_ddp.observers.reports.run import MAX_LINES, Report
-from flyte_ddp.observers.weights_and_biases import Wandb
-from tests.support.wandb_log import config_of, rows_of
 
 STARTED = RunStarted("train", 4, 2, 0)
 
@@ -59,19 +51,3 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
     assert "<td>1 <small>in this attempt" in shown
     report.handle(RunFinished(10, 1.0))
     assert report.status == "finished"
-
-
-def test_wandb_has_every_reported_value_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    listener = Wandb("project", "run-1", tmp_path)
-    for event in restarted_run():
-        listener.handle(event)
-    listener.close(None)
-
-    rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert (
-        rows[-1] | {"step": 10, "train/loss": 0.1, "train/val_accuracy": 0.875, "train/epoch": 2.5}
-        == rows[-1]
-    )
-    assert config_of(tmp_path)["program"] == "train"

@@ -22,7 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp.config.main_module import NAMES
 from flyte_ddp.config.source_code import find_packages
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, in_one_line
 
 # attributes of a class that are not its source, or say where that is
 NOT_SOURCE = ("__dict__", "__doc__", "__module__", "__weakref__", "_abc_impl")
@@ -40,10 +40,9 @@ def pickle(value: object, of: Any, field: str) -> bytes:
     try:
         _Pickler(file, find_packages(of), isinstance(of, type)).dump(value)
     except Exception as error:  # of any kind: `__reduce__` is the user's
-        reason = " ".join(str(error).split())
         name = getattr(of, "__qualname__", repr(of))
         raise ConfigError(
-            f"{field}: expected one that can be pickled, got {name}: {reason}"
+            f"{field}: expected one that can be pickled, got {name}: {in_one_line(error)}"
         ) from error
     return file.getvalue()
 

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, in_one_line
 from flyte_ddp.recipes.arrays import load_arrays
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.contents import unpack
@@ -105,9 +105,9 @@ def _download() -> str:
     try:
         datasets.MNIST(cache, download=True)
     except Exception as error:  # of any kind: a connection may break anywhere
-        why = " ".join(str(error).split())
         raise DataError(
-            f"data: MNIST could not be downloaded: {why}; give a directory of its files"
+            f"data: MNIST could not be downloaded: {in_one_line(error)}; give a directory of its "
+            "files"
         ) from error
     return str(cache)
 

@@ -125,8 +125,6 @@ def remedy_for(error: Exception, is_local: bool) -> str:
         is_local: True if the place is a directory on a disk.
     """
     status, code = answer(error)
-    if isinstance(error, IsADirectoryError):
-        return "give a file"
     if is_local:
         return "give a place where this process may read and create files"
     if code in _BUCKETS:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flyte_ddp.config.fields import Limits, check
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.recipes.pet_names.model import NameModel
 
@@ -84,9 +84,9 @@ def load_model(state: Mapping[str, Any]) -> NameModel:
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, KeyError) as error:
-        gaps = " ".join(str(error).split())  # torch lists them on many lines
         raise ConfigError(
-            f"model_state: expected the state of recipe pet_names, got another model's: {gaps}"
+            "model_state: expected the state of recipe pet_names, got another model's: "
+            f"{in_one_line(error)}"
         ) from error
     return model
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config.fields import Limits, check
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.recipes.text.pretrained import CONFIG, FIELD, WEIGHTS, leave_hub, make_config
 from flyte_ddp.recipes.text.tokens import Tokenizer
 
@@ -108,9 +108,9 @@ def load_model(state: Mapping[str, Any], assign: bool = False) -> TextModel:
         model = TextModel(AutoModelForCausalLM.from_config(config), Tokenizer(extra["tokenizer"]))
         model.load_state_dict(state, assign=assign)
     except (TypeError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())  # torch lists the gaps on many lines
         raise ConfigError(
-            f"model_state: expected the state of recipe text, got another model's: {reason}"
+            "model_state: expected the state of recipe text, got another model's: "
+            f"{in_one_line(error)}"
         ) from error
     return model
 

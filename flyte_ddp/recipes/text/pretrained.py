@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config.fields import suggest
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.storage import Storage, fetch_file, redact_url
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
@@ -39,9 +39,8 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
         try:
             place = str(snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*"))
         except (OSError, ValueError) as error:  # the Hub's are one of these
-            reason = " ".join(str(error).split())
             raise ConfigError(
-                f"{expected}, which cannot be downloaded: {type(error).__name__}: {reason}"
+                f"{expected}, which cannot be downloaded: {in_one_line(error)}"
             ) from error
     names = [
         name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)
@@ -81,7 +80,7 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
         config = AutoConfig.for_model(**values) if kind in KNOWN else None
     except Exception as error:  # of any kind, such as a size of another type
         raise ConfigError(
-            f"{field}: transformers refuses this config: {' '.join(str(error).split())}"
+            f"{field}: transformers refuses this config: {in_one_line(error)}"
         ) from error
     if config is None or getattr(config, "is_decoder", True) is False:
         raise ConfigError(
