@@ -121,6 +121,22 @@ def text_of(made: Report) -> str:
     return Elements(made.render()).text
 
 
+@pytest.mark.parametrize(("grace", "warns"), [(20.0, True), (40.0, False), (0.0, False)])
+def test_a_store_that_is_slower_than_a_notice_of_departure_is_reported(grace, warns):
+    saved = CheckpointSaved(50, "step-50", False, 0.1, at=100.0)
+    written = CheckpointWritten(50, "step-50", False, at=130.0)
+    begun = AttemptStarted(2, 1.0, 0.0, grace_seconds=grace)
+    notices = report_of(
+        [begun, sample_run.started(), sample_run.loaded(), saved, written]
+    ).content()["notices"]
+    warning = (
+        "The store took 30 s for the newest checkpoint, and a node that is told to go has 20 s: "
+        "an announced loss "
+        "would cost steps. A longer termination grace of the pods avoids that"
+    )
+    assert notices == ([warning] if warns else [])
+
+
 def test_the_headline_is_the_monitored_figure():
     started, *others = sample_run.training(epochs=3)
     monitor = {"metric": "accuracy", "mode": "max"}

@@ -53,6 +53,8 @@ class AttemptStarted(Timed):
     launched_at: float  # of the run, seconds since the epoch
     # for nodes, since the attempt before it has ended or the run was launched
     waited_seconds: float
+    # for a last checkpoint, from the notice that a node has to go; 0: not known
+    grace_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

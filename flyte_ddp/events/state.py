@@ -50,6 +50,13 @@ class RunState(Listener):
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
     num_checkpoints: int = 0  # written by this attempt, removed ones included
+    grace_seconds: float = 0.0  # as `AttemptStarted` has it
+    # from the copy of the newest whole checkpoint until the store had it; 0: not known
+    writing_seconds: float = 0.0
+    # by step
+    _copied_at: dict[int, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
 
     @classmethod
@@ -64,6 +71,10 @@ class RunState(Listener):
         """Update the state with the next event of the run."""
         self._time.handle(event)
         match event:
+            case kinds.AttemptStarted():
+                self.grace_seconds = event.grace_seconds
+            case kinds.CheckpointSaved():
+                self._copied_at[event.step] = event.at
             case kinds.AttemptEnded():
                 if event.num_leaving:
                     self.num_announced_losses += 1
@@ -136,6 +147,8 @@ class RunState(Listener):
 
     def _add_checkpoint(self, event: kinds.CheckpointWritten) -> None:
         self.num_checkpoints += 1
+        self.writing_seconds = event.at - self._copied_at.get(event.step, event.at)
+        self._copied_at = {step: at for step, at in self._copied_at.items() if step > event.step}
         known = [*self.checkpoints, event]
         num_kept = self.started.config.get("checkpoints_to_keep", 1) if self.started else 1
         best = [each for each in known if each.best][-1:]

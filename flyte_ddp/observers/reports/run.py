@@ -116,6 +116,14 @@ class Report(Page):
         notices += loaded.skipped[-MAX_CHECKPOINTS:] if loaded else []
         if loaded and loaded.url:
             notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
+        if 0 < state.grace_seconds < state.writing_seconds:
+            notices.append(
+                f"The store took {state.writing_seconds:.0f} s for the newest checkpoint, and a "
+                "node that is told to "
+                f"go has {state.grace_seconds:.0f} s: an announced loss would cost steps. A "
+                "longer termination grace "
+                "of the pods avoids that"
+            )
         return notices
 
     def _tiles(self, started: RunStarted) -> list[dict[str, str]]:
