@@ -35,13 +35,13 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import NodeLost, TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.agent.devices import num_cores
-from flyte_ddp.launch.agent.node import KILLED, Beat
+from flyte_ddp.launch.agent.main import DriverLink
 from flyte_ddp.launch.agent.supervisor import POLL_INTERVAL
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
-from flyte_ddp.launch.nodes.dask.node import DriverLink
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.protocol.messages import KILLED, Beat
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 
@@ -71,7 +71,7 @@ class Cost:
 
 def supervise() -> None:
     """Run the supervisor of a node without ranks, with the arguments of
-    `flyte_ddp.launch.nodes.dask.node.main`.
+    `flyte_ddp.launch.agent.main.main`.
     """
     connection = Connection(int(sys.argv[3]))
     job = pickle.loads(connection.recv_bytes())

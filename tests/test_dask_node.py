@@ -46,9 +46,7 @@ from tests.support.runs import REPOSITORY, new_run, wait_for_step
 @pytest.mark.parametrize("end", ["no attempt comes", "the worker is gone"])
 def test_a_supervisor_that_nobody_needs_ends(end):
     timeout = 0.1 if end == "no attempt comes" else 100
-    code = (
-        f"from flyte_ddp.launch.nodes.dask import node; node.IDLE_TIMEOUT = {timeout}; node.main()"
-    )
+    code = f"from flyte_ddp.launch.agent import main; main.IDLE_TIMEOUT = {timeout}; main.main()"
     connection, given = Pipe()
     command = [sys.executable, "-c", code, "", "", str(given.fileno())]
     process = subprocess.Popen(command, pass_fds=[given.fileno()])
@@ -118,7 +116,7 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
         'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
     )
     module.write_text(f"{module.read_text()}\n\n{addition}")
-    client.run(importlib.import_module, "flyte_ddp.launch.nodes.dask.node")
+    client.run(importlib.import_module, "flyte_ddp.launch.agent.main")
     address = client.scheduler.address
     driver = start_driver(tmp_path, {"kind": "existing", "scheduler_address": address}, code=newer)
     output, _ = driver.communicate()

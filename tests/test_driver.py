@@ -22,9 +22,9 @@ from flyte_ddp.errors import (
     TrainingStopped,
 )
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch.agent.node import Beat
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.attempt import Node, Nodes, find_cause
+from flyte_ddp.launch.protocol.messages import Beat
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.protocol.stalls import StalledRank, stall_failure
 from flyte_ddp.storage import Storage

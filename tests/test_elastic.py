@@ -16,7 +16,7 @@ from flyte_ddp.errors import (
     ConfigError,
 )
 from flyte_ddp.events import AttemptEnded
-from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.nodes.dask import growth, place
 from flyte_ddp.launch.protocol.programs import recipe_program
 from tests.support.dask_runs import (

@@ -45,6 +45,24 @@ LAYERS = {
     "flyte_ddp.events": 0,
     "flyte_ddp.errors": -1,
 }
+# In which process a line runs: each of these folders imports of them only those beside its name.
+PICTURE = {
+    "flyte_ddp.launch.control": ("flyte_ddp.launch.protocol",),  # the driver
+    "flyte_ddp.launch.agent": ("flyte_ddp.launch.protocol",),  # one a machine
+    "flyte_ddp.launch.protocol": (),
+    "flyte_ddp.launch.nodes": (
+        "flyte_ddp.launch.control",
+        "flyte_ddp.launch.agent",
+        "flyte_ddp.launch.protocol",
+    ),
+    "flyte_ddp.launch": ("flyte_ddp.launch",),
+    "flyte_ddp.rank": ("flyte_ddp.launch.protocol", "flyte_ddp.session"),  # every rank
+    "flyte_ddp.session": ("flyte_ddp.rank",),
+    "flyte_ddp.training": ("flyte_ddp.rank", "flyte_ddp.session", "flyte_ddp.launch.protocol"),
+}
+# By which a module reads, writes, waits or starts something. Requests to stop are set by signals.
+DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfile", "threading")
+MAY_DO_IO = ("signals", "memory", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
 MAX_ROOMS, MAX_ARROWS = 21, 91
@@ -168,6 +186,29 @@ def test_imports_go_from_upper_layers_to_lower_ones_only():
         if _within(imported, PACKAGES) and _layer(imported) > _layer(module):
             return f"{module} lies below it"
         return ""
+
+    assert _broken(rule) == []
+
+
+def _folder(module):
+    return max((name for name in PICTURE if _within(module, [name])), key=len, default="")
+
+
+def test_the_folder_says_in_which_process_a_line_runs():
+    def rule(module, imported, in_function):
+        own, other = _folder(module), _folder(imported)
+        if not own or not other or own == other or _within(other, PICTURE[own]):
+            return ""
+        return f"{own} imports of the others only {PICTURE[own]}"
+
+    assert _broken(rule) == []
+
+
+def test_what_crosses_processes_does_nothing_by_itself():
+    def rule(module, imported, in_function):
+        package, _, name = module.rpartition(".")
+        is_bound = package == "flyte_ddp.launch.protocol" and name not in MAY_DO_IO
+        return "protocol/ holds values" if is_bound and _within(imported, DOES_IO) else ""
 
     assert _broken(rule) == []
 

@@ -21,7 +21,7 @@ import pytest
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent import rank_start, supervisor
-from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.nodes import local
 from flyte_ddp.launch.protocol.memory import UNLIMITED, NodeMemory, free_in
 from flyte_ddp.launch.protocol.programs import Job, Program

@@ -11,10 +11,10 @@ import cloudpickle
 import pytest
 
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
-from flyte_ddp.launch.agent.node import Beat
 from flyte_ddp.launch.control.attempt import Attempt, Node
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.protocol import stalls
+from flyte_ddp.launch.protocol.messages import Beat
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.protocol.stalls import StalledRank

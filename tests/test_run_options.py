@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from flyte_ddp import __main__ as command_line
 from flyte_ddp.launch import run_options
-from flyte_ddp.launch.protocol.output import LogTail
+from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.observers.progress_bar import ProgressBar
 
 REPOSITORY = Path(__file__).parents[1]

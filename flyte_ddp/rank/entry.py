@@ -39,10 +39,8 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
-from flyte_ddp.launch.protocol.background import call_in_background
-from flyte_ddp.launch.protocol.output import rank_log, rank_stacks
 from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job
-from flyte_ddp.launch.protocol.ranks import NodeRanks, semaphore_prefix
+from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.rank.collectives import watch_main_thread
 from flyte_ddp.rank.frames import frames_of_user
@@ -265,14 +263,17 @@ class _Store:
         self._is_needed = threading.Event()  # now, even if that imports torch
         # processes below this one's use it, and this one imports no torch itself
         self._is_for_others = is_for_others
-        self._opened = call_in_background(self._open) if process.rank == 0 else None
+        self._store: Store | None = None
+        if process.rank == 0:
+            threading.Thread(target=self._serve, name="store", daemon=True).start()
 
     def open(self) -> Store:
         """Return the store, as a client on all ranks but rank 0."""
         self._is_needed.set()
         with self._lock:
-            self._opened = self._opened or call_in_background(self._open)
-        return self._opened.result()
+            if self._store is None:
+                self._store = self._process.open_store(STORE_TIMEOUT)
+        return self._store
 
     def wait_until_all_ended(self) -> None:
         """Wait, on rank 0, for the functions of all ranks: they may use the store until they
@@ -298,12 +299,12 @@ class _Store:
             and bool(select.select([listener], [], [], 0)[0])
         )
 
-    def _open(self) -> Store:
+    def _serve(self) -> None:
         while not (
             _has_imported_torch() or self._is_needed.wait(POLL_INTERVAL) or self._is_asked_for()
         ):
             pass
-        return self._process.open_store(STORE_TIMEOUT)
+        self.open()
 
 
 def _describe(error: BaseException) -> tuple[str, str, str, bool]:

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.launch.protocol.output import LogTail
+from flyte_ddp.launch.agent.output import LogTail
 
 # seconds for the kernel to end killed processes, and for their new parent to reap them
 DEATH_GRACE = 2.0

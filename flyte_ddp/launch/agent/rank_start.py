@@ -15,6 +15,7 @@ late.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -35,8 +36,9 @@ from flyte_ddp.observers.streams import open_standard_streams
 # rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 
+ENTRY = ("flyte_ddp.rank.entry", "run_rank")  # by name: an agent imports nothing of a rank's
 # that a recipe's ranks need besides those of others
-OWN_MODULES = ("flyte_ddp.rank.entry", TRAINING[0])
+OWN_MODULES = (ENTRY[0], TRAINING[0])
 
 MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
 
@@ -156,3 +158,9 @@ def start_rank(
     with _starting:
         fresh.start()
     return fresh
+
+
+def enter_rank(*arguments: Any) -> None:
+    """Call the entry of a rank's process."""
+    module, name = ENTRY
+    getattr(importlib.import_module(module), name)(*arguments)

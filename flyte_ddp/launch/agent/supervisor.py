@@ -29,6 +29,7 @@ from typing import Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -38,11 +39,11 @@ from flyte_ddp.errors import (
     RankFailure,
     TrainingStopped,
 )
-from flyte_ddp.launch.agent.node import KILLED, Beat, Link
+from flyte_ddp.launch.agent.link import Link
+from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_handle import DEATH_GRACE, Rank
-from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_rank
+from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.protocol.background import call_in_background
 from flyte_ddp.launch.protocol.failures import (
     find_place,
     first_line,
@@ -51,9 +52,16 @@ from flyte_ddp.launch.protocol.failures import (
     shorten_traceback,
 )
 from flyte_ddp.launch.protocol.memory import NodeMemory, count_oom_kills
-from flyte_ddp.launch.protocol.output import LogTail, rank_log, rank_stacks
+from flyte_ddp.launch.protocol.messages import KILLED, Beat
 from flyte_ddp.launch.protocol.programs import Job
-from flyte_ddp.launch.protocol.ranks import NUM_SLOTS, PHASES, NodeRanks, semaphore_prefix
+from flyte_ddp.launch.protocol.ranks import (
+    NUM_SLOTS,
+    PHASES,
+    NodeRanks,
+    rank_log,
+    rank_stacks,
+    semaphore_prefix,
+)
 from flyte_ddp.launch.protocol.stalls import (
     MAX_FRAMES,
     StalledRank,
@@ -63,7 +71,6 @@ from flyte_ddp.launch.protocol.stalls import (
     mismatch_line,
     stall_failure,
 )
-from flyte_ddp.rank.entry import run_rank
 
 # no failure of another rank ends a rank in these ways
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)
@@ -191,7 +198,7 @@ class _Ranks:
         memory = (self.memory.slots_of(number), copies, self.left_parts)
         listener = self.listener if local_rank == 0 else None
         arguments = (self.job, self.node, local_rank, listener, end, end, self.beats, self.logs)
-        process = start_rank(self.job.program, run_rank, (*arguments, memory), f"rank-{number}")
+        process = start_rank(self.job.program, enter_rank, (*arguments, memory), f"rank-{number}")
         # Only the rank holds it now, so that either side sees the other's death as the end of the
         # pipe.
         end.close()

@@ -15,10 +15,10 @@ from typing import Any
 from flyte_ddp import events
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
-from flyte_ddp.launch.agent.node import KILL_GRACE, KILLED, Beat
 from flyte_ddp.launch.control.paces import PaceWatch
 from flyte_ddp.launch.protocol.failures import find_place
 from flyte_ddp.launch.protocol.memory import name_memory
+from flyte_ddp.launch.protocol.messages import KILL_GRACE, KILLED, Beat
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.protocol.stalls import join_stalls, lost_failure

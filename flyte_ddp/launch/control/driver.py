@@ -27,6 +27,7 @@ from typing import NoReturn, Protocol, TypeVar
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
@@ -41,7 +42,6 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
-from flyte_ddp.launch.protocol.background import call_in_background
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
 from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals

@@ -22,7 +22,7 @@ from flyte_ddp.launch.agent.devices import (
     num_cores,
     num_gpus,
 )
-from flyte_ddp.launch.agent.node import Link
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.memory import NodeMemory

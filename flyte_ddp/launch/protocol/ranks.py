@@ -50,3 +50,17 @@ def semaphore_prefix(directory: str) -> str:
         directory: of the ranks' files, which names the attempt.
     """
     return f"mp-{os.path.basename(directory)}"
+
+
+def rank_log(directory: str, rank: int) -> str:
+    """Return the path of the file that the standard output and standard error of `rank` are written
+    to.
+    """
+    return os.path.join(directory, f"rank-{rank}.log")
+
+
+def rank_stacks(directory: str, rank: int) -> str:
+    """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on
+    SIGUSR1.
+    """
+    return os.path.join(directory, f"rank-{rank}.stacks")

@@ -25,6 +25,7 @@ from distributed.client import ClosedClientError
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
+from flyte_ddp.launch.agent.main import BEAT_INTERVAL, NodeJob
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
@@ -37,7 +38,6 @@ from flyte_ddp.launch.nodes.dask.calls import (
 )
 from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
 from flyte_ddp.launch.nodes.dask.leaving import hold_scheduler
-from flyte_ddp.launch.nodes.dask.node import BEAT_INTERVAL, NodeJob
 from flyte_ddp.launch.nodes.dask.placement import DaskNode
 from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.programs import Job

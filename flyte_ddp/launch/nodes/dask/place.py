@@ -18,12 +18,12 @@ from distributed import Client
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
+from flyte_ddp.launch.agent.main import NodeJob
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
 from flyte_ddp.launch.nodes.dask.leaving import CLOSE_RESERVE
-from flyte_ddp.launch.nodes.dask.node import NodeJob
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool

@@ -49,7 +49,7 @@ BOOTSTRAP = (
     "import os, sys; lib = os.path.dirname(os.__file__); "
     "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
     "sys.path[:] = [*own, sys.argv[1], *(each for each in sys.path if each and each not in own)]; "
-    "from flyte_ddp.launch.nodes.dask.node import main; main()"
+    "from flyte_ddp.launch.agent.main import main; main()"
 )
 
 

@@ -1,29 +1,14 @@
-"""The log file of a rank's output, which its supervisor reads while it grows.
+"""The log file of a rank's output, which its agent reads while it grows.
 
 Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
-
-
-def rank_log(directory: str, rank: int) -> str:
-    """Return the path of the file that the standard output and standard error of `rank` are written
-    to.
-    """
-    return os.path.join(directory, f"rank-{rank}.log")
-
-
-def rank_stacks(directory: str, rank: int) -> str:
-    """Return the path of the file where `rank` writes its Python stacks when it is asked to, or on
-    SIGUSR1.
-    """
-    return os.path.join(directory, f"rank-{rank}.stacks")
 
 
 class LogTail:

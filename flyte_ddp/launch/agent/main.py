@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import NodeLost
-from flyte_ddp.launch.agent.node import KILL_GRACE, Link
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.protocol.memory import NodeMemory
+from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.observers.streams import open_standard_streams
