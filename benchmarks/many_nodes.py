@@ -32,7 +32,7 @@ import psutil
 from benchmarks.measure import machine, show_rows
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import NodeLost, TrainingStopped
+from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.launch.agent.main import DriverLink
@@ -41,7 +41,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.protocol.messages import KILLED, Beat
+from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 
@@ -82,7 +82,7 @@ def supervise() -> None:
     def obey() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                link.obey(*pickle.loads(connection.recv_bytes()))
+                link.obey(pickle.loads(connection.recv_bytes()))
         link.kill_ranks("the worker is gone")
 
     threading.Thread(target=obey, daemon=True).start()
@@ -95,11 +95,7 @@ def supervise() -> None:
         if job.ranks.first_rank == 0 and polls % round(1 / POLL_INTERVAL) == 0:
             link.emit(Reported(step, None, {"loss": 0.5}))
     reason = link.stop.reason
-    link.send(
-        "end",
-        NodeLost(reason, cause=KILLED) if link.is_killed else TrainingStopped(reason, reason),
-        [],
-    )
+    link.send(End(Outcome.KILLED if link.stop.is_urgent else Outcome.STOPPED, reason))
     os._exit(0)
 
 

@@ -7,6 +7,7 @@ defaults.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import time
 import traceback
@@ -89,17 +90,27 @@ class CheckpointError(RuntimeError):
 OUT_OF_MEMORY = "OOMKilled"  # as Kubernetes calls it
 
 
+class FailureKind(str, enum.Enum):
+    """How a rank, or its node, ended the run."""
+
+    EXCEPTION = "exception"
+    SIGNAL = "signal"
+    EXIT = "exit"
+    STALL = "stall"  # nothing moved any more
+    LOST = "lost"  # the node is gone, or could not run its ranks
+
+
 class RankFailure(RuntimeError):
     """A rank ended the run: with an exception, by a signal, or because nothing moved any more.
 
     Attributes:
         rank: of the whole gang; -1 where no single one is to blame (a stall).
-        kind: exception, signal, exit or stall.
+        kind: how; never LOST.
         cause: the exception's class name and message, or the signal's name: equal for the same bug
             in two attempts. OUT_OF_MEMORY for a SIGKILL by the kernel's out-of-memory killer.
         is_consequence: the error of a rank whose peer has died, so another failure is to blame.
-        details: values from which the message is made again together with other nodes'
-            (launch/protocol/stalls.py).
+        details: further values: the `place` of a crash in the user's code; the `sizes` that gloo
+            found to differ.
         timestamp: when it was noticed, in seconds since the epoch.
     """
 
@@ -107,14 +118,14 @@ class RankFailure(RuntimeError):
         self,
         message: str,
         rank: int = -1,
-        kind: str = "exception",
+        kind: FailureKind = FailureKind.EXCEPTION,
         cause: str = "",
         is_consequence: bool = False,
         details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
-        self.kind = kind
+        self.kind = FailureKind(kind)
         self.cause = cause
         self.is_consequence = is_consequence
         self.details = details or {}
@@ -162,7 +173,7 @@ class NodeLost(RuntimeError):
         cause: the reason: OUT_OF_MEMORY, or "" for any other.
     """
 
-    kind = "lost"
+    kind = FailureKind.LOST
     is_consequence = False
     is_user_error = False
 

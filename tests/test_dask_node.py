@@ -111,7 +111,7 @@ def test_the_drivers_code_is_what_ranks_run(client, tmp_path):
     shutil.copytree(
         REPOSITORY / "flyte_ddp", newer / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__")
     )
-    module = newer / "flyte_ddp" / "rank" / "main.py"
+    module = newer / "flyte_ddp" / "training" / "main.py"
     addition = (
         'older = main\n\ndef main(*arguments):\n    print("newer code")\n    older(*arguments)\n'
     )

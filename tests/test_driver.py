@@ -23,10 +23,21 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.control.attempt import Node, Nodes, find_cause
-from flyte_ddp.launch.protocol.messages import Beat
+from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.control.causes import find_cause
+from flyte_ddp.launch.control.stalls import stall_failure
+from flyte_ddp.launch.protocol.messages import (
+    Beat,
+    Emitted,
+    End,
+    Failed,
+    InspectedRank,
+    Kill,
+    Leaving,
+    Outcome,
+    Stop,
+)
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
-from flyte_ddp.launch.protocol.stalls import StalledRank, stall_failure
 from flyte_ddp.storage import Storage
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS
 
@@ -57,19 +68,18 @@ class OwnPlace(Nodes):
         pass
 
     def gather(self, run, previous):
-        self.nodes, self.storage, self.command = [Node()], run.storage, ""
+        self.nodes, self.storage, self.command = [Node()], run.storage, None
         return self
 
     def start(self, job, num_restarts):
         self.step, self.weight = self._load()
         self.resumed_step = self.step
 
-    def send(self, *command):
-        self.command = command[0]
+    def send(self, command):
+        self.command = command
         self.commands.append(command)
 
-    def can_do_without_leaving(self):
-        return True
+    can_do_without_leaving = True
 
     def _load(self):
         names = [name for name in self.storage.names() if name.startswith("step-")]
@@ -77,23 +87,23 @@ class OwnPlace(Nodes):
 
     def messages(self):
         (node,) = self.nodes
-        if self.command in ("stop", "kill"):
-            return (yield node, ("end", TrainingStopped(f"TERM at {self.step}", "TERM"), []))
+        if isinstance(self.command, (Stop, Kill)):
+            return (yield node, End(Outcome.STOPPED))
         if self.step == self.resumed_step:
-            yield node, ("event", events.CheckpointLoaded(self.step, ""))
+            yield node, Emitted(events.CheckpointLoaded(self.step, ""))
         if self.faults and self.faults[0][0] == self.step:
             _, failure = self.faults.pop(0)
             if failure is LEAVES:
-                return (yield node, ("beat", Beat(self.step, leaves_in=30.0)))
-            return (yield node, ("end", pickle.loads(pickle.dumps(failure)), []))
+                return (yield node, Leaving(30.0))
+            return (yield node, Failed(pickle.loads(pickle.dumps(failure))))
         self.step, self.weight = self.step + 1, self.weight - 0.2 * 2 * (self.weight - 3)
         self.storage.write(
             f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode()
         )
-        yield node, ("beat", Beat(self.step, is_stoppable=True))
+        yield node, Beat(self.step, is_stoppable=True)
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
-            yield node, ("end", None, [])
+            yield node, End(Outcome.DONE)
 
 
 def train(place, directory, program=None, **options):
@@ -148,18 +158,21 @@ def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_ti
         larger = 2
 
         def messages(self):
-            if self.command == "stop" and self.faults:  # the ranks are about to end
+            if isinstance(self.command, Stop) and self.faults:  # the ranks are about to end
                 self.faults.clear()
-                return [(self.nodes[0], ("beat", Beat(self.step, is_writing=True, leaves_in=30.0)))]
+                return [(self.nodes[0], Leaving(30.0))]
             type(self).larger = 2 if self.faults else 0
             return super().messages()
 
     place = Growing((99, LEAVES))
     train(place, tmp_path)
-    grow, leave = [command for command in place.commands if command[0] == "stop"]
-    assert grow == ("stop", "the gang grows from 1 to 2 nodes", 600.0)
-    assert leave[:2] == ("stop", "this machine leaves")
-    assert 10 < leave[2] < 29.1
+    grow, leave = [command for command in place.commands if isinstance(command, Stop)]
+    assert (grow.reason, leave.reason) == (
+        "the gang grows from 1 to 2 nodes",
+        "this machine leaves",
+    )
+    assert grow.seconds == pytest.approx(600, abs=9)
+    assert 10 < leave.seconds < 29.1
     assert "this machine leaves: the gang ended at step 1 and restarts from there" in caplog.text
 
 
@@ -167,7 +180,7 @@ def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_befor
     tmp_path, scripted, caplog
 ):
     script = scripted([(None, 9, 7), ENOUGH])
-    script.leaving, script.reason = [Node()], "node 1 leaves"
+    script.num_leaving, script.reason = 1, "node 1 leaves"
     with pytest.raises(TrainingStopped):
         train(own_place(0), tmp_path)
     assert (
@@ -183,7 +196,7 @@ class Scripted:
     If `memory` is given, these are the steps of the states that the attempts leave in memory.
     """
 
-    larger, leaving = 0, ()
+    num_leaving = 0
 
     def __init__(self, endings):
         self.endings, self.num_attempts, self.memory, self.jobs = list(endings), 0, [], []
@@ -357,19 +370,20 @@ def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(
 
 
 def test_a_stall_of_many_nodes_names_the_stopped_rank_in_its_first_line():
-    def stall(node):
+    def inspect(node):
         halted = "rank 11 is stopped (SIGSTOP)" if node == 11 else ""
         stack = [] if halted else [f"  File {node}" for _ in range(36)]
-        rank = StalledRank(node, 8, 31.0, stack, halted, node=f"node {node} (w at h)")
-        return stall_failure([rank], "no rank made progress for 31 s (stall_timeout: 30)")
+        return InspectedRank(node, 8, 31.0, stack, halted, node=f"node {node} (w at h)")
 
-    cause = find_cause([ECHO, *map(stall, range(16))])
-    head, *rest = str(cause).splitlines()
+    ranks = list(map(inspect, range(16)))
+    stall = stall_failure(ranks, "no rank made progress for 31 s (stall_timeout: 30)")
+    head, *rest = str(stall).splitlines()
     assert head.endswith("stall_timeout: 30): rank 11 is stopped (SIGSTOP)")
-    assert cause.rank == 11
+    assert stall.rank == 11
     assert len(rest) < 45
     assert rest[0] == "--- rank 11 on node 11 (w at h), at step 8, last progress 31 s ago"
     assert rest[-1] == "... (the log has the stacks of 6 more ranks)"
+    assert find_cause([ECHO, stall]) is stall
     # A program may raise an exception of its own because a node was lost, which is noticed later.
     failures = [ECHO, THEIRS, LOST]
     assert [find_cause(failures[:count]) for count in (1, 2, 3)] == failures

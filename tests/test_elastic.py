@@ -18,6 +18,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.nodes.dask import growth, place
+from flyte_ddp.launch.protocol.messages import Go, Stop
 from flyte_ddp.launch.protocol.programs import recipe_program
 from tests.support.dask_runs import (
     dask_config,
@@ -85,12 +86,12 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
 
 def test_a_stop_leaves_ranks_that_end_to_grow_less_time():
     link = Link(lambda message: None)
-    link.obey("go")
+    link.obey(Go())
     for _ in range(2):
-        link.obey("stop", "the gang grows", 600.0)
+        link.obey(Stop("the gang grows", 600.0))
     assert link.stop.is_set()
     assert link.stop.deadline - time.monotonic() > 500
-    link.obey("stop", "SIGTERM", 20.0)
+    link.obey(Stop("SIGTERM", 20.0))
     assert link.stop.reason == "SIGTERM"
     assert link.stop.deadline - time.monotonic() < 21
     assert not link.stop.is_urgent

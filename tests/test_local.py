@@ -4,7 +4,6 @@ leaves no process.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import re
@@ -15,21 +14,17 @@ import threading
 import time
 from pathlib import Path
 
-import cloudpickle
 import pytest
 
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent import rank_start, supervisor
-from flyte_ddp.launch.agent.link import Link
+from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
-from flyte_ddp.launch.protocol.memory import UNLIMITED, NodeMemory, free_in
-from flyte_ddp.launch.protocol.programs import Job, Program
-from flyte_ddp.launch.protocol.ranks import NodeRanks
-from flyte_ddp.launch.protocol.stalls import StalledRank, find_culprits
-from flyte_ddp.launch.run import _Call
+from flyte_ddp.launch.protocol.memory import UNLIMITED, free_in
+from flyte_ddp.launch.protocol.messages import InspectedRank
 from tests.support.dask_runs import eventually
-from tests.support.runs import fork_functions, how_it_ended, new_run, start_parent, wait_for_step
+from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
 SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
 
@@ -49,34 +44,6 @@ def _surroundings():
 
 
 # A rank that dies
-
-
-def fail_slowly(marker):
-    """Rank 1 has raised, but its process lives on; rank 0 waits."""
-    if os.environ["RANK"] == "1":
-        atexit.register(time.sleep, 600)
-        atexit.register(Path(marker).touch)
-        raise TypeError("a bug")
-    time.sleep(600)
-
-
-def test_an_exception_is_told_also_if_the_driver_ends_the_ranks_meanwhile(tmp_path, monkeypatch):
-    """Because another node's ranks have lost their peer, which is no reason to go on."""
-    fork_functions(monkeypatch)
-    messages, num_beats = [], itertools.count()
-
-    class Ending(Link):
-        def note_beat(self, beat):
-            # The error has arrived by then, and its process is waited for.
-            if (tmp_path / "failed").exists() and next(num_beats) == 3:
-                self.obey("kill")
-
-    call = cloudpickle.dumps(_Call(fail_slowly, (str(tmp_path / "failed"),)))
-    job = Job(Program("fail", call, ("tests",)), "", time.time())
-    with local.listening_socket("127.0.0.1") as listener:
-        ranks = NodeRanks(0, 2, 2, "127.0.0.1", listener.getsockname()[1], "lo", False, 1)
-        supervisor.supervise(job, ranks, listener, None, Ending(messages.append), NodeMemory())
-    assert str(messages[-1][1]).startswith("rank 1 failed: TypeError: a bug")
 
 
 def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
@@ -313,7 +280,7 @@ def waiting(
         for n, what in collectives
     ]
     group = {"name": name, "ranks": list(ranks), "entered": entered, "pending": pending}
-    return StalledRank(number, 4, 5.0, [], halted, [group])
+    return InspectedRank(number, 4, 5.0, [], halted, [group])
 
 
 @pytest.mark.parametrize(
@@ -333,7 +300,7 @@ def waiting(
         (
             [
                 waiting(0, (5, "barrier")),
-                StalledRank(1, 4, 5.0, [], "", [
+                InspectedRank(1, 4, 5.0, [], "", [
                     {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},  # noqa: E501
                     *waiting(1, (9, "barrier"), name="group b", ranks=(1, 3), entered=9).groups,
                 ]),

@@ -11,13 +11,11 @@ import cloudpickle
 import pytest
 
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
-from flyte_ddp.launch.control.attempt import Attempt, Node
+from flyte_ddp.launch.control import stalls
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
-from flyte_ddp.launch.protocol import stalls
-from flyte_ddp.launch.protocol.messages import Beat
+from flyte_ddp.launch.control.stalls import Suspicion, suspect
+from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
 from flyte_ddp.launch.protocol.programs import Program
-from flyte_ddp.launch.protocol.signals import StopRequest
-from flyte_ddp.launch.protocol.stalls import StalledRank
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
 from tests.support.runs import fork_functions
 
@@ -137,7 +135,7 @@ def test_it_is_named_in_one_line_and_nothing_starts_again(
 
 def test_a_rank_that_leaves_on_another_node_is_named_too(client):
     expected = (
-        r"^node \d .*: rank 0 left early: it has ended, and rank 1 waits in all_reduce of "
+        r"^rank 0 left early: it has ended, and rank 1 waits in all_reduce of "
         r"float \[4\]"
     )
     with pytest.raises(RankFailure, match=expected) as caught:
@@ -177,7 +175,7 @@ def waiting(number, group=(0, 1, 2), entered=4, since=1.0, stack=(), **values):
         "entered": entered,
         "pending": [pending],
     }
-    return StalledRank(number, 0, None, list(stack), groups=[{**state, **values}])
+    return InspectedRank(number, 0, None, list(stack), groups=[{**state, **values}])
 
 
 IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 9 in recv'
@@ -192,11 +190,11 @@ IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", l
         ([waiting(0, (0, 1)), waiting(1, (0, 1))], [2], None),
         ([waiting(0, pending=[]), waiting(2, pending=[])], [1], None),  # they have gone on
         (
-            [StalledRank(0, 0, None, [IN_TORCH], groups=[])],
+            [InspectedRank(0, 0, None, [IN_TORCH], groups=[])],
             [1],
             "rank 1 left early: it has ended, and rank 0 waits",
         ),
-        ([StalledRank(0, 0, None, ['  File "a.py", line 2 in f'], groups=[])], [1], None),
+        ([InspectedRank(0, 0, None, ['  File "a.py", line 2 in f'], groups=[])], [1], None),
         ([], [0], None),
     ],
 )
@@ -205,39 +203,22 @@ def test_only_ranks_that_wait_for_one_that_has_ended_are(ranks, left, expected):
     assert (failure and str(failure).partition(" in ")[0]) == expected
 
 
-class Asked:
-    """Nodes of which each has one rank, and what they are sent."""
-
-    def __init__(self, *nodes):
-        self.nodes, self.world_size, self.sent = nodes, len(nodes), []
-
-    def send(self, *command):
-        self.sent.append(command)
-
-
 @pytest.mark.parametrize(
     ("beats", "expected"),
     [
-        ([([], [0]), ([31.0], [])], [("stall", 31.0, 0)]),
-        ([([], [0]), ([29.0], [])], []),
-        ([([], [0]), ([], [])], []),  # it works on
-        ([([], [0]), ([90.0], []), ([], [])], []),  # one of the others does
-        ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], [("stall", 40.0, 0, 3)]),
-        ([([90.0], []), ([90.0], [])], []),  # nobody has ended: a stall
-        ([([], [0]), ([], [1])], []),  # all have
+        ([([], [0]), ([31.0], [])], Suspicion(31.0, (0,))),
+        ([([], [0]), ([29.0], [])], None),
+        ([([], [0]), ([], [])], None),  # it works on
+        ([([], [0]), ([90.0], []), ([], [])], None),  # one of the others does
+        ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], Suspicion(40.0, (0, 3))),
+        ([([90.0], []), ([90.0], [])], None),  # nobody has ended: a stall, once it lasts
+        ([([1900.0], []), ([1801.0], [])], Suspicion(1801.0)),
+        ([([], [0]), ([], [1])], None),  # all have
     ],
 )
-def test_the_nodes_are_asked_once_all_others_have_waited(beats, expected):
-    nodes = Asked(
-        *(
-            Node(index, beat=Beat(waits=waits, ended=ended))
-            for index, (waits, ended) in enumerate(beats)
-        )
-    )
-    attempt = Attempt(nodes, lambda event: None, lambda line: None, StopRequest(1))
-    for _ in range(2):
-        attempt._end_if_all_wait(Program("left", b"", left_timeout=30.0), is_ending=False)
-    assert nodes.sent == expected
+def test_ranks_that_have_waited_for_all_others_are_suspected(beats, expected):
+    nodes = [Beat(waits=waits, ended=ended) for waits, ended in beats]
+    assert suspect(nodes, len(nodes), stall_timeout=1800.0, left_timeout=30.0) == expected
 
 
 def crashed(place="a.py:3 in f", cause="SIGABRT"):

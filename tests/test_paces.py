@@ -16,6 +16,7 @@ import flyte_ddp
 from flyte_ddp.events import RunState, StragglersFound
 from flyte_ddp.launch.control import paces
 from flyte_ddp.launch.control.paces import PaceWatch
+from flyte_ddp.launch.protocol.messages import Pace
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, STEP, StepTimer
 from tests.support.runs import new_run
 
@@ -112,7 +113,7 @@ class Gang:
                     before + steps * more
                     for before, more in zip(row["seconds"], phases, strict=True)
                 ]
-            self.watch.note("", self.rows, self.rows[0]["num_steps"])
+            self.watch.note("", [Pace(**row) for row in self.rows], self.rows[0]["num_steps"])
 
     @property
     def named(self):

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.launch.protocol.messages import RankBeat
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.entry import environment
@@ -79,7 +80,7 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
     # no supervisor is there to be missed
     monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)
     receiver, up = multiprocessing.Pipe(duplex=False)
-    link = SupervisorLink(up, up, [], 0, sys.stderr)
+    link = SupervisorLink(up, [RankBeat()], 0, sys.stderr)
     texts = [name * 100_000 for name in "ab"]
     threads = [
         threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)])
@@ -89,4 +90,4 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
         thread.daemon = True  # a message that cannot be read leaves them waiting
         thread.start()
     received = [receiver.recv() for _ in range(200)]
-    assert sorted(received) == [(text,) for text in texts for _ in range(100)]
+    assert sorted(received) == [text for text in texts for _ in range(100)]

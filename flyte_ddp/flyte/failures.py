@@ -126,7 +126,7 @@ def _failure_of_prepare(error: Exception) -> RankFailure | None:
     cause = f"{type(error).__name__}: {error}"
     text = redact_url("".join(traceback.format_exception(type(error), error, frames)))
     return RankFailure(
-        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, "exception", cause
+        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, cause=cause
     )
 
 

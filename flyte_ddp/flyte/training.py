@@ -6,7 +6,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import OUT_OF_MEMORY, RankFailure
+from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
 from flyte_ddp.flyte.frame import HISTORY, Frame
 from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
@@ -96,7 +96,7 @@ def pod_failure(pod: str) -> RankFailure | None:
     return RankFailure(
         f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",
         -1,
-        "signal",
+        FailureKind.SIGNAL,
         OUT_OF_MEMORY,
     )
 

@@ -9,8 +9,8 @@ in the order of the program's own calls.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import pickle
 import queue
 import threading
 from collections.abc import Callable
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from flyte_ddp.launch.protocol.memory import NUM_FILES, MappedFile
+from flyte_ddp.launch.protocol.messages import PartSaved
 from flyte_ddp.rank.link import RankProcess
 
 TIMEOUT = timedelta(days=20)  # for the next state to come; in milliseconds it still is a C int
-HEADER_BYTES = 512  # of the fields of a part, in JSON
+HEADER_BYTES = 512  # of the fields of a part, pickled
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Slots:
         }
         part = {**where, "num_bytes": num_bytes, "checksum": checksum}
         self.written[self._turn % NUM_FILES] = part
-        self._process.link.send("part", part)
+        self._process.link.send(PartSaved(part))
         if not self._process.node.copy_distance:
             self._complete_turn = self._turn
             return
@@ -117,10 +118,10 @@ def receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> Non
         while files:
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             group.recv([header], 0, 0).wait()
-            part = json.loads(header.numpy().tobytes())
+            part = pickle.loads(header.numpy().tobytes())
             with files[part["turn"] % NUM_FILES] as file:
                 group.recv([file.view(part["num_bytes"])], 0, 0).wait()
-            process.link.send("part", part)
+            process.link.send(PartSaved(part))
             group.send([torch.zeros(1)], 0, 0).wait()
 
 
@@ -137,5 +138,5 @@ def _connect(source: int, rank: int, store: Store) -> Any:
 
 def _pack(part: dict[str, Any]) -> Tensor:
     return torch.frombuffer(
-        bytearray(json.dumps(part).ljust(HEADER_BYTES).encode()), dtype=torch.uint8
+        bytearray(pickle.dumps(part).ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8
     )

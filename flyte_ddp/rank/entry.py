@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
+from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
 from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.observers.streams import open_standard_streams
@@ -99,20 +100,18 @@ def run_rank(
     node: NodeRanks,
     local_rank: int,
     listener: socket | None,
-    up: Connection,
-    down: Connection,
-    beats: Any,
+    pipe: Connection,
+    beats: Sequence[RankBeat],
     logs: str,
     memory: tuple[Any, ...] = (),
 ) -> None:
-    """Run rank `node.first_rank + local_rank` and send over `up` how it ended: "done", "stopped" or
-    "error".
+    """Run rank `node.first_rank + local_rank` and send over `pipe` how it ended.
 
     Args:
         listener: the listening socket of the rendezvous, on rank 0; None elsewhere.
-        up, down: pipes to and from the supervisor.
-        beats: shared memory, see `_Ranks` in launch/agent/supervisor.py.
-        logs: directory of the rank's files for the length of the run; see output.py.
+        pipe: to and from the agent.
+        beats: of the node's ranks, in memory that they share with the agent.
+        logs: directory of the rank's files for the length of the run.
         memory: of the node, as `RankProcess` has it from `memory` on.
     """
     show_working_directory()
@@ -132,7 +131,7 @@ def run_rank(
     stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
-    link = SupervisorLink(up, down, beats, local_rank, stacks)
+    link = SupervisorLink(pipe, beats, local_rank, stacks)
     # Not Python's own, which prints what the supervisor reports; hooks call the one before them.
     sys.excepthook = lambda kind, error, frames: None
     process = os.getpid()
@@ -144,19 +143,19 @@ def run_rank(
         if os.getpid() != process:
             raise  # it was forked by the program, and is no rank
         if isinstance(error, StopRequested):
-            outcome: tuple[Any, ...] = ("stopped",)
+            outcome = Outcome.STOPPED
         else:
-            outcome = ("error", *_describe(error))
-            # the end of this process may wait for dead peers; the supervisor ends it in time
-            link.send(*outcome)
+            outcome = Outcome.FAILED
+            # the end of this process may wait for dead peers; the driver ends it in time
+            link.send(Returned(outcome, _describe(error)))
             # as Python does: W&B marks its run as failed by such a hook
             if not isinstance(error, SystemExit):
                 sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
     else:
-        outcome = ("done",)
+        outcome = Outcome.DONE
     _flush_files()
-    if outcome[0] != "error":
-        link.send(*outcome)
+    if outcome is not Outcome.FAILED:
+        link.send(Returned(outcome))
         # what a thread of gloo's that aborts this process now says
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -307,13 +306,10 @@ class _Store:
         self.open()
 
 
-def _describe(error: BaseException) -> tuple[str, str, str, bool]:
-    """Return the name of an error's class, its message, its traceback, and whether a peer's death
-    is its cause.
-    """
+def _describe(error: BaseException) -> RaisedError:
     if isinstance(error, SystemExit):  # without a traceback, as Python ends
         message = f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
-        return "SystemExit", message, "", False
+        return RaisedError("SystemExit", message, "", False)
     text = "".join(
         traceback.format_exception(type(error), error, frames_of_user(error) or error.__traceback__)
     )
@@ -335,7 +331,7 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
         reason = next(
             (line for line in reversed(text.splitlines()) if "Error" in line), message
         ).strip()
-        return "ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False
+        return RaisedError("ConfigError", f"{SHARED_MEMORY_HINT}: {reason}", "", False)
     for said, (limit, option, what) in LIMITS.items():
         if (
             re.search(said, message)
@@ -345,10 +341,10 @@ def _describe(error: BaseException) -> tuple[str, str, str, bool]:
                 f"ulimit {option}: expected more than {most} {what}, with which a rank ended: "
                 f"{message}"
             )
-            return "ConfigError", text, "", False
+            return RaisedError("ConfigError", text, "", False)
     if name == CUDA_OUT_OF_MEMORY:
         message += f". {MEMORY_HINT}"
-    return name, redact_url(message), redact_url(text), is_consequence
+    return RaisedError(name, redact_url(message), redact_url(text), is_consequence)
 
 
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:

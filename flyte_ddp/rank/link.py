@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,8 +20,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
 from flyte_ddp.launch.protocol.memory import MemoryFile, Part
+from flyte_ddp.launch.protocol.messages import (
+    Emitted,
+    Entered,
+    Inspect,
+    Prepared,
+    RankBeat,
+    Resumed,
+    Stop,
+)
 from flyte_ddp.launch.protocol.programs import Job
-from flyte_ddp.launch.protocol.ranks import NUM_SLOTS, PHASES, NodeRanks
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.protocol.signals import find_signal
 from flyte_ddp.rank.collectives import entered_collectives
 
 if TYPE_CHECKING:
@@ -33,26 +43,23 @@ SAVE_SHARE = 0.5
 
 
 class SupervisorLink:
-    """The rank's ends of the two pipes to its supervisor, and its slot in the memory that they
-    share.
+    """The rank's end of the pipe to its agent, and its place in the memory that they share.
 
-    A thread receives the supervisor's messages. If the pipe ends, the supervisor is dead: the
-    thread then kills this process and everything it started, because no other process can.
+    A thread receives the agent's messages. If the pipe ends, the agent is dead: the thread then
+    kills this process and everything it started, because no other process can.
     """
 
     def __init__(
-        self, up: Connection, down: Connection, beats: Any, local_rank: int, stacks: TextIO
+        self, pipe: Connection, beats: Sequence[RankBeat], local_rank: int, stacks: TextIO
     ) -> None:
-        self._up = up
+        self._pipe = pipe
         self._stacks = stacks  # takes the stacks of all threads
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
-        self._down = down
         self._beats = beats
-        self._num_ranks = len(beats) // NUM_SLOTS  # of this node
-        self._local_rank = local_rank
+        self._own = beats[local_rank]
         self._stop = threading.Event()
         # by which a function that does not ask learns of a stop
-        self.stop_signal = int(signal.SIGTERM)
+        self.stop_signal = signal.SIGTERM
         self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
         # called when this rank is asked to end the run
         self.on_stop: Callable[[], None] = lambda: None
@@ -69,51 +76,51 @@ class SupervisorLink:
 
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
-        # one clock for all processes of a machine
-        self._beats[2 * self._local_rank] = time.monotonic()
-        self._beats[2 * self._local_rank + 1] = step
+        self._own.progress_at = time.monotonic()
+        self._own.step = step
 
     def set_writing(self, is_writing: bool) -> None:
-        """Report, on rank 0, whether it writes a checkpoint: the supervisor waits for that if
-        another rank fails.
+        """Report, on rank 0, whether it writes a checkpoint: the driver waits for that if another
+        rank fails.
         """
-        self._beats[-1] = float(is_writing)
+        self._own.is_writing = is_writing
 
     def set_stoppable(self) -> None:
         """Report, on rank 0, that all ranks save their state and end when they are asked to, so the
         gang may grow.
         """
-        self._beats[-2] = 1.0
+        self._own.is_stoppable = True
 
     def set_ended(self) -> None:
         """Report to the other ranks of this node that this one's function has ended."""
-        self._beats[2 * self._num_ranks + self._local_rank] = 1.0
+        self._own.has_ended = True
 
     def set_waiting_since(self, moment: float) -> None:
         """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it
         does not.
         """
-        self._beats[3 * self._num_ranks + self._local_rank] = moment
+        self._own.waits_since = moment
 
     def set_pace(self, num_steps: int, seconds: list[float]) -> None:
         """Report this rank's steps of the attempt, and the seconds of its own in each phase of
         them.
         """
-        first = 4 * self._num_ranks + (1 + len(PHASES)) * self._local_rank
-        self._beats[first : first + 1 + len(seconds)] = [num_steps, *seconds]
+        self._own.seconds[:] = seconds
+        self._own.num_steps = num_steps
 
     @property
     def all_ended(self) -> bool:
         """True once the function of each rank of this node has ended."""
-        return all(self._beats[2 * self._num_ranks : 3 * self._num_ranks])
+        return all(each.has_ended for each in self._beats)
 
     def emit(self, event: events.Event) -> None:
         """Send `event` to the listeners of the run."""
-        self.send("event", events.to_dict(event))
+        self.send(Emitted(event))
 
-    def send(self, kind: str, *values: Any) -> None:
+    def send(self, message: Any) -> None:
+        """Send one of messages.py to the agent."""
         with self._sending:
-            self._up.send((kind, *values))
+            self._pipe.send(message)
 
     def wait_for_data(self) -> Path:
         """Return the directory of the prepared data, as soon as the supervisor has it."""
@@ -123,25 +130,26 @@ class SupervisorLink:
     def _listen(self) -> None:
         while True:
             try:
-                kind, *values = self._down.recv()
+                message = self._pipe.recv()
             except (EOFError, OSError):
                 os.killpg(0, signal.SIGKILL)
-            if kind == "data":
-                self._data = values[0]
-                self._has_data.set()
-            elif kind == "inspect":
-                # No thread runs meanwhile. A signal's handler would read the frames of those that
-                # do, and may crash.
-                # else a signal was necessary, and came first
-                if not os.fstat(self._stacks.fileno()).st_size:
-                    faulthandler.dump_traceback(self._stacks)
-                self.send("collectives", entered_collectives() or [])
-            elif kind == "stop":
-                self.stop_signal, seconds = values
-                self.saves_until = time.monotonic() + SAVE_SHARE * seconds
-                if not self._stop.is_set():
-                    self._stop.set()
-                    self.on_stop()
+            match message:
+                case Prepared(directory):
+                    self._data = directory
+                    self._has_data.set()
+                case Inspect():
+                    # No thread runs meanwhile. A signal's handler would read the frames of those
+                    # that do, and may crash.
+                    # else a signal was necessary, and came first
+                    if not os.fstat(self._stacks.fileno()).st_size:
+                        faulthandler.dump_traceback(self._stacks)
+                    self.send(Entered(entered_collectives() or []))
+                case Stop(reason, seconds):
+                    self.stop_signal = find_signal(reason)
+                    self.saves_until = time.monotonic() + SAVE_SHARE * seconds
+                    if not self._stop.is_set():
+                        self._stop.set()
+                        self.on_stop()
 
 
 @dataclass
@@ -168,7 +176,7 @@ class RankProcess:
         """Free the parts that earlier attempts have left in memory, but for the state that this one
         goes on from.
         """
-        self.link.send("resumed", attempt, turn)
+        self.link.send(Resumed(attempt, turn))
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
     def open_store(self, timeout: float) -> TCPStore:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.launch.protocol.ranks import PHASES
+from flyte_ddp.launch.protocol.messages import PHASES
 
 DATA, FORWARD, BACKWARD, STEP = range(len(PHASES))
 

@@ -27,6 +27,7 @@ from flyte_ddp.cluster.connect import closing
 from flyte_ddp.errors import (
     ClusterError,
     ConfigError,
+    FailureKind,
     GangLost,
     RankFailure,
     StorageUnavailable,
@@ -188,7 +189,7 @@ class TrialRunner:
                 # Machines or processes were lost, which another attempt may not lose.
                 may_succeed=any(
                     isinstance(error, GangLost)
-                    or (isinstance(error, RankFailure) and error.kind != "exception")
+                    or (isinstance(error, RankFailure) and error.kind is not FailureKind.EXCEPTION)
                     for error in self.failures
                 ),
             )
@@ -377,6 +378,6 @@ def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> s
 
 def _one_line(error: Exception) -> str:
     """Format an error as one line for the table."""
-    if isinstance(error, RankFailure) and error.kind == "exception":
+    if isinstance(error, RankFailure) and error.kind is FailureKind.EXCEPTION:
         return error.cause.partition("\n")[0]
     return f"{type(error).__name__}: {error}".partition("\n")[0]

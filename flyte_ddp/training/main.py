@@ -26,6 +26,7 @@ from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import log_failures
+from flyte_ddp.launch.protocol.messages import Device
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import call_around_compilations
@@ -63,7 +64,7 @@ def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str 
     parallelism = _prepare_torch(config, current.process)
     world = parallelism.world
     current.beat(0)
-    current.process.link.send("device", device_name(world.device))
+    current.process.link.send(Device(device_name(world.device)))
     with contextlib.ExitStack() as stack:
         if world.world_size > 1:
             store = current.open_store()

@@ -121,4 +121,4 @@ def worker_above():
     import psutil
 
     above = psutil.Process().parents()
-    return next(each.ppid() for each in above if "node import main" in str(each.cmdline()))
+    return next(each.ppid() for each in above if "main import main" in str(each.cmdline()))

@@ -1,5 +1,4 @@
-"""One node's supervisor: a process that a Dask worker starts, and that runs the ranks of its
-machine.
+"""The agent of a machine as a process, which a Dask worker starts.
 
 It runs one attempt after another, so that the ranks of a restart find the server from which they
 are forked. Its jobs and the driver's commands come through a connection to the worker, and its
@@ -24,7 +23,6 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -34,33 +32,19 @@ from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.protocol.memory import NodeMemory
-from flyte_ddp.launch.protocol.messages import KILL_GRACE
-from flyte_ddp.launch.protocol.programs import Job
-from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.protocol.messages import (
+    BEAT_INTERVAL,
+    KILL_GRACE,
+    End,
+    Failed,
+    NodeJob,
+    Outcome,
+)
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import adopt_storage_environment, fetch_file
 
-BEAT_INTERVAL = 1.0  # seconds between two heartbeats, in either direction
 # seconds without an attempt, as after the driver's death, after which this process ends
 IDLE_TIMEOUT = 300.0
-
-
-@dataclass(frozen=True)
-class NodeJob:
-    """Everything that the supervisor of a node needs to start its ranks."""
-
-    job: Job
-    ranks: NodeRanks  # the supervisor chooses its interface
-    # seconds without a command from the driver after which the ranks are killed
-    driver_timeout: float
-    environment: dict[str, str]  # of the supervisor and its ranks, in addition to the worker's own
-    # the driver's storage environment, with keys: for no log
-    storage: dict[str, str] = field(repr=False)
-    data: str  # directory of the prepared data if this machine has it
-    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
-    prints_lines: bool  # print the ranks' output into the worker's own log as well
-    # seconds for which the next attempt may wait for nodes, while this one keeps its memory
-    start_timeout: float = 0.0
 
 
 class DriverLink(Link):
@@ -78,9 +62,9 @@ class DriverLink(Link):
         self._last_command_at = time.monotonic()
         threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
-    def obey(self, *command: Any) -> None:
+    def obey(self, command: Any) -> None:
         self._last_command_at = time.monotonic()
-        super().obey(*command)
+        super().obey(command)
 
     def kill_ranks(self, reason: str) -> None:
         """Request that the ranks are killed, wait for the end of the attempt, and exit this process
@@ -90,17 +74,17 @@ class DriverLink(Link):
         if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
 
-    def _write(self, message: tuple[Any, ...]) -> None:
+    def _write(self, message: Any) -> None:
         # The worker may be gone, which ends the thread that reads its commands.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
-            if message[0] == "end":
+            if isinstance(message, End):
                 self._connection.send_bytes(b"")
 
     def _beat_on(self) -> None:
-        self.send_beat()
+        self.send(self.beat)
         while not self.is_over.wait(BEAT_INTERVAL):
-            self.send_beat()
+            self.send(self.beat)
             silence = time.monotonic() - self._last_command_at
             if silence > self._driver_timeout:
                 self.kill_ranks(f"the driver has been silent for {silence:.0f} s")
@@ -152,7 +136,7 @@ def _listen(
                 link = DriverLink(connection, message.driver_timeout)
                 begin((message, link, listener))
             elif link:
-                link.obey(*message)
+                link.obey(message)
     except (EOFError, ConnectionError):
         pass
     except Exception:
@@ -181,9 +165,9 @@ def _run_attempt(
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
-        link.send(
-            "end", NodeLost(f"{type(error).__name__}: {error}", cause=type(error).__name__), []
-        )
+        name = type(error).__name__
+        link.send(Failed(NodeLost(f"{name}: {error}", cause=name)))
+        link.send(End(Outcome.FAILED))
         return
     supervise(node_job.job, ranks, listener, data, link, memory, relay)
 

@@ -1,4 +1,4 @@
-"""A rank as its supervisor sees it."""
+"""A rank as its agent sees it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.launch.agent.output import LogTail
+from flyte_ddp.launch.protocol.messages import Outcome
 
 # seconds for the kernel to end killed processes, and for their new parent to reap them
 DEATH_GRACE = 2.0
@@ -23,18 +24,18 @@ HALTED = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
 
 @dataclass
 class Rank:
-    """The supervisor's view of one rank."""
+    """The agent's view of one rank."""
 
     number: int
     process: BaseProcess
     pipe: Connection
     log: LogTail
-    outcome: str = ""  # "done", "stopped" or "error", as the rank reported; "" before
+    outcome: Outcome | None = None  # as the rank reported
     # the collectives that it has entered, once it was asked
     groups: list[dict[str, Any]] | None = None
     device: str = ""  # its GPU, for people
 
-    def tell(self, *message: Any) -> None:
+    def send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # it has just died
             self.pipe.send(message)
 

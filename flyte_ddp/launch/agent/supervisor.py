@@ -1,5 +1,5 @@
-"""Run the ranks of one node as child processes, watch them, and kill them all when one dies or all
-stand still.
+"""Run the ranks of one node as child processes, watch them, report what becomes of them, and end
+them as the driver says.
 
 How they start is in rank_start.py. `torch.multiprocessing.spawn` is not used for three reasons:
 importing it costs this process the 3.5 s that the ranks need for themselves; it makes every rank
@@ -11,7 +11,7 @@ meanwhile.
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
 import os
 import re
 import signal
@@ -25,58 +25,48 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any
 
-from flyte_ddp import events
-from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
     DataError,
+    FailureKind,
     NodeLost,
     RankFailure,
-    TrainingStopped,
 )
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_handle import DEATH_GRACE, Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.protocol.failures import (
-    find_place,
-    first_line,
-    program_failure,
-    shorten,
-    shorten_traceback,
-)
+from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.memory import NodeMemory, count_oom_kills
-from flyte_ddp.launch.protocol.messages import KILLED, Beat
+from flyte_ddp.launch.protocol.messages import (
+    Beat,
+    Device,
+    Emitted,
+    End,
+    Entered,
+    Failed,
+    Inspect,
+    Inspected,
+    InspectedRank,
+    Outcome,
+    Pace,
+    PartSaved,
+    Prepared,
+    RaisedError,
+    RankBeat,
+    Resumed,
+    Returned,
+    Stop,
+)
 from flyte_ddp.launch.protocol.programs import Job
-from flyte_ddp.launch.protocol.ranks import (
-    NUM_SLOTS,
-    PHASES,
-    NodeRanks,
-    rank_log,
-    rank_stacks,
-    semaphore_prefix,
-)
-from flyte_ddp.launch.protocol.stalls import (
-    MAX_FRAMES,
-    StalledRank,
-    explain_collective,
-    head_line,
-    left_failure,
-    mismatch_line,
-    stall_failure,
-)
+from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
+from flyte_ddp.launch.protocol.signals import find_signal
 
-# no failure of another rank ends a rank in these ways
-NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)
-CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
-# seconds for a rank that has raised to call exit handlers and to write what its files hold back
-END_GRACE = 3.0
 POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
 # as gloo ends a process
@@ -112,28 +102,24 @@ def supervise(
         memory: of this node, for the states of the ranks.
         relay: called with every line that a rank prints; by default the link's.
     """
+    end = End(Outcome.FAILED)
     try:
         _check_interfaces()
         with own_directory("ranks-") as logs:
             prepared = call_in_background(data) if data else None
             ranks = _Ranks(job, node, listener, logs, link, memory, relay or link.relay)
             try:
-                ranks.watch(prepared)
+                end = ranks.watch(prepared)
             finally:
                 ranks.kill()
-        end: Exception | None = None
-    except TrainingStopped as stopped:
-        end = NodeLost(str(stopped), cause=KILLED) if link.is_killed else stopped
-    except RankFailure as failure:
-        end = failure
     except (ConfigError, DataError) as error:
         cause = f"{type(error).__name__}: {error}"
-        end = RankFailure(cause, cause=cause)
+        link.send(Failed(RankFailure(cause, cause=cause)))
     except Exception as error:
         what = f"{type(error).__name__}: {error}\n{shorten_traceback(traceback.format_exc())}"
-        end = NodeLost(what, cause=type(error).__name__)
+        link.send(Failed(NodeLost(what, cause=type(error).__name__)))
     link.send_lines()
-    link.send("end", end, memory.held)
+    link.send(dataclasses.replace(end, parts=memory.held))
 
 
 def _check_interfaces() -> None:
@@ -159,23 +145,14 @@ class _Ranks:
     memory: NodeMemory
     relay: Callable[[str], None]
     ranks: list[Rank] = field(default_factory=list)
-    # in the order in which they were noticed
-    failures: list[RankFailure] = field(default_factory=list)
-    failed_at: float = math.inf  # monotonic: when the first was
     sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
 
     def __post_init__(self) -> None:
         node = self.node
         self.left_parts = self.memory.begin(node)
         self.num_oom_kills = count_oom_kills()
-        # Two numbers per local rank: the time of its last progress, 0 before the first, and its
-        # step. Then one per local rank: not 0 when its function has ended. One more: since when it
-        # waits for other ranks, or 0. Then its steps and the seconds of their phases. After all
-        # ranks': not 0 once they save their state when they are asked to stop. Last: not 0 while
-        # rank 0 writes a checkpoint. No lock: a rank writes its own slots, and after its death this
-        # process.
         try:
-            self.beats = RawArray("d", NUM_SLOTS * node.num_ranks + 2)
+            self.beats = RawArray(RankBeat, node.num_ranks)
         except OSError as error:
             raise ConfigError(
                 f"{SHARED_MEMORY}: expected to be able to write there, got {error}"
@@ -197,19 +174,16 @@ class _Ranks:
         copies = self.memory.slots_of(source) if self.node.copy_distance else []
         memory = (self.memory.slots_of(number), copies, self.left_parts)
         listener = self.listener if local_rank == 0 else None
-        arguments = (self.job, self.node, local_rank, listener, end, end, self.beats, self.logs)
+        arguments = (self.job, self.node, local_rank, listener, end, self.beats, self.logs)
         process = start_rank(self.job.program, enter_rank, (*arguments, memory), f"rank-{number}")
         # Only the rank holds it now, so that either side sees the other's death as the end of the
         # pipe.
         end.close()
         self.ranks.append(Rank(number, process, pipe, LogTail(rank_log(self.logs, number))))
 
-    def watch(self, prepared: Future[str] | None) -> None:
-        """Pass data and events on until every rank has succeeded.
-
-        Raises:
-            RankFailure: a rank failed, or no rank made progress for `stall_timeout` seconds.
-            TrainingStopped: the run was stopped.
+    def watch(self, prepared: Future[str] | None) -> End:
+        """Pass data, events and failures on until every rank has ended, or has to be killed; return
+        how they ended.
         """
         has_data, stop = prepared is None, self.link.stop
         while any(not rank.outcome or rank.process.is_alive() for rank in self.ranks):
@@ -218,8 +192,10 @@ class _Ranks:
                 for rank in self.ranks
                 if not rank.pipe.closed or not rank.outcome or rank.process.is_alive()
             ]
-            pipes = [rank.pipe for rank in live if not rank.pipe.closed]
+            pipes = [self.link.alarm, *(rank.pipe for rank in live if not rank.pipe.closed)]
             ready = wait([*pipes, *(rank.process.sentinel for rank in live)], POLL_INTERVAL)
+            if self.link.alarm in ready:
+                self.link.alarm.recv_bytes()
             for rank in live:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
@@ -229,49 +205,27 @@ class _Ranks:
                 if has_exited:
                     self._note_death(rank)
             self._relay_logs()
-            if self.failures and time.monotonic() - self.failed_at >= self._grace():
-                raise self._error()
             if prepared and not has_data and prepared.done():
                 has_data, directory = True, prepared.result()
-                for index, rank in enumerate(self.ranks):
-                    self.beats[2 * index] = time.monotonic()  # no progress was possible until now
-                    rank.tell("data", directory)
+                for rank, beat in zip(self.ranks, self.beats, strict=True):
+                    beat.progress_at = time.monotonic()  # no progress was possible until now
+                    rank.send(Prepared(directory))
             self.link.note_beat(self._beat())
-            if self.link.left and not self.failures and (left := self._describe_left()):
-                raise left
-            has_stalled = (
-                self.link.stalled_for is not None
-                or self._silence() >= self.job.program.stall_timeout
-            )
-            if has_stalled and has_data and not self.failures:
-                raise self._describe_stall()
-            if stop.is_set() and not has_data:
-                raise TrainingStopped(
-                    f"{stop.reason}: the run was stopped while its data were prepared",
-                    stop.reason,
-                )
+            if question := self.link.question:
+                self.link.question = None
+                self.link.send(Inspected(question.number, list(self._inspect(question))))
             if stop.is_urgent or time.monotonic() > stop.deadline:
-                if (
-                    self.failures
-                    and (cause := self._root_cause()).kind == "exception"
-                    and not cause.is_consequence
-                ):
-                    # other ranks' ends, for which the driver ends these, may be due to it
-                    raise self._error()
-                raise TrainingStopped(
-                    f"{stop.reason}: the ranks were killed at step {self._step()}", stop.reason
-                )
+                return End(Outcome.KILLED, stop.reason)
+            if stop.is_set() and not has_data:
+                return End(Outcome.STOPPED, "the run was stopped while its data were prepared")
             if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
                 self.sent_deadline = stop.deadline
                 for rank in self.ranks:
-                    rank.tell("stop", int(stop.forwarded), stop.deadline - time.monotonic())
+                    rank.send(Stop(stop.reason, stop.deadline - time.monotonic()))
         self._relay_logs()
-        if self.failures:
-            raise self._error()
-        if any(rank.outcome == "stopped" for rank in self.ranks):
-            raise TrainingStopped(
-                f"{stop.reason}: the run was stopped at step {self._step()}", stop.reason
-            )
+        outcomes = {rank.outcome for rank in self.ranks}
+        worst = (Outcome.FAILED, Outcome.STOPPED, Outcome.DONE)
+        return End(next(each for each in worst if each in outcomes))
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""
@@ -298,20 +252,20 @@ class _Ranks:
         try:
             while rank.pipe.poll():
                 match rank.pipe.recv():
-                    case ("event", event):
-                        self.link.emit(events.from_dict(event))
-                    case ("collectives", groups):
+                    case Emitted(event):
+                        self.link.emit(event)
+                    case Entered(groups):
                         rank.groups = groups
-                    case ("device", device):
-                        rank.device = device
-                    case ("part", part):
+                    case Device(name):
+                        rank.device = name
+                    case PartSaved(part):
                         self.memory.take(**part)
-                    case ("resumed", attempt, turn):
+                    case Resumed(attempt, turn):
                         self.memory.keep_only(attempt, turn)
-                    case (outcome, *error):
+                    case Returned(outcome, error):
                         rank.outcome = outcome
                         if error:
-                            self._note_error(rank, *error)
+                            self._report(_describe_error(rank.number, error))
         except (EOFError, OSError):
             deadline = time.monotonic() + DEATH_GRACE
             while rank.process.exitcode is None and time.monotonic() < deadline:
@@ -321,49 +275,36 @@ class _Ranks:
                 # else it has become another program, whose exit code tells how it ended
                 self._note_death(rank)
 
-    def _note_error(
-        self, rank: Rank, name: str, message: str, text: str, is_consequence: bool
-    ) -> None:
-        if line := explain_collective(rank.number, message, text):
-            self._note_failure(program_failure(line, rank.number))
-            return
-        what = f"rank {rank.number} failed: {name}" + (
-            f": {shorten(message, MAX_MESSAGE)}" if message else ""
-        )
-        cause = f"{name}: {message}"
-        failure = RankFailure(what, rank.number, "exception", cause, is_consequence)
-        if text and not failure.is_user_error:  # one line explains those
-            failure.args = (f"{what}\n{shorten_traceback(text)}",)
-        self._note_failure(failure)
-
-    def _note_failure(self, failure: RankFailure) -> None:
-        self.failed_at = min(self.failed_at, time.monotonic())
-        self.failures.append(failure)
+    def _report(self, failure: RankFailure) -> None:
+        self._relay_logs()
+        self.link.send_lines()
+        self.link.send(Failed(failure))
 
     def _note_death(self, rank: Rank) -> None:
         rank.pipe.close()
         if rank.outcome:
             return
-        if rank.process.exitcode == 0 and self.job.program.may_exit:
-            rank.outcome = "stopped" if self.sent_deadline is not None else "done"
-            self.beats[2 * len(self.ranks) + self.ranks.index(rank)] = 1.0
+        code, is_stopping = rank.process.exitcode, self.sent_deadline is not None
+        is_asked = is_stopping and code == -find_signal(self.link.stop.reason)
+        if is_asked or (code == 0 and self.job.program.may_exit):
+            rank.outcome = Outcome.STOPPED if is_stopping else Outcome.DONE
+            self.beats[self.ranks.index(rank)].has_ended = True
         else:
-            self._note_failure(self._describe_death(rank))
-            rank.outcome = "error"
+            rank.outcome = Outcome.FAILED
+            self._report(self._describe_death(rank))
 
     def _describe_death(self, rank: Rank) -> RankFailure:
         """Return the failure of a rank that exited without a report."""
-        self._relay_logs()
         code = rank.process.exitcode
         details = {}
         if code is not None and code < 0:
-            kind, cause = "signal", signal.Signals(-code).name
+            kind, cause = FailureKind.SIGNAL, signal.Signals(-code).name
             what = f"rank {rank.number} was killed by {cause}"
             output = rank.log.last_lines(CRASH_LINES)
             # faulthandler lists the main thread last.
-            details["place"] = place = find_place(output.rpartition("Thread 0x")[2].splitlines())
+            details["place"] = find_place(output.rpartition("Thread 0x")[2].splitlines())
             if sizes := GLOO_SIZES.search(output):
-                return program_failure(mismatch_line(rank.number, sizes[1], place), rank.number)
+                details["sizes"] = sizes[1].strip()
             if cause == "SIGKILL" and count_oom_kills() > self.num_oom_kills:
                 cause = OUT_OF_MEMORY
                 what += (
@@ -375,7 +316,7 @@ class _Ranks:
         else:
             what, kind, cause = (
                 f"rank {rank.number} exited with code {code}",
-                "exit",
+                FailureKind.EXIT,
                 f"exit code {code}",
             )
             if code == UNKNOWN_CODE and isinstance(rank.process, ForkedProcess):
@@ -384,65 +325,7 @@ class _Ranks:
         text = f"{what}\n{shorten(tail)}" if tail else what
         return RankFailure(text, rank.number, kind, cause, details=details)
 
-    def _grace(self) -> float:
-        """Return for how many seconds a failure may wait for its cause, and for a checkpoint that
-        is being written.
-        """
-        first, is_writing = self.failures[0], self.beats[-1] and self.ranks[0].process.is_alive()
-        if any(each.cause in NEVER_CONSEQUENCES for each in self.failures) or (
-            first.is_user_error and not is_writing
-        ):
-            return 0.0
-        if is_writing and first.kind == "exception":
-            return WRITE_GRACE
-        is_ending = any(rank.outcome == "error" and rank.process.is_alive() for rank in self.ranks)
-        return END_GRACE if is_ending else CAUSE_GRACE
-
-    def _root_cause(self) -> RankFailure:
-        """Return the failure that explains the others: the first that is not a consequence of a
-        dead peer.
-        """
-        return min(self.failures, key=lambda failure: failure.is_consequence)
-
-    def _error(self) -> Exception:
-        """Return the error of a rank that failed. After it was asked to stop, it may have got a
-        signal, or raise.
-        """
-        cause = self._root_cause()
-        if self.sent_deadline is None or cause.is_user_error:
-            return cause
-        stop = self.link.stop
-        text = f"{stop.reason}: the run was stopped at step {self._step()} ({first_line(cause)})"
-        return TrainingStopped(text, stop.reason)
-
-    def _silence(self) -> float:
-        """Return for how many seconds no rank has made progress; 0 where none is expected."""
-        last = max(self.beats[2 * index] for index in range(len(self.ranks)))
-        # A function that has never reported is not expected to; the driver compares the ranks that
-        # wait.
-        return time.monotonic() - last if last else self.link.stalled_for or 0.0
-
-    def _describe_left(self) -> RankFailure | None:
-        """Return the failure of ranks that wait for some that have ended; None if they turn out not
-        to.
-        """
-        left, self.link.left = self.link.left, ()
-        waiting = [rank for rank, _ in self._inspect() if rank.number not in left]
-        return left_failure(waiting, left)
-
-    def _describe_stall(self) -> RankFailure:
-        """Return the failure of ranks that stand still, with every rank's stack and collectives."""
-        silence, found = self._silence(), []
-        for stalled, stacks in self._inspect():
-            for line in [head_line([stalled]), *stacks.splitlines()]:
-                self.relay(f"[rank {stalled.number}] {line}")
-            found.append(stalled)
-        limit = self.job.program.stall_timeout
-        return stall_failure(
-            found, f"no rank made progress for {silence:.0f} s (stall_timeout: {limit:g})"
-        )
-
-    def _inspect(self) -> Iterator[tuple[StalledRank, str]]:
+    def _inspect(self, question: Inspect) -> Iterator[InspectedRank]:
         """Yield each rank with its collectives and the stacks of all its threads."""
         now = time.monotonic()
         halted = {rank.number: how for rank in self.ranks if (how := rank.how_halted())}
@@ -451,7 +334,7 @@ class _Ranks:
         ]
         for rank in asked:
             rank.groups = None
-            rank.tell("inspect")
+            rank.send(question)
         for look in range(NUM_STACK_LOOKS):
             time.sleep(STACK_SECONDS / NUM_STACK_LOOKS)
             for rank in self.ranks:
@@ -465,18 +348,15 @@ class _Ranks:
                 for rank in unanswered:
                     if rank.process.is_alive() and not self._stacks_of(rank):
                         os.kill(rank.process.pid or 0, signal.SIGUSR1)  # no thread of it can answer
-        for index, rank in enumerate(self.ranks):
-            stacks = self._stacks_of(rank)
-            stacks = stacks or (
-                "  no stack: "
-                f"{halted.get(rank.number, f'none was written within {STACK_SECONDS:g} s')}"
+        for rank, beat in zip(self.ranks, self.beats, strict=True):
+            how = halted.get(rank.number, "")
+            stacks = self._stacks_of(rank) or (
+                f"  no stack: {how or f'none was written within {STACK_SECONDS:g} s'}"
             )
-            ago = now - self.beats[2 * index] if self.beats[2 * index] else None
-            # The threads are listed from the newest to the oldest, which is the main thread. Two
-            # lines are no frames.
-            main_thread = stacks.strip("\n").split("\n\n")[-1].splitlines()[: MAX_FRAMES + 2]
-            step, how = int(self.beats[2 * index + 1]), halted.get(rank.number, "")
-            yield StalledRank(rank.number, step, ago, main_thread, how, rank.groups), stacks
+            # The threads are listed from the newest to the oldest, which is the main thread.
+            stack = stacks.strip("\n").split("\n\n")[-1].splitlines()
+            ago = now - beat.progress_at if beat.progress_at else None
+            yield InspectedRank(rank.number, beat.step, ago, stack, how, rank.groups, stacks)
 
     def _stacks_of(self, rank: Rank) -> str:
         """Return the stacks of all threads that `rank` has written so far."""
@@ -486,42 +366,44 @@ class _Ranks:
             return ""
 
     def _beat(self) -> Beat:
-        num_ranks, now = len(self.ranks), time.monotonic()
-        has_ended, waiting_since = (
-            self.beats[first * num_ranks : (first + 1) * num_ranks] for first in (2, 3)
-        )
+        now, beats = time.monotonic(), self.beats
+        numbered = list(zip(self.ranks, beats, strict=True))
+        progress_at = max(beat.progress_at for beat in beats)
         return Beat(
-            step=self._step(),
-            is_writing=bool(self.beats[-1]),
-            is_stoppable=bool(self.beats[-2]),
-            has_reported=any(self.beats[2 * index] for index in range(num_ranks)),
-            paces=self._paces(),
-            waits=[
-                now - since
-                for since, ends in zip(waiting_since, has_ended, strict=True)
-                if since and not ends
+            step=max(beat.step for beat in beats),
+            is_writing=beats[0].is_writing and self.ranks[0].process.is_alive(),
+            is_stoppable=beats[0].is_stoppable,
+            is_ending=any(
+                rank.outcome is Outcome.FAILED and rank.process.is_alive() for rank in self.ranks
+            ),
+            has_reported=progress_at > 0,
+            silent_for=now - progress_at if progress_at else 0.0,
+            paces=[
+                Pace(rank.number, beat.num_steps, list(beat.seconds), rank.device)
+                for rank, beat in numbered
+                if beat.num_steps
             ],
-            ended=[rank.number for rank, ended in zip(self.ranks, has_ended, strict=True) if ended],
+            waits=[
+                now - beat.waits_since for beat in beats if beat.waits_since and not beat.has_ended
+            ],
+            ended=[rank.number for rank, beat in numbered if beat.has_ended],
         )
-
-    def _paces(self) -> list[dict[str, Any]]:
-        """Return the paces of the ranks that have taken a step, as control/paces.py has them."""
-        found, first, size = [], 4 * len(self.ranks), 1 + len(PHASES)
-        for index, rank in enumerate(self.ranks):
-            num_steps, *seconds = self.beats[first + size * index : first + size * (index + 1)]
-            if num_steps:
-                values = {"num_steps": int(num_steps), "seconds": seconds, "device": rank.device}
-                found.append({"rank": rank.number, **values})
-        return found
-
-    def _step(self) -> int:
-        return int(max(self.beats[2 * index + 1] for index in range(len(self.ranks))))
 
     def _relay_logs(self, at_end: bool = False) -> None:
         for rank in self.ranks:
             prefix = f"[rank {rank.number}] " if self.job.program.shows_ranks else ""
             for line in rank.log.new_lines(at_end):
                 self.relay(f"{prefix}{line}")
+
+
+def _describe_error(rank: int, error: RaisedError) -> RankFailure:
+    """Return the failure of a rank that has raised an error."""
+    message = f": {shorten(error.message, MAX_MESSAGE)}" if error.message else ""
+    what, cause = f"rank {rank} failed: {error.name}{message}", f"{error.name}: {error.message}"
+    failure = RankFailure(what, rank, FailureKind.EXCEPTION, cause, error.is_consequence)
+    if error.trace and not failure.is_user_error:  # one line explains those
+        failure.args = (f"{what}\n{shorten_traceback(error.trace)}",)
+    return failure
 
 
 def _remove_semaphores(prefix: str) -> None:

@@ -31,6 +31,7 @@ from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
+    FailureKind,
     GangLost,
     NodeLost,
     OutOfMemory,
@@ -253,7 +254,7 @@ class _Driver:
                 run.emit(attempt.ended(first_line(error)))
                 if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
                     raise failed from None  # the caller's own, which the node could only report
-            is_announced = bool(attempt.leaving)
+            is_announced = attempt.num_leaving > 0
             # a state there may lead there again
             ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
             memory_step, place = (0, "") if ran_out else attempt.in_memory()
@@ -343,7 +344,7 @@ class _Driver:
             f" {ended.position}" if ended.step or run.storage else "",
             how,
             # of a stall the log has all stacks
-            first_line(failure) if is_known or failure.kind == "stall" else failure,
+            first_line(failure) if is_known or failure.kind is FailureKind.STALL else failure,
         )
 
     def _raise(
@@ -368,7 +369,7 @@ class _Driver:
             raise StorageUnavailable(first_line(failure)) from failure
         if kind is GangLost:
             raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
-        if failure.kind != "exception" and self.num_restarts:
+        if failure.kind is not FailureKind.EXCEPTION and self.num_restarts:
             failure.args = (f"{self._used_up(ended)}: {failure}",)
         raise failure
 

@@ -7,15 +7,15 @@ processes and nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flyte_ddp import events
-from flyte_ddp.launch.protocol.ranks import PHASES
+from flyte_ddp.launch.protocol.messages import PHASES, Pace
 
 # for which a rank is slow, or no longer slow, until it is named: that is within a minute
 SLOW_SECONDS = 50.0
@@ -25,22 +25,6 @@ SLOW_FACTOR = 1.3  # times the median of the other ranks, in all phases or in on
 MIN_EXCESS = 0.1  # of the time from step to step, by which it must be longer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Pace:
-    """The steps of a rank, the seconds of each phase of them, and where it runs."""
-
-    rank: int
-    num_steps: int
-    seconds: list[float]
-    device: str = ""  # its GPU, for people
-    node: str = ""  # its name, for people
-
-    @property
-    def kind(self) -> str:
-        """The kind of its GPU; "" for a CPU."""
-        return self.device.partition(" (cuda")[0]
 
 
 @dataclass
@@ -57,10 +41,10 @@ class PaceWatch:
     # the slow ranks of the last ones
     _windows: list[dict[int, events.Straggler]] = field(default_factory=list)
 
-    def note(self, node: str, paces: list[dict[str, Any]], step: int) -> None:
+    def note(self, node: str, paces: Sequence[Pace], step: int) -> None:
         """Take in what a heartbeat of a node says of its ranks; compare when a window is over."""
-        for values in paces:
-            self._latest[values["rank"]] = Pace(**values, node=node)
+        for pace in paces:
+            self._latest[pace.rank] = dataclasses.replace(pace, node=node)
         now = time.monotonic()
         if len(self._latest) < self.world_size or not self._latest:
             return
@@ -94,11 +78,11 @@ class PaceWatch:
         """Return how a rank is slower than others on its kind of GPU, if so. Steps begin every
         `interval` seconds.
         """
-        own, kind = means[rank], self._latest[rank].kind
+        own, kind = means[rank], _kind_of_gpu(self._latest[rank])
         others = [
             each
             for number, each in means.items()
-            if number != rank and self._latest[number].kind == kind
+            if number != rank and _kind_of_gpu(self._latest[number]) == kind
         ]
         if not others:
             return None
@@ -146,3 +130,8 @@ class PaceWatch:
         if kept != self.slow:
             self.slow = kept
             self.emit(events.StragglersFound(step, [kept[rank] for rank in sorted(kept)]))
+
+
+def _kind_of_gpu(pace: Pace) -> str:
+    """Return the kind of the rank's GPU; "" for a CPU."""
+    return pace.device.partition(" (cuda")[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
+    FailureKind,
     GangLost,
     NodeLost,
     OutOfMemory,
@@ -130,7 +131,7 @@ def decide(ended: Ended, before: Before, rules: Rules) -> Next | type[Exception]
         return Next.RESTART
     # What a rank did by itself is its failure. What it suffers from a lost peer is no such thing,
     # and is retried.
-    return GangLost if failure.is_consequence or failure.kind == "lost" else Next.RAISE
+    return GangLost if failure.is_consequence or failure.kind is FailureKind.LOST else Next.RAISE
 
 
 def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> bool:
@@ -138,7 +139,7 @@ def is_bug(ended: Ended, previous: Ended | None, repeats_bugs: bool = False) -> 
     likewise.
     """
     failure = ended.failure
-    if not isinstance(failure, RankFailure) or failure.kind != "exception":
+    if not isinstance(failure, RankFailure) or failure.kind is not FailureKind.EXCEPTION:
         return False
     if failure.is_user_error:
         return True

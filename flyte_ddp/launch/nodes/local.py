@@ -26,6 +26,7 @@ from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.memory import NodeMemory
+from flyte_ddp.launch.protocol.messages import Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
@@ -98,7 +99,7 @@ class LocalNodes(Nodes):
     place: LocalPlace
     run: Run
     nodes: list[Node] = field(default_factory=lambda: [Node()])
-    _arrivals: queue.SimpleQueue[tuple[Any, ...]] = field(default_factory=queue.SimpleQueue)
+    _arrivals: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _thread: threading.Thread | None = None
 
@@ -130,12 +131,13 @@ class LocalNodes(Nodes):
         )
         self._thread.start()
 
-    def send(self, *command: Any) -> None:
-        self._link.obey(*command)
-        self.nodes[0].has_ended |= self._thread is None
+    def send(self, command: Any) -> None:
+        self._link.obey(command)
+        if self._thread is None:  # it was never started
+            self.nodes[0].outcome = Outcome.FAILED
 
-    def messages(self) -> Sequence[tuple[Node, tuple[Any, ...]]]:
-        found: list[tuple[Any, ...]] = [("beat", self._link.beat)]
+    def messages(self) -> Sequence[tuple[Node, Any]]:
+        found: list[Any] = [self._link.beat]
         with contextlib.suppress(queue.Empty):
             found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
             while True:

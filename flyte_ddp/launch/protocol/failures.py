@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import ProgramError, RankFailure
+from flyte_ddp.errors import FailureKind, ProgramError, RankFailure
 
 MAX_LINES = 30  # of a traceback or a log in an error; with what stands around it, a screen
 MAX_WIDTH = 300  # characters of such a line
@@ -63,7 +63,7 @@ def shorten(text: str, max_lines: int = MAX_LINES) -> str:
 
 def program_failure(text: str, rank: int) -> RankFailure:
     """Return the failure of a rank whose program has a bug that `text` explains in one line."""
-    return RankFailure(text, rank, "exception", f"{ProgramError.__name__}: {text}")
+    return RankFailure(text, rank, FailureKind.EXCEPTION, f"{ProgramError.__name__}: {text}")
 
 
 def find_place(lines: Iterable[str]) -> str:

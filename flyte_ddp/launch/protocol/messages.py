@@ -1,29 +1,277 @@
-"""The messages between the processes of a run."""
+"""Every message between the processes of a run, and the memory that a rank shares with its agent.
+
+A message is an object of one of these classes, pickled. Its receiver matches the class, and never
+reads a text for what it means. A new one is a class here, a line in the table, and a `case` where
+it arrives.
+
+| message     | sender        | receiver      | when                                               |
+|-------------|---------------|---------------|----------------------------------------------------|
+| `NodeJob`   | driver        | agent         | an attempt begins on another machine               |
+| `Go`        | driver        | agent         | every second until another command: it is there    |
+| `Stop`      | driver, agent | agent, rank   | ranks have to save their state and end             |
+| `Inspect`   | driver, agent | agent, rank   | nothing moves any more: where is each rank?        |
+| `Kill`      | driver        | agent         | ranks have to end at once                          |
+| `Leaving`   | Dask worker   | driver        | its machine goes away                              |
+| `Beat`      | agent         | driver        | every second, and when one of its `news` changes   |
+| `Emitted`   | rank, agent   | agent, driver | something happened that observers show             |
+| `Lines`     | agent         | driver        | ranks have printed them                            |
+| `Failed`    | agent         | driver        | a rank failed, or the agent cannot run its ranks   |
+| `Inspected` | agent         | driver        | answers `Inspect`                                  |
+| `End`       | agent         | driver        | last: all processes of its ranks are gone          |
+| `Prepared`  | agent         | rank          | the data are there                                 |
+| `Entered`   | rank          | agent         | answers `Inspect`, once its stacks are written     |
+| `Device`    | rank          | agent         | it has chosen its GPU                              |
+| `PartSaved` | rank          | agent         | its part of a state is in the memory of the node   |
+| `Resumed`   | rank          | agent         | older states in the memory of the node may go      |
+| `Returned`  | rank          | agent         | its program has ended                              |
+"""
 
 from __future__ import annotations
 
+import ctypes
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-KILL_GRACE = 5.0  # seconds in which the ranks must be gone after a command to kill them
-KILLED = "killed"  # cause of a NodeLost whose ranks were killed by such a command, or left alone
+from flyte_ddp.errors import NodeLost, RankFailure
+from flyte_ddp.events import Event
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.protocol.ranks import NodeRanks
+
+KILL_GRACE = 5.0  # seconds for an agent to end its ranks; a process that hangs takes 2 of them
+# seconds between two beats, in either direction: 20 of them are lost before a node counts as lost
+BEAT_INTERVAL = 1.0
+# of a rank's own time in a step; the last: the whole of it
+PHASES = ("data", "forward", "backward", "step")
 
 
-@dataclass
+class Outcome(enum.Enum):
+    """How the program of a rank ended, or the ranks of a node."""
+
+    DONE = "done"
+    STOPPED = "stopped"  # it was asked to
+    FAILED = "failed"
+    KILLED = "killed"  # by their agent
+
+
+class RankBeat(ctypes.Structure):
+    """The position of a rank, in memory that it shares with its agent.
+
+    There is no lock: the rank writes it, and after its death the agent. The clock is the monotonic
+    one, which is the same for all processes of a machine.
+    """
+
+    progress_at: float
+    step: int
+    has_ended: bool
+    waits_since: float
+    num_steps: int
+    seconds: Any
+    is_stoppable: bool
+    is_writing: bool
+    _fields_ = (
+        ("progress_at", ctypes.c_double),  # when it last made progress; 0: it has reported none
+        ("step", ctypes.c_longlong),  # optimizer steps since the start of the run
+        ("has_ended", ctypes.c_bool),  # its function
+        ("waits_since", ctypes.c_double),  # since when it waits for other ranks; 0: it does not
+        ("num_steps", ctypes.c_longlong),  # of this attempt
+        ("seconds", ctypes.c_double * len(PHASES)),  # of its own in these steps
+        ("is_stoppable", ctypes.c_bool),  # of rank 0: all save their state when they have to end
+        ("is_writing", ctypes.c_bool),  # of rank 0: it writes a checkpoint
+    )
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """Everything that an agent needs to start its ranks."""
+
+    job: Job
+    ranks: NodeRanks  # the agent chooses its interface
+    # seconds without a command from the driver after which the ranks are killed
+    driver_timeout: float
+    environment: dict[str, str]  # of the agent and its ranks, in addition to the worker's own
+    # the driver's storage environment, with keys: for no log
+    storage: dict[str, str] = field(repr=False)
+    data: str  # directory of the prepared data if this machine has it
+    data_archive: str  # else the URL of a zip of it; "" for a program that needs no data
+    prints_lines: bool  # print the ranks' output into the worker's own log as well
+    # seconds for which the next attempt may wait for nodes, while this one keeps its memory
+    start_timeout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Go:
+    """The driver is there."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Save the state and end."""
+
+    reason: str  # the name of a signal, or a text
+    seconds: float  # until the ranks are killed
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Tell where the ranks are."""
+
+    number: int = 0  # of this question in the attempt: commands are repeated
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End at once."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The machine goes away."""
+
+    seconds: float  # until then
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The steps of a rank, the seconds of each phase of them, and where it runs."""
+
+    rank: int
+    num_steps: int
+    seconds: list[float]
+    device: str = ""  # its GPU, for people
+    node: str = ""  # for people; the driver knows it
+
+
+@dataclass(frozen=True)
 class Beat:
     """The state of a node's ranks."""
 
     step: int = 0  # that they have reached
     is_writing: bool = False  # rank 0 writes a checkpoint
     is_stoppable: bool = False  # they save their state when they are asked to stop
+    is_ending: bool = False  # a rank that failed calls its exit handlers
     has_reported: bool = False  # one has, since the start
-    paces: list[dict[str, Any]] = field(default_factory=list)  # as launch/control/paces.py has them
+    silent_for: float = 0.0  # seconds since their last progress; 0 if they have reported none
+    paces: list[Pace] = field(default_factory=list)
     # seconds for which each rank that waits for others does
     waits: list[float] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)  # ranks whose function has ended
-    leaves_in: float | None = None  # seconds that the machine is still there, if it was told to go
 
     @property
     def news(self) -> tuple[Any, ...]:
         """The part of it that the driver must know at once."""
-        return self.is_writing, self.is_stoppable, self.ended
+        return self.is_writing, self.is_stoppable, self.is_ending, self.ended
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An event of the run."""
+
+    event: Event
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines that ranks have printed."""
+
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failure of a rank or of the node. The driver decides which of several is the cause."""
+
+    failure: RankFailure | NodeLost
+
+
+@dataclass
+class InspectedRank:
+    """A rank of a gang that stands still."""
+
+    number: int
+    step: int
+    silent_for: float | None  # seconds since its last progress; None if it has reported none
+    stack: list[str] = field(default_factory=list)  # lines of its main thread
+    halted: str = ""  # how something outside keeps it from running
+    # as `entered_collectives` has them; None if it did not answer
+    groups: list[dict[str, Any]] | None = None
+    stacks: str = ""  # of all threads
+    node: str = ""  # for people; the driver knows it
+
+    @property
+    def pending(self) -> dict[str, Any] | None:
+        """The collective that it has waited in for longest."""
+        found = [each for group in self.groups or () for each in group["pending"]]
+        return min(found, key=lambda each: float(each["since"]), default=None)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The ranks of a node."""
+
+    number: int  # of the question
+    ranks: list[InspectedRank]
+
+
+@dataclass(frozen=True)
+class End:
+    """The ranks are gone."""
+
+    outcome: Outcome
+    how: str = ""  # more of it, for people
+    # of the states in the memory of the node, as `NodeMemory.held` has them
+    parts: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data are there."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The collectives that the rank has entered."""
+
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that the rank computes on."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class PartSaved:
+    """A file in the memory of the node has a part of a state."""
+
+    part: dict[str, Any]  # fields of `Part`
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The ranks go on from this state, or from none in memory."""
+
+    attempt: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """The exception that ended a rank."""
+
+    name: str  # of its class
+    message: str
+    trace: str  # "" where the message says all
+    is_consequence: bool  # the rank lost a peer
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The program of the rank has ended."""
+
+    outcome: Outcome
+    error: RaisedError | None = None

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-# of a rank's own time in a step; the last: the whole of it
-PHASES = ("data", "forward", "backward", "step")
-NUM_SLOTS = 5 + len(PHASES)  # of each rank in the memory that it shares with its supervisor
-
 
 @dataclass(frozen=True)
 class NodeRanks:

@@ -56,16 +56,16 @@ class StopRequest:
         return self.num_requests > 0
 
     @property
-    def forwarded(self) -> signal.Signals:
-        """The signal for a function that does not ask whether to stop: the one that ends the run,
-        or else SIGTERM.
-        """
-        return signal.Signals.__members__.get(self.reason, signal.SIGTERM)
-
-    @property
     def is_urgent(self) -> bool:
         """A second request: the run ends at once, without a last checkpoint."""
         return self.num_requests > 1
+
+
+def find_signal(reason: str) -> signal.Signals:
+    """Return the signal for a function that does not ask for a stop: the one that ends the run, or
+    else SIGTERM.
+    """
+    return signal.Signals.__members__.get(reason, signal.SIGTERM)
 
 
 _stops: list[StopRequest] = []  # of the runs, which share their handlers

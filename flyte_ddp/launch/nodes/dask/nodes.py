@@ -25,7 +25,6 @@ from distributed.client import ClosedClientError
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
-from flyte_ddp.launch.agent.main import BEAT_INTERVAL, NodeJob
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
@@ -40,6 +39,14 @@ from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
 from flyte_ddp.launch.nodes.dask.leaving import hold_scheduler
 from flyte_ddp.launch.nodes.dask.placement import DaskNode
 from flyte_ddp.launch.protocol.failures import shorten
+from flyte_ddp.launch.protocol.messages import (
+    BEAT_INTERVAL,
+    End,
+    Failed,
+    Leaving,
+    NodeJob,
+    Outcome,
+)
 from flyte_ddp.launch.protocol.programs import Job
 
 # seconds that the driver waits for a message before it looks at anything else
@@ -82,11 +89,13 @@ class DaskNodes(Nodes):
     def larger(self) -> int:
         return len(self.growth.members)
 
+    def replace_leaving(self) -> None:
+        self.growth.replace(frozenset(node.address for node in self.nodes if node.departure))
+
+    @property
     def can_do_without_leaving(self) -> bool:
         """See `Nodes`. If all leave, as with their scheduler, there is nothing to wait for."""
-        leaving = frozenset(node.address for node in self.nodes if node.is_leaving)
-        self.growth.replace(leaving)
-        num_staying = len(self.nodes) - len(leaving)
+        num_staying = sum(node.departure is None for node in self.nodes)
         return num_staying >= self.growth.sizes[-1] or bool(self.growth.members) or not num_staying
 
     def start(self, job: Job, num_restarts: int) -> None:
@@ -119,13 +128,13 @@ class DaskNodes(Nodes):
                 )
             )
 
-    def send(self, *command: Any) -> None:
+    def send(self, command: Any) -> None:
         for node in self.nodes[len(self._futures) :]:
-            node.has_ended = True  # it was never started
+            node.outcome = Outcome.FAILED  # it was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
         self._repeat_command()
 
-    def messages(self) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+    def messages(self) -> Iterator[tuple[Node, Any]]:
         self._repeat_command()
         # Looked up before the messages: whatever a task has sent arrived before its end did.
         ended = [
@@ -136,8 +145,8 @@ class DaskNodes(Nodes):
             while True:
                 yield from self._take(*self._arrivals.get_nowait())
         for node in self.nodes[: len(self._futures)]:
-            if not node.has_ended and (why := self._find_loss(node, node in ended)):
-                yield node, ("end", NodeLost(why), [])
+            if not node.outcome and (why := self._find_loss(node, node in ended)):
+                yield from _lose(node, why)
 
     def explain(self, failure: Exception) -> Exception:
         """Add the last lines of the lost worker's pod, or name the loss of the scheduler
@@ -188,15 +197,13 @@ class DaskNodes(Nodes):
         if time.monotonic() < self._next_command_at:
             return
         self._next_command_at = time.monotonic() + BEAT_INTERVAL
-        addresses = [node.address for node in self.nodes if not node.has_ended]
+        addresses = [node.address for node in self.nodes if not node.outcome]
         # Without waiting: a node that does not answer must not delay the others.
         self.client.loop.add_callback(
             send_command, self.client, addresses, self.plugin, self._name, self._command
         )
 
-    def _take(
-        self, arrived_at: float, event: dict[str, Any]
-    ) -> Iterator[tuple[Node, tuple[Any, ...]]]:
+    def _take(self, arrived_at: float, event: dict[str, Any]) -> Iterator[tuple[Node, Any]]:
         """Yield the message of a node in one of Dask's events, or the loss of a worker that the
         scheduler reports.
         """
@@ -204,8 +211,10 @@ class DaskNodes(Nodes):
         if node and "message" in event:
             node.last_message_at, node.is_started = arrived_at, True
             yield node, pickle.loads(event["message"])
+        elif node and "leaves_in" in event:
+            yield node, Leaving(event["leaves_in"])
         elif node and event.get("action") == "remove-worker":
-            yield node, ("end", NodeLost("its worker is gone"), [])
+            yield from _lose(node, "its worker is gone")
 
     def _find_loss(self, node: DaskNode, is_over: bool) -> str:
         """Return why nothing more can come from a node that has not sent its end, if so."""
@@ -222,6 +231,12 @@ class DaskNodes(Nodes):
         if not node.is_started and silence > max(limit, FIRST_REPORT_TIMEOUT):
             return f"its supervisor has not started within {silence:.0f} s"
         return ""
+
+
+def _lose(node: Node, why: str) -> Iterator[tuple[Node, Any]]:
+    """Yield the messages of a node from which nothing more can come."""
+    yield node, Failed(NodeLost(why))
+    yield node, End(Outcome.FAILED)
 
 
 def _make_task(plugin: str, attempt: str, job: bytes) -> Callable[[], str]:

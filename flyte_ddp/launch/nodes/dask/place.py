@@ -18,7 +18,6 @@ from distributed import Client
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
-from flyte_ddp.launch.agent.main import NodeJob
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
@@ -28,6 +27,7 @@ from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
+from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 
@@ -125,7 +125,7 @@ class DaskPlace:
         if self.pool:
             self.pool.release(self._latest.plugin)
         if previous.is_announced:
-            leaving = {node.address for node in self._latest.nodes if node.is_leaving}
+            leaving = {node.address for node in self._latest.nodes if node.departure}
             own = frozenset(node.address for node in self._latest.nodes)
             # one that is just closing does not answer
             self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import io
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -190,9 +189,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         ranks have ended.
         """
         self.leaves_at = leaves_at
-        command = pickle.dumps(("leave", leaves_at - time.monotonic()))
         for attempt in list(self.supervisors):
-            self.send_command(attempt, command)
+            self.worker.log_event(attempt, {"leaves_in": leaves_at - time.monotonic()})
 
     def send_command(self, attempt: str, command: bytes) -> None:
         """Pass a command on to the supervisor, if it is there."""

@@ -1,17 +1,17 @@
-"""The report of a gang that stands still: the rank that the others wait for, and the stacks that
-differ.
+"""Find out if a gang stands still, and report it: the rank that the others wait for, and the stacks
+that differ.
 
-Pure functions of what the supervisors have found out about their ranks. Knows nothing of processes.
+Pure functions of what the agents have found out about their ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from flyte_ddp.errors import RankFailure
+from flyte_ddp.errors import FailureKind, RankFailure
 from flyte_ddp.launch.protocol.failures import find_place, program_failure
+from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
 
 STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
 MAX_FRAMES = 12  # of one of them
@@ -35,24 +35,12 @@ MISTAKES = {
 NO_FRAMES = ("Thread ", "Current thread ", "  Garbage-collecting")
 
 
-@dataclass
-class StalledRank:
-    """A rank of a gang that stands still."""
+@dataclass(frozen=True)
+class Suspicion:
+    """The ranks may wait for one another in vain, so the agents are asked where each is."""
 
-    number: int
-    step: int
-    silent_for: float | None  # seconds since its last progress; None if it has reported none
-    stack: list[str] = field(default_factory=list)  # lines of its main thread
-    halted: str = ""  # how something outside keeps it from running
-    # as `entered_collectives` has them; None if it did not answer
-    groups: list[dict[str, Any]] | None = None
-    node: str = ""  # for people; "" where there is one
-
-    @property
-    def pending(self) -> dict[str, Any] | None:
-        """The collective that it has waited in for longest."""
-        found = [each for group in self.groups or () for each in group["pending"]]
-        return min(found, key=lambda each: float(each["since"]), default=None)
+    seconds: float  # for which nothing has moved
+    left: tuple[int, ...] = ()  # ranks that have ended; (): all may stand still
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,40 @@ class Culprits:
     why: str = ""
 
 
-def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
-    """Return the failure of a gang, or of one node's ranks. `what` begins the message."""
+def suspect(
+    beats: Sequence[Beat], world_size: int, stall_timeout: float, left_timeout: float
+) -> Suspicion | None:
+    """Return why the ranks may stand still, by their nodes' latest beats; None if they do not.
+
+    No rank of a node has made progress, or all but at most one of a function that never reports
+    wait for others, or some have ended and all others wait in collectives.
+    """
+    silence = max(beat.silent_for for beat in beats)
+    waits = [each for beat in beats for each in beat.waits]
+    ended = tuple(number for beat in beats for number in beat.ended)
+    wait, num_others = min(waits, default=0.0), world_size - len(waits)
+    if silence < stall_timeout and num_others <= 1 and not any(each.has_reported for each in beats):
+        silence = wait
+    if silence >= stall_timeout:
+        return Suspicion(silence)
+    if num_others == len(ended) and wait >= left_timeout:
+        return Suspicion(wait, ended)
+    return None
+
+
+def judge(
+    suspicion: Suspicion, ranks: Sequence[InspectedRank], stall_timeout: float
+) -> RankFailure | None:
+    """Return the failure of the ranks, by what the agents have answered; None if there is none."""
+    if suspicion.left:
+        waiting = [rank for rank in ranks if rank.number not in suspicion.left]
+        return left_failure(waiting, suspicion.left)
+    what = f"no rank made progress for {suspicion.seconds:.0f} s (stall_timeout: {stall_timeout:g})"
+    return stall_failure(ranks, what)
+
+
+def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
+    """Return the failure of a gang that stands still. `what` begins the message."""
     culprits = find_culprits(ranks)
     halted = sorted(rank.number for rank in ranks if rank.halted)
     numbers = culprits.numbers or tuple(halted)
@@ -74,19 +94,10 @@ def stall_failure(ranks: Sequence[StalledRank], what: str) -> RankFailure:
     lines = [head, *_stacks(ranks, set(numbers) | set(halted))]
     # Of several ranks none is to blame, but a stopped one is certainly.
     number = halted[0] if halted else numbers[0] if len(numbers) == 1 else -1
-    details = {"what": what, "ranks": list(ranks)}
-    return RankFailure("\n".join(lines), number, "stall", "stall", details=details)
+    return RankFailure("\n".join(lines), number, FailureKind.STALL, "stall")
 
 
-def join_stalls(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the failures of several nodes as one of the gang."""
-    if len(failures) == 1:
-        return failures[0]
-    ranks = [rank for failure in failures for rank in failure.details["ranks"]]
-    return stall_failure(sorted(ranks, key=lambda rank: rank.number), failures[0].details["what"])
-
-
-def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
+def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has
     entered.
     """
@@ -103,7 +114,7 @@ def find_culprits(ranks: Sequence[StalledRank]) -> Culprits:
     return Culprits(first.numbers if first else (), "; ".join(filter(None, why)))
 
 
-def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRank]) -> Culprits:
+def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
     members = {rank.number: rank for rank in ranks if rank.number in name[1]}
     states = {  # of the group, by the number of the rank
@@ -145,7 +156,7 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[StalledRan
     return Culprits()
 
 
-def left_failure(ranks: Sequence[StalledRank], left: Sequence[int]) -> RankFailure | None:
+def left_failure(ranks: Sequence[InspectedRank], left: Sequence[int]) -> RankFailure | None:
     """Return the failure of `ranks`, which wait in collectives for ranks that have ended, `left`.
 
     Returns:
@@ -183,27 +194,23 @@ def lost_failure(rank: int, left: Sequence[int], place: str) -> RankFailure:
     )
 
 
-def mismatch_line(rank: int, sizes: str, place: str) -> str:
-    """Return what to say of a rank that gloo has ended, because what arrived has another size than
-    its own.
+def explain(failure: RankFailure) -> RankFailure:
+    """Return the failure of a program whose ranks call different collectives, in one line, if
+    `failure` is due to that; else `failure`.
     """
-    where = f" at {place}" if place else ""
-    return (
-        f"rank {rank} was ended by gloo{where}: what a peer sent does not fit "
-        f"({sizes.strip()}). {SAME_COLLECTIVES}"
-    )
-
-
-def explain_collective(rank: int, message: str, trace: str) -> str:
-    """Return what to say of an exception with `message`, if a rank raised it for calling other
-    collectives; else "".
-    """
+    message = failure.cause.partition(": ")[2]
     hint = next((hint for text, hint in MISTAKES.items() if text in message), "")
-    if not hint:
-        return ""
-    place = find_place(reversed(trace.splitlines()))
-    said = message.partition(". ")[0].partition("\n")[0]
-    return f"rank {rank} failed{f' at {place}' if place else ''}: {said}. {hint}"
+    sizes = failure.details.get("sizes")
+    if not hint and not sizes:
+        return failure
+    place = failure.details.get("place") or find_place(reversed(str(failure).splitlines()))
+    where = f" at {place}" if place else ""
+    if sizes:
+        how = f"was ended by gloo{where}: what a peer sent does not fit ({sizes})"
+    else:
+        how = f"failed{where}: {message.partition('. ')[0].partition(chr(10))[0]}"
+    text = f"rank {failure.rank} {how}. {hint or SAME_COLLECTIVES}"
+    return program_failure(text, failure.rank)
 
 
 def _say_left(left: Sequence[int], waiting: str, place: str) -> str:
@@ -211,9 +218,9 @@ def _say_left(left: Sequence[int], waiting: str, place: str) -> str:
     return f"{ended}, and {waiting}{f', at {place}' if place else ''}. {SAME_COLLECTIVES}"
 
 
-def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
+def _stacks(ranks: Sequence[InspectedRank], first: set[int]) -> list[str]:
     """Return the stacks that differ, each once, those of the ranks `first` before the others'."""
-    alike: dict[tuple[str, ...], list[StalledRank]] = {}
+    alike: dict[tuple[str, ...], list[InspectedRank]] = {}
     for rank in ranks:
         frames = [line for line in rank.stack if not line.startswith(NO_FRAMES)]
         alike.setdefault(tuple(frames[:MAX_FRAMES]), []).append(rank)
@@ -235,7 +242,7 @@ def _stacks(ranks: Sequence[StalledRank], first: set[int]) -> list[str]:
     return lines
 
 
-def head_line(owners: Sequence[StalledRank]) -> str:
+def head_line(owners: Sequence[InspectedRank]) -> str:
     """Return the line above a stack of these ranks."""
     steps = sorted({rank.step for rank in owners})
     at = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"

@@ -1,0 +1,165 @@
+"""The states of an attempt. The next one is a pure function of the state and of facts.
+
+```
+Starting --> Running --> Stopping --> Ended
+                |           |           ^
+                +-----------+--> Killing
+```
+
+Starting: the agents are asked to start their ranks. Running: they train. Stopping: they save their
+state and end, because the run ends, nodes leave or the gang grows; a stop for one reason may follow
+one for another. Killing: one has failed, or they did not end in time. Ended: on each node that can
+be reached all processes are gone.
+
+tests/test_states.py has the table of cases.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flyte_ddp.launch.protocol.messages import KILL_GRACE, Outcome
+
+# of a leaving node's time, for training until its replacement is there; the rest is for the save
+TRAINING_SHARE = 0.5
+# seconds before a node is gone in which its ranks, if they have not ended, are killed
+LEAVE_RESERVE = 1.0
+# seconds for the nodes to confirm that their ranks are gone: what an agent takes, and the network
+KILL_TIMEOUT = KILL_GRACE + 2.0
+
+
+class Why(enum.Enum):
+    """Why ranks that have not failed have to end."""
+
+    RUN_ENDS = "run ends"
+    NODES_LEAVE = "nodes leave"
+    GANG_GROWS = "gang grows"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The announcement of a node that it goes away. Moments are of the monotonic clock."""
+
+    node: str
+    gone_at: float
+    # so long it may train on while the gang waits for its replacement
+    trains_until: float
+
+    @classmethod
+    def announce(cls, node: str, seconds: float, now: float) -> Departure:
+        """Return that of a node which is there for so many seconds."""
+        return cls(node, now + seconds, now + TRAINING_SHARE * seconds)
+
+
+@dataclass(frozen=True)
+class Starting:
+    """The agents are asked to start the ranks."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The ranks train."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The ranks were asked to save their state and end."""
+
+    why: Why
+    reason: str  # for people
+    deadline: float  # monotonic: the driver kills those that have not ended
+    num_leaving: int = 0  # nodes because of which they end
+
+
+@dataclass(frozen=True)
+class Killing:
+    """The ranks were ordered to end at once."""
+
+    deadline: float  # monotonic: nodes that have not confirmed it are given up
+    after: Stopping | None = None  # what they were asked before
+    is_late: bool = False  # they did not do it in time
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The ranks are gone."""
+
+    outcomes: tuple[Outcome | None, ...]  # of the nodes; None for one that did not report its end
+    after: Stopping | None = None
+    is_late: bool = False
+
+
+State = Starting | Running | Stopping | Killing | Ended
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that decide the next state of an attempt."""
+
+    now: float  # monotonic
+    outcomes: tuple[Outcome | None, ...] = (None,)  # of the nodes; None while ranks may run
+    is_cause_known: bool = False  # of a failure, or it was waited for long enough
+    stop_reason: str = ""  # why the run has to end; "" if it does not
+    stop_grace: float = 0.0  # seconds for that
+    is_urgent: bool = False  # it has to end at once
+    departures: Sequence[Departure] = ()  # of the nodes that leave
+    can_do_without_leaving: bool = False  # the next attempt could start at once
+    larger: int = 0  # nodes of a larger gang that is possible now
+    is_stoppable: bool = False  # the ranks save their state when they are asked to stop
+    save_timeout: float = 0.0  # seconds for that where nothing presses
+
+
+def next_state(state: State, facts: Facts) -> State:
+    """Return the state of an attempt that follows, or `state` itself."""
+    after = state.after if isinstance(state, Killing) else None
+    if isinstance(state, Stopping):
+        after = state
+    if isinstance(state, Ended):
+        return state
+    if None not in facts.outcomes:
+        return Ended(facts.outcomes, after, isinstance(state, Killing) and state.is_late)
+    if isinstance(state, Killing):
+        is_over = facts.now > state.deadline
+        return Ended(facts.outcomes, after, state.is_late) if is_over else state
+    if isinstance(state, Starting):
+        state = Running()
+    is_late = after is not None and facts.now > after.deadline
+    if facts.is_cause_known or facts.is_urgent or is_late:
+        return Killing(facts.now + KILL_TIMEOUT, after, is_late)
+    if after and after.why is Why.RUN_ENDS:
+        return state
+    if facts.stop_reason:
+        deadline = facts.now + facts.stop_grace + KILL_TIMEOUT
+        return Stopping(Why.RUN_ENDS, facts.stop_reason, deadline)
+    if _must_leave(after, facts):
+        return _leave(after, facts)
+    if not after and not facts.departures and facts.is_stoppable and facts.larger:
+        reason = f"the gang grows from {len(facts.outcomes)} to {facts.larger} nodes"
+        return Stopping(Why.GANG_GROWS, reason, facts.now + facts.save_timeout + KILL_TIMEOUT)
+    return state
+
+
+def _must_leave(after: Stopping | None, facts: Facts) -> bool:
+    """Return whether the ranks have to end now, or sooner than they were asked to, because of nodes
+    that leave.
+    """
+    if len(facts.departures) <= (after.num_leaving if after else 0):
+        return False
+    is_time = facts.now > min(each.trains_until for each in facts.departures)
+    return after is not None or is_time or facts.can_do_without_leaving
+
+
+def _leave(after: Stopping | None, facts: Facts) -> Stopping:
+    leaving = facts.departures
+    reason = f"{leaving[0].node} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
+    ends_at = max(facts.now, min(each.gone_at for each in leaving) - LEAVE_RESERVE)
+    deadline = min(ends_at + KILL_TIMEOUT, after.deadline if after else ends_at + KILL_TIMEOUT)
+    return Stopping(Why.NODES_LEAVE, reason, deadline, len(leaving))
+
+
+def has_moved(ended: Ended, has_failed: bool) -> bool:
+    """Return whether the ranks ended to start again on other nodes, with their state saved."""
+    moves = ended.after is not None and ended.after.why is not Why.RUN_ENDS
+    return moves and not ended.is_late and not has_failed and None not in ended.outcomes
