@@ -186,7 +186,6 @@ NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
         (((2, BOTH), (2, BOTH)), (), {}, 0, 2, ""),  # before and after an evaluation
         (((4, BOTH),), (), {"stored": (3,)}, 0, 4, ""),
         (((4, BOTH),), (), {"stored": (4,)}, 0, None, ""),
-        (((4, BOTH),), (), {"stored": (3, 4), "is_store_away": True}, 3, 4, ""),
         ((), (), {}, 0, None, ""),
         (((2, BOTH), (4, BOTH)), (4, 1), {}, 0, 2, DAMAGED),
         (((4, BOTH),), (4, 1), {}, 0, None, DAMAGED),

@@ -215,9 +215,8 @@ def load_from_memory(
         needed_step: returns the step of the checkpoint that a run from this state will ask the
             store for; 0 for none.
     """
-    # The driver has asked the store since the last attempt ended, so this does not ask again.
-    stored = process.job.stored
-    newest_stored = 0 if process.job.is_store_away else max(stored, default=0)
+    stored = process.job.stored  # as the driver knows: the store may be away
+    newest_stored = max(stored, default=0)
     skipped: list[str] = []
     for each in find_states(process, world) if process.job.is_in_memory else ():
         if each.step <= newest_stored:

@@ -304,7 +304,6 @@ class Session:
         process.job = dataclasses.replace(
             job,
             is_in_memory=job.is_in_memory or in_memory,
-            is_store_away=job.is_store_away and not stored,
             stored=(*job.stored, *([stored] if stored else [])),
         )
         written = self._store.slots.written.items() if self._store and self._store.slots else ()

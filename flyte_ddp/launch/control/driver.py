@@ -12,14 +12,13 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import json
 import logging
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
@@ -30,7 +29,6 @@ from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
-    ConfigError,
     FailureKind,
     GangLost,
     NodeLost,
@@ -51,7 +49,6 @@ from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
-STORE_PATIENCE = 1.0  # seconds for the store to answer where the next attempt goes on from memory
 CLOSE_TIMEOUT = 120.0  # seconds for listeners to finish what they have begun, such as an upload
 POLL_INTERVAL = 0.1  # seconds between looks at the stop request while something is waited for
 
@@ -179,7 +176,6 @@ def run(
     with (
         owning as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
-        _say_where_to_resume(job),
         stopping as stop,
     ):
         prepared = call_in_background(data) if data else None
@@ -188,11 +184,12 @@ def run(
         begun = Run(
             name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared
         )
+        driver = _Driver(begun, place, ownership)
         try:
-            driver = _Driver(begun, place, ownership, state)
-            if earlier_failure:
-                driver.look_back(earlier_failure)
-            driver.drive()
+            driver.drive(earlier_failure)
+        except TrainingStopped as stopped:
+            driver.say_where_to_resume(stopped)
+            raise
         finally:
             place.close(begun)
     return state
@@ -205,96 +202,120 @@ class _Driver:
     run: Run
     place: Place
     ownership: Ownership | None
-    state: events.RunState
-    # steps of checkpoints in the store, when it answered last
-    stored: list[int] = field(default_factory=list)
+    # steps of the checkpoints in the store, as the events of the ranks tell; None before the first
+    stored: set[int] | None = None
+    # of the state from which the latest attempt has started; -1 if that is not known
+    resumed_step: int = -1
+    has_loaded: bool = False  # it has told so itself
     num_attempts: int = 0
     num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
     previous: Ended | None = None  # the last attempt that failed
     oom_step: int | None = None  # see `_oom_step`
 
-    def look_back(self, failure: RankFailure) -> None:
-        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
-        of memory.
+    def drive(self, earlier_failure: RankFailure | None = None) -> None:
+        """Make attempts until one succeeds. Raises as `run`."""
+        if earlier_failure:
+            self._look_back(earlier_failure)
+        run, ended = self.run, None
+        while True:
+            attempt = self._begin(ended)
+            failure: RankFailure | NodeLost | None = None
+            try:
+                if attempt.train(run.job, self.num_attempts - 1):
+                    return
+            except (RankFailure, NodeLost) as error:
+                failure = error
+            run.emit(attempt.ended(first_line(failure) if failure else attempt.reason))
+            if failure and run.prepared and run.prepared.done() and run.prepared.exception():
+                run.prepared.result()  # raises the caller's own, which a node could only report
+            ended = self._go_on(attempt, failure)
+
+    def _begin(self, ended: Ended | None) -> Attempt:
+        """Return the next attempt, on nodes that are waited for. The last one has `ended` so."""
+        run, is_cluster = self.run, self.place.is_cluster
+        # since then the nodes were started
+        begun = time.time() if self.num_attempts else run.job.launched_at
+        nodes = self.place.gather(run, ended)
+        waited = time.time() - begun if is_cluster else 0.0
+        notice = self.place.notice_seconds
+        run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, notice))
+        self.num_attempts += 1
+        self.resumed_step, self.has_loaded = self.newest_step, False
+        # A new token for each gang: a rank of an earlier one that still lives on a silent node may
+        # not write now.
+        owner = self.ownership.renew() if self.ownership else ""
+        run.job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
+        shows_nodes = is_cluster and run.job.program.shows_ranks
+        return Attempt(nodes, self._take, run.relay, run.stop, shows_nodes)
+
+    def _take(self, event: events.Event) -> None:
+        """Note what an event of an attempt says of the store, and pass it on."""
+        stored = self.stored or set()
+        match event:
+            case events.CheckpointLoaded(step) if not self.has_loaded:
+                self.resumed_step, self.has_loaded = step, True
+                # newer ones are damaged
+                self.stored = {each for each in stored if each <= step}
+                if step and not self.run.job.is_in_memory:
+                    self.stored.add(step)
+            case events.CheckpointWritten(step):
+                self.stored = {*stored, step}
+        self.run.emit(event)
+
+    def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
+        """Prepare the attempt that follows one that has ended, and return how that did. Raises if
+        there is none.
         """
-        ended = Ended(failure, 0, self._newest_step())
+        run = self.run
+        # a state there may lead there again
+        ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
+        memory_step, where = (0, "") if ran_out else attempt.in_memory()
+        kept_step = max(memory_step or -1, self.newest_step)
+        is_announced = attempt.num_leaving > 0
+        ended = Ended(failure, attempt.step, self.resumed_step, kept_step, is_announced)
+        is_in_memory = memory_step > self.newest_step
+        origin = f"step {memory_step}, from {where}" if is_in_memory else "its last checkpoint"
+        self._follow(ended, attempt, origin if kept_step else "the beginning")
+        if run.storage and (not memory_step or ended.is_store_outage):
+            # raises StorageUnavailable
+            run.wait_for(call_in_background(run.storage.names))
+        run.job = dataclasses.replace(
+            run.job,
+            stored=tuple(sorted(self.stored or ())),
+            is_in_memory=is_in_memory,
+            ran_out_of_memory=run.job.ran_out_of_memory or ran_out,
+        )
+        return ended
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint in the store; 0 for none, -1 if that is not known."""
+        if self.stored is None:
+            return -1 if self.run.storage else 0
+        return max(self.stored, default=0)
+
+    def _look_back(self, failure: RankFailure) -> None:
+        """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
+        of memory. No event tells this process what that one has stored.
+        """
+        newest_step = -1
+        with contextlib.suppress(StorageUnavailable):
+            newest_step = max(stored_steps(self.run.job.checkpoints), default=0)
+        ended = Ended(failure, 0, newest_step)
         decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
         self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
         if decision is OutOfMemory:
             self._raise(ended, failure, decision)
 
-    def drive(self) -> None:
-        """Make attempts until one succeeds. Raises as `run`."""
-        run, latest = self.run, None
-        resumed_step = call_in_background(self._newest_step)
-        while True:
-            # since then the nodes were started
-            begun = time.time() if self.num_attempts else run.job.launched_at
-            nodes = self.place.gather(run, latest)
-            waited = time.time() - begun if self.place.is_cluster else 0.0
-            run.emit(
-                events.AttemptStarted(
-                    len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds
-                )
+    def say_where_to_resume(self, stopped: TrainingStopped) -> None:
+        """Add the newest checkpoint in the store to the message."""
+        job, step = self.run.job, self.newest_step
+        if job.checkpoints and job.is_kept:
+            at = f", at step {step}" if step >= 0 else ""
+            place = redact_url(job.checkpoints)
+            stopped.args = (
+                f"{stopped}. Its checkpoints are in {place}: the same run resumes there{at}",
             )
-            # A new token for each gang: a rank of an earlier one that still lives on a silent node
-            # may not write now.
-            owner = self.ownership.renew() if self.ownership else ""
-            shows_nodes = self.place.is_cluster and run.job.program.shows_ranks
-            attempt = Attempt(nodes, run.emit, run.relay, run.stop, shows_nodes)
-            try:
-                self.num_attempts += 1
-                job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
-                if attempt.train(job, self.num_attempts - 1):
-                    return
-                failure = None
-                run.emit(attempt.ended(attempt.reason))
-            except (RankFailure, NodeLost) as error:
-                failure = error
-                run.emit(attempt.ended(first_line(error)))
-                if run.prepared and run.prepared.done() and (failed := run.prepared.exception()):
-                    raise failed from None  # the caller's own, which the node could only report
-            is_announced = attempt.num_leaving > 0
-            # a state there may lead there again
-            ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
-            memory_step, place = (0, "") if ran_out else attempt.in_memory()
-            newest_step = call_in_background(self._newest_step)
-            if memory_step:  # the store may be away
-                concurrent.futures.wait([newest_step], STORE_PATIENCE)
-            else:
-                run.wait_for(newest_step)
-            stored_step = newest_step.result() if newest_step.done() else -1
-            kept_step = max(memory_step or -1, stored_step)
-            latest = Ended(failure, attempt.step, resumed_step.result(), kept_step, is_announced)
-            in_memory = memory_step > stored_step
-            origin = f"step {memory_step}, from {place}" if in_memory else "its last checkpoint"
-            # -1: the store is away
-            self._follow(latest, attempt, origin if kept_step else "the beginning")
-            needs_store = not memory_step or latest.is_store_outage
-            if run.storage and needs_store:
-                run.wait_for(call_in_background(run.storage.names))  # raises StorageUnavailable
-                resumed_step = call_in_background(self._newest_step)
-            else:
-                resumed_step = call_in_background(functools.partial(max, kept_step, stored_step))
-            known = {
-                *self.stored,
-                *(each.step for each in self.state.checkpoints if stored_step < 0),
-            }
-            is_away = bool(memory_step) and stored_step < 0
-            run.job = dataclasses.replace(
-                run.job,
-                stored=tuple(sorted(known)),
-                is_store_away=is_away,
-                is_in_memory=in_memory,
-                ran_out_of_memory=run.job.ran_out_of_memory or ran_out,
-            )
-
-    def _newest_step(self) -> int:
-        """Return the step of the newest checkpoint in the store; -1 if that is not known."""
-        with contextlib.suppress(StorageUnavailable):
-            self.stored = stored_steps(self.run.storage.url) if self.run.storage else []
-            return max(self.stored, default=0)
-        return -1
 
     def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
         """Prepare the next attempt and log why there is one, and from where, or raise if there is
@@ -480,17 +501,3 @@ def _redact(event: events.Event) -> events.Event:
 def _log(text: str, listener: events.Listener, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # a handler of the log may write to what has just failed
         logger.error(text, type(listener).__name__, exc_info=error)
-
-
-@contextlib.contextmanager
-def _say_where_to_resume(job: Job) -> Iterator[None]:
-    """Add the newest checkpoint in the store to the message of a TrainingStopped."""
-    try:
-        yield
-    except TrainingStopped as stopped:
-        if job.checkpoints and job.is_kept:
-            with contextlib.suppress(StorageUnavailable, ConfigError):  # then nobody knows
-                step, place = max(stored_steps(job.checkpoints), default=0), job.checkpoints
-                hint = f"Its checkpoints are in {redact_url(place)}: the same run resumes there"
-                stopped.args = (f"{stopped}. {hint}, at step {step}",)
-        raise

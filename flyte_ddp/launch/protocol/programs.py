@@ -162,7 +162,6 @@ class Job:
     is_kept: bool = True  # the checkpoints outlive the run
     # steps of checkpoints after the last attempt, as far as the driver knows
     stored: tuple[int, ...] = ()
-    is_store_away: bool = False  # it did not answer the driver then
     # the nodes have a state from which to go on that is newer than the store's
     is_in_memory: bool = False
     # an attempt of this run did, so that states take none unless they are asked for
