@@ -20,7 +20,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Kind, Program, recipe_program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.recipes import get_recipe
@@ -58,7 +58,7 @@ def program_of(kind, faults=""):
 def train(directory, program, config=None, at_steps=(), listeners=()):
     """Train on the cluster of `config`, or on this machine."""
     run = new_run(directory, RECIPE)
-    data = (lambda: str(run.data())) if program.describes_itself else None
+    data = (lambda: str(run.data())) if program.kind is Kind.RECIPE else None
     with open_cluster(config, "test") if config else contextlib.nullcontext() as client:
         place = DaskPlace(client, config) if config else LocalPlace(2)
         job = Job(program, str(directory / "checkpoints"), time.time())

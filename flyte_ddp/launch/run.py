@@ -43,6 +43,7 @@ from flyte_ddp.launch.protocol.programs import (
     SCRIPT_DIRECTORY,
     STOP_SIGNALS,
     Job,
+    Kind,
     Program,
     check_run_id,
 )
@@ -352,7 +353,7 @@ def command_program(
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
     call = cloudpickle.dumps(_Command(tuple(command), _working_directory()))
-    return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, is_command=True)
+    return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, kind=Kind.COMMAND)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
-from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job
+from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.rank.collectives import watch_main_thread
@@ -168,15 +168,15 @@ def call_program(process: RankProcess) -> None:
         ValueError: the value is too large to be sent.
     """
     program = process.job.program
-    store = _Store(process, program.is_command)
+    store = _Store(process, program.kind is Kind.COMMAND)
     current = Session(process, store.open)
     session.make_current(current)
-    if not program.describes_itself:
+    if program.kind is not Kind.RECIPE:
         current.emit_start()
         if process.node.world_size > 1:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.set_waiting_since, timeout)
-    if process.node.copy_distance and not program.is_command:
+    if process.node.copy_distance and program.kind is not Kind.COMMAND:
         threading.Thread(
             target=_receive_copies, args=(process, store.open), name="copies", daemon=True
         ).start()

@@ -22,6 +22,7 @@ from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.protocol.memory import Part
+from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
 
@@ -89,7 +90,7 @@ class Session:
         self._link.on_stop = self._terminate
         self._timer: StepTimer | None = None  # of a function's steps, from report to report
         # There is a checkpoint, or will be one whenever the run is asked to stop.
-        self.can_resume = process.job.program.can_resume
+        self.can_resume = process.job.program.kind is Kind.RECIPE
 
     @property
     def stop_requested(self) -> bool:
@@ -476,7 +477,7 @@ class Session:
         another.
         """
         if (
-            self.process.job.program.describes_itself
+            self.process.job.program.kind is Kind.RECIPE
             or "torch.distributed.distributed_c10d" not in sys.modules
         ):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training.contract import open_model
@@ -36,6 +37,6 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     model = open_model(recipe, parallelism)
     link = StoppingLink()
     link.stop_after = stop_after
-    session, _ = session_of(checkpoints=run.checkpoints, link=link, can_resume=True)
+    session, _ = session_of(checkpoints=run.checkpoints, link=link, kind=Kind.RECIPE)
     session.open_checkpoints(config.checkpoints_to_keep)
     return Trainer(recipe, parallelism, model, train, test, session, initial_state=initial_state)

@@ -63,7 +63,7 @@ from flyte_ddp.launch.protocol.messages import (
     Returned,
     Stop,
 )
-from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import find_signal
 
@@ -271,9 +271,14 @@ class _Ranks:
             while rank.process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(POLL_INTERVAL / 10)
             rank.pipe.close()
-            if rank.process.exitcode is not None or not self.job.program.may_exit:
+            if rank.process.exitcode is not None or not self._may_exit:
                 # else it has become another program, whose exit code tells how it ended
                 self._note_death(rank)
+
+    @property
+    def _may_exit(self) -> bool:
+        """A rank that ends its process itself, with code 0, has succeeded."""
+        return self.job.program.kind is not Kind.RECIPE
 
     def _report(self, failure: RankFailure) -> None:
         self._relay_logs()
@@ -286,7 +291,7 @@ class _Ranks:
             return
         code, is_stopping = rank.process.exitcode, self.sent_deadline is not None
         is_asked = is_stopping and code == -find_signal(self.link.stop.reason)
-        if is_asked or (code == 0 and self.job.program.may_exit):
+        if is_asked or (code == 0 and self._may_exit):
             rank.outcome = Outcome.STOPPED if is_stopping else Outcome.DONE
             self.beats[self.ranks.index(rank)].has_ended = True
         else:

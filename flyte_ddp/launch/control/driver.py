@@ -42,7 +42,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
-from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job
+from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
 from flyte_ddp.observers.weights_and_biases import Wandb
@@ -330,9 +330,8 @@ class _Driver:
         before = Before(
             self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
         )
-        rules = Rules(
-            place.max_restarts, run.job.program.repeats_bugs, can_shrink=smaller is not None
-        )
+        repeats_bugs = run.job.program.kind is not Kind.RECIPE
+        rules = Rules(place.max_restarts, repeats_bugs, can_shrink=smaller is not None)
         decision = decide(ended, before, rules)
         if decision is Next.MOVE:
             is_late = 0 <= ended.kept_step < ended.step

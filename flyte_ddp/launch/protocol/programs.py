@@ -8,6 +8,7 @@ fields.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import importlib.util
 import os
@@ -50,6 +51,19 @@ def stop_grace() -> float:
     return max(END_RESERVE, termination_grace() - END_RESERVE)
 
 
+class Kind(str, enum.Enum):
+    """Who leads a program's ranks."""
+
+    # The training loop of this library: it emits its start with what it knows of the run, saves its
+    # state whenever it has to end, never ends its process, and would repeat an exception.
+    RECIPE = "recipe"
+    # A function or script of the user's. A process that it ends with code 0 has succeeded, and an
+    # exception is answered by a restart, as by torchrun.
+    FUNCTION = "function"
+    # The same in a process below the rank's, which imports no torch itself.
+    COMMAND = "command"
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that every rank runs, with the environment variables that torchrun sets."""
@@ -68,8 +82,7 @@ class Program:
     # seconds without the checkpoints' store until the attempt ends recoverably
     store_timeout: float = 600.0
     variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
-    # it runs another program, so torch is not imported in the rank's own process
-    is_command: bool = False
+    kind: Kind = Kind.FUNCTION
     # seconds from the request to stop until the ranks are killed
     stop_grace: float = field(default_factory=stop_grace)
     shows_ranks: bool = True  # a line that a rank prints begins with its number
@@ -77,12 +90,6 @@ class Program:
     # that has them. Without any, each rank is a fresh process, whose program may set variables
     # before it imports torch.
     slow_imports: tuple[str, ...] = ()
-    may_exit: bool = True  # a rank that ends its process itself, with code 0, has succeeded
-    # an exception that would repeat is answered by a restart too, as by torchrun
-    repeats_bugs: bool = True
-    # the call emits the event that the run has started, with what it knows of the run
-    describes_itself: bool = False
-    can_resume: bool = False  # its ranks save their state whenever they are asked to stop
     batch: Batch | None = None  # that its ranks share; None where only the call knows it
     needs_compiler: bool = False  # it compiles its model
     needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
@@ -144,7 +151,8 @@ class Program:
     def from_dict(cls, values: dict[str, Any]) -> Program:
         """Return the program that `dataclasses.asdict` made `values` from."""
         batch = values["batch"]
-        return cls(**{**values, "batch": Batch(**batch) if batch else None})
+        given = {"kind": Kind(values["kind"]), "batch": Batch(**batch) if batch else None}
+        return cls(**{**values, **given})
 
 
 @dataclass(frozen=True)
@@ -209,10 +217,7 @@ def recipe_program(
         store_timeout=config.store_timeout,
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
         slow_imports=slow_imports(dataclasses.asdict(config), named),
-        may_exit=False,
-        repeats_bugs=False,
-        describes_itself=True,
-        can_resume=True,
+        kind=Kind.RECIPE,
         batch=config.batch,
         needs_compiler=config.compile,
         needs_gpus=needs_gpus,
