@@ -251,6 +251,20 @@ def test_every_link_has_a_target(page):
             ], anchor
 
 
+def test_each_walk_through_the_code_names_what_is_there():
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    walks = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
+    steps = {
+        title: re.findall(r"`([\w/]+\.py): (\w+)`", text.replace("\n   ", " "))
+        for title, text in walks.items()
+    }
+    for path, name in sum(steps.values(), []):
+        code = (REPOSITORY / "flyte_ddp" / path).read_text()
+        assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
+    stops = next(found for title, found in steps.items() if title.startswith("SIGTERM on a worker"))
+    assert len({path for path, _ in stops}) <= 12
+
+
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
     from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
     from flyte_ddp.config import TrainingConfig

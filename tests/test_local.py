@@ -51,10 +51,10 @@ def test_an_exception_ends_the_run_with_that_ranks_number_and_traceback(
 ):
     monkeypatch.setenv("FAULT", "raise 1 6")  # step 5 shows that rank 0 has begun to save step 4
     monkeypatch.setenv("WRITE_SECONDS", "1")
+    rank_start.start_server(["torch"])  # it, and the directory of its socket, live on
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = new_run(tmp_path)
     run.data()
-    rank_start.start_server(["torch"])  # it lives as long as this process
     before = _surroundings()
 
     with pytest.raises(RankFailure) as caught:
