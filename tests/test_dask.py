@@ -18,7 +18,6 @@ from flyte_ddp.errors import (
     ClusterError,
     ConfigError,
     NodeLost,
-    RankFailure,
 )
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes
@@ -80,24 +79,6 @@ def test_two_nodes_give_the_weights_and_the_events_of_two_processes(client, tmp_
         name for names in plugins.values() for name in names if name.startswith("training-")
     ]
     assert "torch" not in client.run(lambda: list(sys.modules)).popitem()[1]
-
-
-def test_a_bug_fails_at_once_with_the_ranks_traceback(client, tmp_path, fault):
-    fault("raise 1 4", write_seconds=1)  # step 3 shows that rank 0 has begun to save step 2
-    run = new_run(tmp_path)
-    with pytest.raises(
-        RankFailure,
-        match=(
-            r"(?s)node 1 .*rank 1 failed: ValueError.*Traceback.*in "
-            r"_raise"
-        ),
-    ) as caught:
-        train(run, client, LOCAL, checkpoint_interval=2)
-    # rank 0 of the other node was still writing
-    assert (run.checkpoints / "step-0000000002.json").exists()
-    assert (caught.value.rank, caught.value.kind) == (1, "exception")
-    assert run.error is caught.value
-    assert len(events_of(run, events.RunStarted)) == 1
 
 
 @pytest.mark.long

@@ -358,7 +358,7 @@ def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch
 
     expected = (
         f"data were prepared. Its checkpoints are in {tmp_path}/checkpoints: the same run "
-        "resumes there, at step 0"
+        "resumes there"
     )
     assert ended == ("TrainingStopped", f"SIGTERM: the run was stopped while its {expected}")
     assert survivors() == []

@@ -213,6 +213,7 @@ def test_only_ranks_that_wait_for_one_that_has_ended_are(ranks, left, expected):
         ([([], [0]), ([90.0], []), ([40.0], []), ([], [3])], Suspicion(40.0, (0, 3))),
         ([([90.0], []), ([90.0], [])], None),  # nobody has ended: a stall, once it lasts
         ([([1900.0], []), ([1801.0], [])], Suspicion(1801.0)),
+        ([([1900.0], []), ([], []), ([], [])], None),  # for a node that prepares, of two ranks
         ([([], [0]), ([], [1])], None),  # all have
     ],
 )

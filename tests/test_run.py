@@ -323,27 +323,6 @@ def test_a_rank_of_another_node_that_does_not_arrive_is_named(client):
     assert "in function" in str(caught.value)
 
 
-@pytest.mark.long
-def test_ranks_that_wait_for_a_node_that_prepares_are_not_ended(client):
-    """All ranks of one node wait for longer than the timeout, and none of the other: it has to be
-    over one rank.
-    """
-
-    def function():
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if dist.get_rank() > 1:
-            time.sleep(8)
-        dist.barrier()
-        return "ended"
-
-    assert (
-        flyte_ddp.run(function, nnodes=2, nproc_per_node=2, client=client, stall_timeout=2)
-        == "ended"
-    )
-
-
 def make_lock():
     return threading.Lock()
 

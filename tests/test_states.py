@@ -8,6 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.errors import NodeLost, RankFailure
+from flyte_ddp.launch.control.causes import (
+    CAUSE_GRACE,
+    ECHO_GRACE,
+    END_GRACE,
+    cause_grace,
+    find_cause,
+)
 from flyte_ddp.launch.control.states import (
     KILL_TIMEOUT,
     LEAVE_RESERVE,
@@ -106,6 +115,41 @@ def test_the_state_that_follows(state, facts, expected):
 )
 def test_a_gang_that_ends_in_order_starts_again_elsewhere(ended, has_failed, expected):
     assert has_moved(ended, has_failed) is expected
+
+
+RAISED = RankFailure("rank 1 failed", 1, "exception", "ValueError: bad")
+MINE = RankFailure("rank 1 failed", 1, "exception", "ConfigError: bad")
+ECHO = RankFailure("rank 0 failed", 0, "exception", "RuntimeError: gloo", is_consequence=True)
+STALL = RankFailure("no rank made progress", -1, "stall", "stall")
+SIGNAL = RankFailure("rank 1 was killed", 1, "signal", "SIGABRT")
+SIGKILL = RankFailure("rank 1 was killed", 1, "signal", "SIGKILL")
+LOST = NodeLost("node 1 was lost")
+WRITING, ENDING = {"is_writing": True}, {"is_ending": True}
+
+
+@pytest.mark.parametrize(
+    ("failures", "facts", "cause", "seconds"),
+    [
+        ([RAISED], {}, RAISED, CAUSE_GRACE),
+        ([RAISED], ENDING, RAISED, END_GRACE),
+        ([RAISED], WRITING, RAISED, WRITE_GRACE),  # the checkpoint is worth more than the time
+        ([MINE], WRITING, MINE, WRITE_GRACE),
+        ([MINE], ENDING, MINE, 0.0),
+        ([SIGNAL], WRITING, SIGNAL, CAUSE_GRACE),  # who writes may wait for it
+        ([ECHO], {}, ECHO, ECHO_GRACE),
+        ([ECHO], {"num_nodes": 1}, ECHO, CAUSE_GRACE),
+        ([ECHO, STALL], {}, STALL, ECHO_GRACE),
+        ([ECHO, RAISED, SIGNAL], {}, RAISED, CAUSE_GRACE),  # of those alike the first
+        ([ECHO, RAISED, SIGKILL], WRITING, SIGKILL, 0.0),
+        ([ECHO, RAISED, LOST], ENDING, LOST, 0.0),
+    ],
+)
+def test_the_failure_that_explains_the_others_and_how_long_it_is_waited_for(
+    failures, facts, cause, seconds
+):
+    assert find_cause(failures) is cause
+    facts = {"num_nodes": 2, "is_writing": False, "is_ending": False, **facts}
+    assert cause_grace(failures, **facts) == seconds
 
 
 # What may happen at any moment, and for how many seconds nothing else does after it.

@@ -210,7 +210,7 @@ class _Ranks:
                 for rank, beat in zip(self.ranks, self.beats, strict=True):
                     beat.progress_at = time.monotonic()  # no progress was possible until now
                     rank.send(Prepared(directory))
-            self.link.note_beat(self._beat())
+            self.link.note_beat(self._beat(has_data))
             if question := self.link.question:
                 self.link.question = None
                 self.link.send(Inspected(question.number, list(self._inspect(question))))
@@ -370,7 +370,7 @@ class _Ranks:
         except FileNotFoundError:
             return ""
 
-    def _beat(self) -> Beat:
+    def _beat(self, has_data: bool) -> Beat:
         now, beats = time.monotonic(), self.beats
         numbered = list(zip(self.ranks, beats, strict=True))
         progress_at = max(beat.progress_at for beat in beats)
@@ -382,7 +382,7 @@ class _Ranks:
                 rank.outcome is Outcome.FAILED and rank.process.is_alive() for rank in self.ranks
             ),
             has_reported=progress_at > 0,
-            silent_for=now - progress_at if progress_at else 0.0,
+            silent_for=now - progress_at if has_data and progress_at else 0.0,
             paces=[
                 Pace(rank.number, beat.num_steps, list(beat.seconds), rank.device)
                 for rank, beat in numbered

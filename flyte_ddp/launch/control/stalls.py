@@ -69,7 +69,7 @@ def suspect(
         silence = wait
     if silence >= stall_timeout:
         return Suspicion(silence)
-    if num_others == len(ended) and wait >= left_timeout:
+    if ended and num_others == len(ended) and wait >= left_timeout:
         return Suspicion(wait, ended)
     return None
 

@@ -20,7 +20,7 @@ _LIBRARIES = (
     "site-packages",
     "<frozen ",
     "<string>",
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[2]),
 )
 _CHAINED = re.compile(r"\n+(?:During handling of the above|The above) exception[^\n]*\n+")
 

@@ -151,7 +151,8 @@ class Beat:
     is_stoppable: bool = False  # they save their state when they are asked to stop
     is_ending: bool = False  # a rank that failed calls its exit handlers
     has_reported: bool = False  # one has, since the start
-    silent_for: float = 0.0  # seconds since their last progress; 0 if they have reported none
+    # seconds since their last progress; 0 if they have reported none, or wait for data
+    silent_for: float = 0.0
     paces: list[Pace] = field(default_factory=list)
     # seconds for which each rank that waits for others does
     waits: list[float] = field(default_factory=list)

@@ -147,13 +147,6 @@ class Program:
             }
         return files
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Program:
-        """Return the program that `dataclasses.asdict` made `values` from."""
-        batch = values["batch"]
-        given = {"kind": Kind(values["kind"]), "batch": Batch(**batch) if batch else None}
-        return cls(**{**values, **given})
-
 
 @dataclass(frozen=True)
 class Job:
