@@ -36,12 +36,11 @@ from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.launch.agent.main import DriverLink
-from flyte_ddp.launch.agent.supervisor import POLL_INTERVAL
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
+from flyte_ddp.launch.protocol.messages import POLL_INTERVAL, Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import queue
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,8 @@ from flyte_ddp.errors import (
     TrainingStopped,
 )
 from flyte_ddp.events import AttemptEnded
+from flyte_ddp.events.kinds import Figures, Timed
+from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.control.causes import find_cause
@@ -151,29 +155,44 @@ def test_a_node_that_announces_that_it_leaves_costs_no_step_and_no_restart(tmp_p
     assert "was lost" not in caplog.text
 
 
-def test_a_node_that_leaves_while_the_gang_ends_to_grow_leaves_its_ranks_less_time(
-    tmp_path, caplog
-):
-    class Growing(OwnPlace):
-        larger = 2
+@dataclass(frozen=True)
+class Cooled(Timed):
+    """An event of a kind of its own."""
 
+    step: int
+    degrees: float
+
+    def figures(self):
+        return Figures(values={"degrees": self.degrees}, axis="step", step=self.step)
+
+
+@dataclass(frozen=True)
+class Fan:
+    """A message of a kind of its own."""
+
+    speed: int
+
+
+def test_an_event_and_a_message_of_ones_own_are_classes_in_one_place(tmp_path):
+    class Cooling(OwnPlace):
         def messages(self):
-            if isinstance(self.command, Stop) and self.faults:  # the ranks are about to end
-                self.faults.clear()
-                return [(self.nodes[0], Leaving(30.0))]
-            type(self).larger = 2 if self.faults else 0
-            return super().messages()
+            yield from super().messages()
+            yield self.nodes[0], Fan(self.step)  # which this driver does not know
+            yield self.nodes[0], Emitted(Cooled(self.step, 20.5))
 
-    place = Growing((99, LEAVES))
-    train(place, tmp_path)
-    grow, leave = [command for command in place.commands if isinstance(command, Stop)]
-    assert (grow.reason, leave.reason) == (
-        "the gang grows from 1 to 2 nodes",
-        "this machine leaves",
+    seen, shown = [], []
+    bar = SimpleNamespace(
+        handle=lambda event: shown.append(event.figures().values.get("degrees")),
+        close=lambda error: None,
     )
-    assert grow.seconds == pytest.approx(600, abs=9)
-    assert 10 < leave.seconds < 29.1
-    assert "this machine leaves: the gang ended at step 1 and restarts from there" in caplog.text
+    listener = SimpleNamespace(handle=seen.append, close=lambda error: None)
+    train(Cooling((3, KILLED)), tmp_path, listeners=[listener, bar])
+    assert 20.5 in shown
+    assert max(event.step for event in seen if isinstance(event, Cooled)) == NUM_STEPS
+    # what carries messages knows none of them
+    arrived = queue.SimpleQueue()
+    Link(arrived.put).send(Fan(3))
+    assert pickle.loads(pickle.dumps(arrived.get())) == Fan(3)
 
 
 def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_before(

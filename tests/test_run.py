@@ -402,21 +402,6 @@ def run_until_signal(script, number, *flags, arguments=()):
     return parent.returncode, lines + output.splitlines(), errors
 
 
-def test_ranks_stop_at_the_same_step_with_a_last_checkpoint(tmp_path):
-    checkpoints = str(tmp_path / "checkpoints")
-    code, _, errors = run_until_signal(
-        SCRIPTS / "polite.py", signal.SIGTERM, "--checkpoints", checkpoints, arguments=[tmp_path]
-    )
-
-    assert code == 143, errors
-    steps = {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)}
-    assert len(steps) == 1
-    assert "SIGTERM: the run was stopped" in errors
-    assert f"Its checkpoints are in {checkpoints}" in errors
-    (step,) = steps
-    assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
-
-
 WAITS = """
 import os, signal, sys, time
 def save(number, frame):
@@ -478,7 +463,7 @@ def test_a_signal_while_a_cluster_starts_is_one_line(capsys, monkeypatch):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = command_line.main(
-            ["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "polite.py")]
+            ["run", "--nnodes=2", "--cluster", '{"kind": "local"}', str(SCRIPTS / "ending.py")]
         )
     finally:
         signal.signal(signal.SIGINT, handler)

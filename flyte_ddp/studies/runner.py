@@ -38,11 +38,11 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.control.driver import POLL_INTERVAL
 from flyte_ddp.launch.nodes.dask.calls import call_scheduler
 from flyte_ddp.launch.nodes.dask.data import SharedData
 from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 from flyte_ddp.launch.nodes.dask.pool import Pool
+from flyte_ddp.launch.protocol.messages import POLL_INTERVAL
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import print_line

@@ -44,6 +44,7 @@ from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.memory import NodeMemory, count_oom_kills
 from flyte_ddp.launch.protocol.messages import (
+    POLL_INTERVAL,
     Beat,
     Device,
     Emitted,
@@ -67,7 +68,6 @@ from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import find_signal
 
-POLL_INTERVAL = 0.1  # seconds between checks of logs, heartbeats and the stop request
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
 # as gloo ends a process
 GLOO_SIZES = re.compile(r"enforce fail at [^\n]*?\] ([^\n]*?nbytes\. \d+ vs \d+)")

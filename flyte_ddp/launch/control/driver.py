@@ -42,6 +42,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
+from flyte_ddp.launch.protocol.messages import POLL_INTERVAL
 from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
@@ -50,7 +51,6 @@ from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 CLOSE_TIMEOUT = 120.0  # seconds for listeners to finish what they have begun, such as an upload
-POLL_INTERVAL = 0.1  # seconds between looks at the stop request while something is waited for
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.memory import NodeMemory
-from flyte_ddp.launch.protocol.messages import Outcome
+from flyte_ddp.launch.protocol.messages import POLL_INTERVAL, Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_TIMEOUT = 5.0  # seconds for a connection to this machine itself
-# seconds that the driver waits for a message before it looks at anything else
-MESSAGE_INTERVAL = 0.1
 
 
 @dataclass(eq=False)
@@ -139,7 +137,7 @@ class LocalNodes(Nodes):
     def messages(self) -> Sequence[tuple[Node, Any]]:
         found: list[Any] = [self._link.beat]
         with contextlib.suppress(queue.Empty):
-            found.append(self._arrivals.get(timeout=MESSAGE_INTERVAL))
+            found.append(self._arrivals.get(timeout=POLL_INTERVAL))
             while True:
                 found.append(self._arrivals.get_nowait())
         return [(self.nodes[0], message) for message in found]

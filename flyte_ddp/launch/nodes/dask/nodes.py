@@ -41,6 +41,7 @@ from flyte_ddp.launch.nodes.dask.placement import DaskNode
 from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.messages import (
     BEAT_INTERVAL,
+    POLL_INTERVAL,
     End,
     Failed,
     Leaving,
@@ -49,10 +50,9 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.launch.protocol.programs import Job
 
-# seconds that the driver waits for a message before it looks at anything else
-MESSAGE_INTERVAL = 0.1
-TRANSFER_TIMEOUT = 60.0  # seconds for the code to reach a worker
-FIRST_REPORT_TIMEOUT = 60.0  # seconds, at least, for a node's supervisor to start and report
+# seconds for the code to reach a worker, and at least for its agent to start and report: a busy
+# machine imports slowly
+START_TIMEOUT = 60.0
 WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
 # where the scheduler reports, among other things, that it has lost a worker
 SCHEDULER_TOPIC = "all"
@@ -108,7 +108,7 @@ class DaskNodes(Nodes):
         run_on_scheduler(self.client, hold_scheduler)
         first, *others = self.nodes
         new = [node for node in self.nodes if not node.has_plugin]
-        self._call(new, worker.install, self.plugin, self.code, timeout=TRANSFER_TIMEOUT)
+        self._call(new, worker.install, self.plugin, self.code, timeout=START_TIMEOUT)
         host, port = self._call([first], worker.call, self.plugin, "admit", self._name, True)[
             first.address
         ]
@@ -141,7 +141,7 @@ class DaskNodes(Nodes):
             node for node, future in zip(self.nodes, self._futures, strict=False) if future.done()
         ]
         with contextlib.suppress(queue.Empty):
-            yield from self._take(*self._arrivals.get(timeout=0 if ended else MESSAGE_INTERVAL))
+            yield from self._take(*self._arrivals.get(timeout=0 if ended else POLL_INTERVAL))
             while True:
                 yield from self._take(*self._arrivals.get_nowait())
         for node in self.nodes[: len(self._futures)]:
@@ -228,7 +228,7 @@ class DaskNodes(Nodes):
         if node.is_started and silence > limit:
             node.is_silent = True
             return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
-        if not node.is_started and silence > max(limit, FIRST_REPORT_TIMEOUT):
+        if not node.is_started and silence > max(limit, START_TIMEOUT):
             return f"its supervisor has not started within {silence:.0f} s"
         return ""
 

@@ -19,7 +19,7 @@ from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
-from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
+from flyte_ddp.launch.nodes.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
 from flyte_ddp.launch.nodes.dask.leaving import CLOSE_RESERVE
@@ -27,17 +27,13 @@ from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
-from flyte_ddp.launch.protocol.messages import NodeJob
+from flyte_ddp.launch.protocol.messages import BEAT_INTERVAL, NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 
 if TYPE_CHECKING:
     from flyte_ddp.launch.control.driver import Run
     from flyte_ddp.launch.control.policy import Ended
-
-ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which workers are there
-# seconds for all workers of a larger gang to be idle, after the smaller one has ended
-REUNION_TIMEOUT = 5.0
 
 
 @dataclass(eq=False)
@@ -121,7 +117,7 @@ class DaskPlace:
             return frozenset(), patience
         if previous.failure is None and not previous.is_announced:
             self._grown_at = time.monotonic()
-            return self._latest.growth.members, REUNION_TIMEOUT
+            return self._latest.growth.members, ANSWER_TIMEOUT  # for all to be idle
         if self.pool:
             self.pool.release(self._latest.plugin)
         if previous.is_announced:
@@ -166,7 +162,7 @@ class DaskPlace:
                 return workers
             if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
                 break
-            time.sleep(min(ROLL_CALL_INTERVAL, 0.1 + waited))  # at first they are about to be idle
+            time.sleep(min(BEAT_INTERVAL, 0.1 + waited))  # at first they are about to be idle
         message = (
             f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
             f"{waited:.0f} s"
