@@ -2,7 +2,7 @@
 benchmarks.many_nodes`, or `--nodes 4 16`.
 
 The driver and the Dask scheduler are real, and so are the messages between them and the nodes'
-supervisors. The nodes are light: Dask workers that share one process, each with a supervisor
+agents. The nodes are light: Dask workers that share one process, each with an agent
 process that has no ranks. It sends a heartbeat a second; the first node also reports a step each
 second, and the last one is a process of its own, which is killed.
 """
@@ -69,7 +69,7 @@ class Cost:
 
 
 def supervise() -> None:
-    """Run the supervisor of a node without ranks, with the arguments of
+    """Run the agent of a node without ranks, with the arguments of
     `flyte_ddp.launch.agent.main.main`.
     """
     connection = Connection(int(sys.argv[3]))

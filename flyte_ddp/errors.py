@@ -77,7 +77,7 @@ class ProgramError(RuntimeError):
 
 
 class StopRequested(BaseException):
-    """The supervisor wanted the run to end early. What was done so far is in a checkpoint.
+    """The agent wanted the run to end early. What was done so far is in a checkpoint.
 
     No `Exception`, so that no program catches it as one of its own errors.
     """

@@ -44,7 +44,7 @@ from tests.support.runs import REPOSITORY, new_run, wait_for_step
 
 
 @pytest.mark.parametrize("end", ["no attempt comes", "the worker is gone"])
-def test_a_supervisor_that_nobody_needs_ends(end):
+def test_an_agent_that_nobody_needs_ends(end):
     timeout = 0.1 if end == "no attempt comes" else 100
     code = f"from flyte_ddp.launch.agent import main; main.IDLE_TIMEOUT = {timeout}; main.main()"
     connection, given = Pipe()

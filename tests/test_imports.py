@@ -319,7 +319,7 @@ def test_wandb_is_imported_inside_functions_only():
     assert _broken(rule) == []
 
 
-def test_supervisors_import_nothing_slow():
+def test_agents_and_drivers_import_nothing_slow():
     modules = [
         name
         for name in MODULES

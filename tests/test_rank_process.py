@@ -1,5 +1,5 @@
 """The environment of a rank's process, which torch reads when it is imported, and its link to the
-supervisor.
+agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flyte_ddp.launch.protocol.messages import RankBeat
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.entry import environment
-from flyte_ddp.rank.link import SupervisorLink
+from flyte_ddp.rank.link import AgentLink
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -77,10 +77,10 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
     """The training's, and those of the thread that writes checkpoints. Large ones are sent in two
     pieces.
     """
-    # no supervisor is there to be missed
-    monkeypatch.setattr(SupervisorLink, "_listen", lambda link: None)
+    # no agent is there to be missed
+    monkeypatch.setattr(AgentLink, "_listen", lambda link: None)
     receiver, up = multiprocessing.Pipe(duplex=False)
-    link = SupervisorLink(up, [RankBeat()], 0, sys.stderr)
+    link = AgentLink(up, [RankBeat()], 0, sys.stderr)
     texts = [name * 100_000 for name in "ab"]
     threads = [
         threading.Thread(target=lambda text=text: [link.send(text) for _ in range(100)])

@@ -1,6 +1,6 @@
 """Checkpoints: writing, reading and resharding them, and which run owns the place where they are.
 
-Supervisors use this file and ownership.py, which import no torch.
+Drivers use this file and ownership.py, which import no torch.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The life of a run's Dask cluster as a `with` block. Knows neither recipes nor ranks.
 
-A worker is one node's supervisor: one thread, and child processes of its own. The three kinds of
+A worker starts one node's agent: it has one thread, and child processes. The three kinds of
 cluster differ in who starts the workers; the holder of the client cannot distinguish them.
 """
 

@@ -1,4 +1,4 @@
-"""A call in a thread whose result is wanted later: of the driver, of a supervisor and of a rank.
+"""A call in a thread whose result is wanted later: of the driver and of an agent.
 Imports no torch.
 """
 

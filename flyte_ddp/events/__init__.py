@@ -1,6 +1,6 @@
 """The events of a run, the state folded from them, and their form as JSON lines. Imports no torch.
 
-Rank 0 emits events, its supervisor forwards them, and everything a person sees is made from them in
+Rank 0 emits events, its agent forwards them, and everything a person sees is made from them in
 the parent process: kinds.py has the vocabulary, state.py what a run has come to, history.py the
 codec.
 """

@@ -45,7 +45,7 @@ from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, se
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.rank.collectives import watch_main_thread
 from flyte_ddp.rank.frames import frames_of_user
-from flyte_ddp.rank.link import RankProcess, SupervisorLink
+from flyte_ddp.rank.link import AgentLink, RankProcess
 from flyte_ddp.rank.session import Session
 from flyte_ddp.storage.urls import redact_url
 
@@ -116,9 +116,9 @@ def run_rank(
     """
     show_working_directory()
     open_standard_streams()
-    # so that the supervisor can kill this process with all that it starts, such as loader workers
+    # so that the agent can kill this process with all that it starts, such as loader workers
     os.setpgid(0, 0)
-    # The supervisor removes what loader processes leave when they are killed.
+    # The agent removes what loader processes leave when they are killed.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(logs)}"  # type: ignore[attr-defined]
     rank = node.first_rank + local_rank
     file = os.open(rank_log(logs, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -131,8 +131,8 @@ def run_rank(
     stacks = open(rank_stacks(logs, rank), "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable()
-    link = SupervisorLink(pipe, beats, local_rank, stacks)
-    # Not Python's own, which prints what the supervisor reports; hooks call the one before them.
+    link = AgentLink(pipe, beats, local_rank, stacks)
+    # Not Python's own, which prints what the agent reports; hooks call the one before them.
     sys.excepthook = lambda kind, error, frames: None
     process = os.getpid()
     try:

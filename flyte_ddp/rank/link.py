@@ -1,4 +1,4 @@
-"""A rank's process as its program and its session see it, and its link to the supervisor. Imports
+"""A rank's process as its program and its session see it, and its link to the agent. Imports
 no torch.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SAVE_SHARE = 0.5
 
 
-class SupervisorLink:
+class AgentLink:
     """The rank's end of the pipe to its agent, and its place in the memory that they share.
 
     A thread receives the agent's messages. If the pipe ends, the agent is dead: the thread then
@@ -65,7 +65,7 @@ class SupervisorLink:
         self.on_stop: Callable[[], None] = lambda: None
         self._has_data = threading.Event()
         self._data = ""
-        threading.Thread(target=self._listen, name="supervisor-link", daemon=True).start()
+        threading.Thread(target=self._listen, name="agent-link", daemon=True).start()
 
     @property
     def stop_requested(self) -> bool:
@@ -123,7 +123,7 @@ class SupervisorLink:
             self._pipe.send(message)
 
     def wait_for_data(self) -> Path:
-        """Return the directory of the prepared data, as soon as the supervisor has it."""
+        """Return the directory of the prepared data, as soon as the agent has it."""
         self._has_data.wait()
         return Path(self._data)
 
@@ -160,7 +160,7 @@ class RankProcess:
     node: NodeRanks
     local_rank: int
     listener: socket | None  # the listening socket of the rendezvous, on rank 0; None elsewhere
-    link: SupervisorLink
+    link: AgentLink
     # take the parts of states that this rank saves in memory
     slots: list[MemoryFile] = field(default_factory=list)
     copies: list[MemoryFile] = field(default_factory=list)  # take those of a rank of another node

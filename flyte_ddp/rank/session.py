@@ -532,7 +532,7 @@ class Session:
                 num_kept,
                 job.program.store_timeout,
                 job.owner,
-                # A supervisor waits for rank 0's writing, which ends last: it waits for the other
+                # An agent waits for rank 0's writing, which ends last: it waits for the other
                 # ranks'.
                 on_busy=self._link.set_writing if is_first else lambda is_busy: None,
                 on_written=lambda step, url, best: self._link.emit(

@@ -3,7 +3,7 @@
 The phases of a recipe are `data` (until a batch is there), `forward`, and `backward` up to its last
 gradient: what follows is the exchange of gradients, which ends for all ranks together. A function
 has one, `step`, from report to report. Collectives that Python waits for count in no phase.
-The sums go into the memory that the rank shares with its supervisor, so no rank ever waits to be
+The sums go into the memory that the rank shares with its agent, so no rank ever waits to be
 compared.
 """
 

@@ -30,7 +30,7 @@ class StopAgreement:
         self.is_reached = False  # a call has been told to stop
         self._process = process
         self._open_store = open_store
-        self._is_stoppable = False  # the supervisors know, or another rank tells them
+        self._is_stoppable = False  # the agents know, or another rank tells them
         self._num_refused = -1  # calls that may have been told to go on; -1 before the stop
         self._stop_at = 0  # number of the call that is told to stop, once that is agreed
         self._is_agreed = threading.Event()
@@ -152,7 +152,7 @@ class StopAgreement:
         a rank that is ahead may wait in its next call while this one waits for it in a collective.
         So that call waits only for threads like this one.
         """
-        # rank 0 has died, and with it the store: its supervisor ends the run
+        # rank 0 has died, and with it the store: its agent ends the run
         with contextlib.suppress(RuntimeError):
             world_size = self._process.node.world_size
             refused = [str(self._num_refused)]

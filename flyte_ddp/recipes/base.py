@@ -1,7 +1,7 @@
 """The base class of recipes. A recipe is a model with its data; it never sees a rank, a device or a
 launcher.
 
-This module and the built-in recipes import torch inside their methods. The supervisor of the ranks
+This module and the built-in recipes import torch inside their methods. The agent of the ranks
 only reads `defaults` and calls `prepare`, and the import of torch would cost it 3.5 s of processor
 time that the ranks could use. Your own recipes may import anything at the top of the file; their
 runs start a little later.

@@ -84,7 +84,7 @@ def _run_rank(rank, num_ranks, port, pipe, work, arguments):
 
 
 class Link:
-    """A rank's link to a supervisor that only collects what is sent."""
+    """A rank's link to an agent that only collects what is sent."""
 
     stop_requested = is_stoppable = False
     on_stop = None

@@ -125,7 +125,7 @@ class LocalNodes(Nodes):
         arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
         context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=context.run, args=arguments, name="supervisor", daemon=True
+            target=context.run, args=arguments, name="agent", daemon=True
         )
         self._thread.start()
 

@@ -113,7 +113,7 @@ def run_on_scheduler(client: Client, function: Callable[..., Any]) -> Any:
 async def send_command(
     client: Client, addresses: list[str], plugin: str, attempt: str, command: bytes
 ) -> None:
-    """Send `command` to the supervisors at `addresses`; those that cannot be reached are
+    """Send `command` to the agents at `addresses`; those that cannot be reached are
     skipped.
     """
     message = {"op": plugin, "attempt": attempt, "command": command}

@@ -1,6 +1,6 @@
 """The workers of a Dask cluster as the nodes of one attempt.
 
-Dask carries messages, not tensors. On each worker a task runs a process with the node's supervisor
+Dask carries messages, not tensors. On each worker a task runs a process with the node's agent
 in it (worker.py, node.py). The messages of these processes come back as Dask's structured events.
 
 A silent machine is the hard case: its connections stay open and nobody reports it. So both sides
@@ -99,7 +99,7 @@ class DaskNodes(Nodes):
         return num_staying >= self.growth.sizes[-1] or bool(self.growth.members) or not num_staying
 
     def start(self, job: Job, num_restarts: int) -> None:
-        """Put the code on the nodes, agree on where they meet, and start their supervisors."""
+        """Put the code on the nodes, agree on where they meet, and start their agents."""
         self._name = f"{self.plugin}-{num_restarts}"
         for topic in (self._name, SCHEDULER_TOPIC):
             self.client.subscribe_topic(
@@ -223,13 +223,13 @@ class DaskNodes(Nodes):
                 how = str(self._futures[node.index].result(timeout=ANSWER_TIMEOUT))
             except Exception as error:  # Dask's own, or one that the task raised
                 how = f"could not be run: {type(error).__name__}: {error}"
-            return f"its supervisor {how}"
+            return f"its agent {how}"
         silence, limit = time.monotonic() - node.last_message_at, self.config.node_timeout
         if node.is_started and silence > limit:
             node.is_silent = True
             return f"it has been silent for {silence:.0f} s (node_timeout: {limit:g})"
         if not node.is_started and silence > max(limit, START_TIMEOUT):
-            return f"its supervisor has not started within {silence:.0f} s"
+            return f"its agent has not started within {silence:.0f} s"
         return ""
 
 

@@ -41,7 +41,7 @@ class DaskNode(Node):
     environment: dict[str, str]
     has_plugin: bool
     last_message_at: float = 0.0  # monotonic
-    is_started: bool = False  # its supervisor has sent a message
+    is_started: bool = False  # its agent has sent a message
 
 
 def assign_nodes(

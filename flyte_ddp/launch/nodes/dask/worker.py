@@ -1,4 +1,4 @@
-"""The driver's presence in a Dask worker: a plugin that runs the node's supervisor and passes
+"""The driver's presence in a Dask worker: a plugin that runs the node's agent and passes
 messages up and down.
 
 It travels by value, code and all, because the worker may have another version of this package, or
@@ -35,7 +35,7 @@ from flyte_ddp.launch.agent.devices import visible_gpus
 from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 
-END_GRACE = 10.0  # seconds for a supervisor whose pipe was closed to kill its ranks and exit
+END_GRACE = 10.0  # seconds for an agent whose pipe was closed to kill its ranks and exit
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to
 # itself.
@@ -53,7 +53,7 @@ BOOTSTRAP = (
 
 
 @dataclass
-class Supervisor:
+class Agent:
     """A process with node.py in it, which is ready for another attempt when it has ended one."""
 
     process: subprocess.Popen[bytes]
@@ -79,15 +79,15 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     """One run's presence in one worker."""
 
     name: str  # of the run, and of the plugin
-    # a zip of packages and modules, what the supervisor and the ranks import before all else
+    # a zip of packages and modules, what the agent and the ranks import before all else
     code: bytes
     directory: str = ""
     outputs: str = ""  # where ranks leave the files of `outputs_directory` in launch/run.py
     attempt: str = ""  # the latest, the only one that may run
-    # attempts whose supervisor has not been started yet
+    # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
-    supervisors: dict[str, Supervisor] = field(default_factory=dict)
-    idle: Supervisor | None = None  # that has run an attempt, and waits for the next
+    agents: dict[str, Agent] = field(default_factory=dict)
+    idle: Agent | None = None  # that has run an attempt, and waits for the next
     is_over: bool = False
     leaves_at: float = float("inf")  # monotonic: when this worker closes
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `idle` and `is_over`
@@ -140,7 +140,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return host, listener.getsockname()[1] if listener else 0
 
     def supervise(self, attempt: str, job: bytes) -> str:
-        """Let the supervisor run an attempt, pass its messages on as events of a topic of this
+        """Let the agent run an attempt, pass its messages on as events of a topic of this
         name, and return how it ended.
 
         Raises:
@@ -150,29 +150,29 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
-        supervisor = self._take_idle() or self._start()
+        agent = self._take_idle() or self._start()
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
             # it has died, which is reported by the end of its messages
             with contextlib.suppress(OSError):
-                supervisor.begin(job, listener)
+                agent.begin(job, listener)
         # now, because the job is the first that it reads
-        self.supervisors[attempt] = supervisor
+        self.agents[attempt] = agent
         if attempt != self.attempt:  # another one was admitted in the meantime
-            supervisor.process.kill()
+            agent.process.kill()
         if self.leaves_at < float("inf"):
             self.announce_departure(self.leaves_at)
         is_ready = False  # for another attempt
         try:
-            while message := supervisor.connection.recv_bytes():
+            while message := agent.connection.recv_bytes():
                 self.worker.log_event(attempt, {"message": message})
             is_ready = True
         except (EOFError, OSError):
-            supervisor.process.wait()  # it has died
+            agent.process.wait()  # it has died
         finally:
-            self.supervisors.pop(attempt, None)
-            if not (is_ready and self._keep(supervisor)):
-                supervisor.end()
-        code = supervisor.process.returncode or 0
+            self.agents.pop(attempt, None)
+            if not (is_ready and self._keep(agent)):
+                agent.end()
+        code = agent.process.returncode or 0
         return (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
@@ -182,23 +182,23 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     @property
     def is_at_work(self) -> bool:
         """An attempt runs here, or is about to."""
-        return bool(self.supervisors or self.admitted)
+        return bool(self.agents or self.admitted)
 
     def announce_departure(self, leaves_at: float) -> None:
         """Tell the driver that this worker closes at `leaves_at` (monotonic), or as soon as its
         ranks have ended.
         """
         self.leaves_at = leaves_at
-        for attempt in list(self.supervisors):
+        for attempt in list(self.agents):
             self.worker.log_event(attempt, {"leaves_in": leaves_at - time.monotonic()})
 
     def send_command(self, attempt: str, command: bytes) -> None:
-        """Pass a command on to the supervisor, if it is there."""
-        if supervisor := self.supervisors.get(attempt):
+        """Pass a command on to the agent, if it is there."""
+        if agent := self.agents.get(attempt):
             with contextlib.suppress(OSError):  # it has just ended
-                supervisor.connection.send_bytes(command)
+                agent.connection.send_bytes(command)
 
-    def _take_idle(self) -> Supervisor | None:
+    def _take_idle(self) -> Agent | None:
         with self.lock:
             idle, self.idle = self.idle, None
         if idle and idle.process.poll() is not None:  # nobody needed it for long
@@ -206,17 +206,17 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             return None
         return idle
 
-    def _keep(self, supervisor: Supervisor) -> bool:
-        """Keep a supervisor that has ended an attempt for the next one. Return whether there may be
+    def _keep(self, agent: Agent) -> bool:
+        """Keep an agent that has ended an attempt for the next one. Return whether there may be
         one.
         """
         with self.lock:
-            if self.is_over or self.idle or supervisor.process.poll() is not None:
+            if self.is_over or self.idle or agent.process.poll() is not None:
                 return False
-            self.idle = supervisor
+            self.idle = agent
         return True
 
-    def _start(self) -> Supervisor:
+    def _start(self) -> Agent:
         environment = {
             name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS
         }
@@ -241,7 +241,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
                 # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
                 start_new_session=True,
             )
-        return Supervisor(process, connection)
+        return Agent(process, connection)
 
     def _clear(self) -> None:
         self.attempt = ""
@@ -249,8 +249,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             if listener:
                 listener.close()
         self.admitted.clear()
-        for supervisor in list(self.supervisors.values()):
-            supervisor.process.kill()  # its ranks kill themselves when their pipe to it ends
+        for agent in list(self.agents.values()):
+            agent.process.kill()  # its ranks kill themselves when their pipe to it ends
 
 
 # --- What the driver runs in the worker, by value
