@@ -54,7 +54,7 @@ BOOTSTRAP = (
 
 @dataclass
 class Agent:
-    """A process with node.py in it, which is ready for another attempt when it has ended one."""
+    """A process of an agent (launch/agent/main.py), which is ready for another attempt when it has ended one."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
