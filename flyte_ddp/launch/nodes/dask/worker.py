@@ -54,7 +54,7 @@ BOOTSTRAP = (
 
 @dataclass
 class Agent:
-    """A process of an agent (launch/agent/main.py), which is ready for another attempt when it has ended one."""
+    """The process of an agent (launch/agent/main.py), which runs one attempt after another."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
