@@ -330,23 +330,6 @@ def test_a_long_preparation_of_data_is_no_stall(tmp_path):
 # Signals to the parent
 
 
-def test_a_signal_stops_the_run_after_a_last_checkpoint(tmp_path, monkeypatch, survivors):
-    monkeypatch.setenv("STEP_SECONDS", SLOW_STEP)
-    parent = start_parent(tmp_path)
-    wait_for_step(parent, 3)
-    # To the whole process group, as a terminal does on Ctrl-C and when it is closed.
-    os.killpg(parent.pid, signal.SIGHUP)
-    kind, message = how_it_ended(parent)
-
-    assert kind == "TrainingStopped"
-    assert message.startswith("SIGHUP: the run was stopped at step ")
-    assert str(tmp_path / "checkpoints") in message
-    assert survivors() == []
-    step = int(re.search(r"the same run resumes there, at step (\d+)$", message)[1])
-    assert 3 <= step < 27
-    assert (tmp_path / f"checkpoints/step-{step:010d}.json").exists()
-
-
 def test_a_signal_while_the_data_are_prepared_ends_the_run(tmp_path, monkeypatch, survivors):
     monkeypatch.setenv("PREPARE_SECONDS", "600")
     parent = start_parent(tmp_path)

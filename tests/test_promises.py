@@ -178,7 +178,7 @@ def test_a_stop_keeps_every_step_and_the_same_place_resumes(cell, undisturbed):
         TrainingStopped,
         match=(
             r"^SIGTERM: the run was stopped at step (\d+)\. Its checkpoints "
-            r"are in"
+            r"are in .*: the same run resumes there, at step \1$"
         ),
     ) as caught:
         cell.run(at_steps=[(5, lambda: stop.set("SIGTERM"))], stop=stop)

@@ -94,24 +94,6 @@ def test_a_function_that_ends_its_process_returns_nothing(monkeypatch):
     assert flyte_ddp.run(os._exit, 0) is None
 
 
-def test_a_script_that_ends_well_after_sigterm_was_stopped_all_the_same(tmp_path):
-    lines = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))",
-        "print('ready', flush=True)",
-        "time.sleep(600)",
-    )
-    command = [*OURS, "--nproc-per-node", "2", str(script(tmp_path, *lines))]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        for _ in range(2):
-            run.stdout.readline()
-        run.terminate()
-        _, errors = run.communicate()
-    assert run.returncode == 143, errors
-    assert "SIGTERM: the run was stopped" in errors
-
-
 # Errors of any kind
 
 

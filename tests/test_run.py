@@ -406,7 +406,7 @@ WAITS = """
 import os, signal, sys, time
 def save(number, frame):
     print("saved after", signal.Signals(number).name)
-    sys.exit(1)
+    sys.exit(number == signal.SIGQUIT)
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, save)
 try:
@@ -418,7 +418,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT"])
 def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(name, tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     number = signal.Signals[name]
