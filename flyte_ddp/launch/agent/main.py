@@ -28,6 +28,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
@@ -53,10 +54,14 @@ class DriverLink(Link):
     Args:
         connection: takes the messages, pickled, and nothing in place of one after the last.
         driver_timeout: seconds without a command after which the driver counts as gone.
+        prints_lines: print what ranks have printed as well, into the worker's log.
     """
 
-    def __init__(self, connection: Connection, driver_timeout: float) -> None:
+    def __init__(
+        self, connection: Connection, driver_timeout: float, prints_lines: bool = False
+    ) -> None:
         super().__init__(self._write)
+        self._prints_lines = prints_lines
         self._connection = connection
         self._driver_timeout = driver_timeout
         self._last_command_at = time.monotonic()
@@ -73,6 +78,11 @@ class DriverLink(Link):
         super().kill_ranks(reason)
         if not self.is_over.wait(KILL_GRACE):
             os._exit(1)  # the ranks kill themselves when their pipe to this process ends
+
+    def relay(self, line: str) -> None:
+        if self._prints_lines:
+            print(line, flush=True)  # noqa: T201
+        super().relay(line)
 
     def _write(self, message: Any) -> None:
         # The worker may be gone, which ends the thread that reads its commands.
@@ -133,7 +143,7 @@ def _listen(
             if isinstance(message, NodeJob):
                 meets_here = message.ranks.first_rank == 0
                 listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
-                link = DriverLink(connection, message.driver_timeout)
+                link = DriverLink(connection, message.driver_timeout, message.prints_lines)
                 begin((message, link, listener))
             elif link:
                 link.obey(message)
@@ -154,14 +164,9 @@ def _run_attempt(
     memory: NodeMemory,
 ) -> None:
     """Run the ranks of this node to their end."""
-
-    def relay(line: str) -> None:
-        if node_job.prints_lines:
-            print(line, flush=True)  # noqa: T201 - into the worker's log
-        link.relay(line)
-
     needs_data = node_job.data or node_job.data_archive
-    data = functools.partial(local_data, node_job, directory) if needs_data else None
+    fetch = functools.partial(local_data, node_job, directory)
+    prepared = call_in_background(fetch) if needs_data else None
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
@@ -169,7 +174,7 @@ def _run_attempt(
         link.send(Failed(NodeLost(f"{name}: {error}", cause=name)))
         link.send(End(Outcome.FAILED))
         return
-    supervise(node_job.job, ranks, listener, data, link, memory, relay)
+    supervise(node_job.job, ranks, listener, prepared, link, memory)
 
 
 def interface_to(host: str) -> str:

@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -26,7 +26,6 @@ from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
-from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -86,28 +85,25 @@ def supervise(
     job: Job,
     node: NodeRanks,
     listener: socket.socket | None,
-    data: Callable[[], str] | None,
+    prepared: Future[str] | None,
     link: Link,
     memory: NodeMemory,
-    relay: Callable[[str], None] | None = None,
 ) -> None:
     """Run the ranks of one node to their end, and send last how they ended. Then all their
     processes are gone.
 
     Args:
         listener: the rendezvous' listening socket, on the node of rank 0; None elsewhere.
-        data: returns the directory of the prepared data on this node; None for a program that needs
+        prepared: the directory of the prepared data on this node; None for a program that needs
             none.
         link: to the driver. About every `POLL_INTERVAL` seconds it gets what the ranks are at.
         memory: of this node, for the states of the ranks.
-        relay: called with every line that a rank prints; by default the link's.
     """
     end = End(Outcome.FAILED)
     try:
         _check_interfaces()
         with own_directory("ranks-") as logs:
-            prepared = call_in_background(data) if data else None
-            ranks = _Ranks(job, node, listener, logs, link, memory, relay or link.relay)
+            ranks = _Ranks(job, node, listener, logs, link, memory)
             try:
                 end = ranks.watch(prepared)
             finally:
@@ -143,7 +139,6 @@ class _Ranks:
     logs: str
     link: Link
     memory: NodeMemory
-    relay: Callable[[str], None]
     ranks: list[Rank] = field(default_factory=list)
     sent_deadline: float | None = None  # of the stop, as the ranks know it; None before
 
@@ -398,7 +393,7 @@ class _Ranks:
         for rank in self.ranks:
             prefix = f"[rank {rank.number}] " if self.job.program.shows_ranks else ""
             for line in rank.log.new_lines(at_end):
-                self.relay(f"{prefix}{line}")
+                self.link.relay(f"{prefix}{line}")
 
 
 def _describe_error(rank: int, error: RaisedError) -> RankFailure:

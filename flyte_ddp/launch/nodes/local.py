@@ -121,8 +121,7 @@ class LocalNodes(Nodes):
             num_restarts=num_restarts,
             max_restarts=place.max_restarts,
         )
-        data = self.run.prepared.result if self.run.prepared else None
-        arguments = (supervise, job, ranks, listener, data, self._link, place.memory)
+        arguments = (supervise, job, ranks, listener, self.run.prepared, self._link, place.memory)
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=arguments, name="agent", daemon=True
