@@ -261,8 +261,9 @@ def test_each_walk_through_the_code_names_what_is_there():
     for path, name in sum(steps.values(), []):
         code = (REPOSITORY / "flyte_ddp" / path).read_text()
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
-    stops = next(found for title, found in steps.items() if title.startswith("SIGTERM on a worker"))
-    assert len({path for path, _ in stops}) <= 12
+    title = next(each for each in walks if each.startswith("SIGTERM on a worker"))
+    assert len({path for path, _ in steps[title]}) <= 12
+    assert len(re.findall(r"^\d+\. ", walks[title], re.MULTILINE)) - 1 <= 7  # hops
 
 
 def test_the_limits_of_the_page_about_reliability_have_the_defaults_of_the_code():
