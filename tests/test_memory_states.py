@@ -185,7 +185,8 @@ NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
         (((2, BOTH), (4, BOTH), (6, (1,))), (), {}, 0, 4, ""),
         (((2, BOTH), (2, BOTH)), (), {}, 0, 2, ""),  # before and after an evaluation
         (((4, BOTH),), (), {"stored": (3,)}, 0, 4, ""),
-        (((4, BOTH),), (), {"stored": (4,)}, 0, None, ""),
+        (((4, BOTH),), (), {"stored": (4,)}, 0, 4, ""),  # the store may be away
+        (((4, BOTH),), (), {"stored": (5,)}, 0, None, ""),
         ((), (), {}, 0, None, ""),
         (((2, BOTH), (4, BOTH)), (4, 1), {}, 0, 2, DAMAGED),
         (((4, BOTH),), (4, 1), {}, 0, None, DAMAGED),
@@ -239,7 +240,7 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
     memory = NodeMemory()
     memory.begin(NODE)
 
-    link = SimpleNamespace(send=lambda kind, values: memory.take(**values))
+    link = SimpleNamespace(send=lambda message: memory.take(**message.part))
     process = SimpleNamespace(slots=memory.slots_of(0), link=link, node=NODE, rank=0)
     slots = Slots(process, lambda: None)
     store = CheckpointStore(str(tmp_path), 1, slots=slots)

@@ -205,7 +205,7 @@ def load_from_memory(
     box_of: BoxOf,
     needed_step: Callable[[dict[str, Any]], int],
 ) -> LoadedState:
-    """Return the newest state in the memory of the nodes, unless the store has one as new. Every
+    """Return the newest state in the memory of the nodes, unless the store has a newer one. Every
     rank calls it.
 
     A store that is away is not waited for. What it is known to have counts only as the checkpoint
@@ -219,7 +219,7 @@ def load_from_memory(
     newest_stored = max(stored, default=0)
     skipped: list[str] = []
     for each in find_states(process, world) if process.job.is_in_memory else ():
-        if each.step <= newest_stored:
+        if each.step < newest_stored:
             break
         place = name_place(each.readers, process, world)
         try:

@@ -276,7 +276,7 @@ class Session:
         return found, url
 
     def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest state in memory, and where it was, unless the store has one as new."""
+        """Return the newest state in memory, and where it was, unless the store has a newer one."""
         key = f"flyte_ddp/memory-load-{self._num_loads}"
         self._note_saves(f"{key}/saved")
         if not self.process.job.is_in_memory:

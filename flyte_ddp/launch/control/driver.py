@@ -274,6 +274,8 @@ class _Driver:
         is_announced = attempt.num_leaving > 0
         ended = Ended(failure, attempt.step, self.resumed_step, kept_step, is_announced)
         is_in_memory = memory_step > self.newest_step
+        if failure and memory_step:  # the store, which has the same state, may be away
+            is_in_memory |= memory_step == self.newest_step
         origin = f"step {memory_step}, from {where}" if is_in_memory else "its last checkpoint"
         self._follow(ended, attempt, origin if kept_step else "the beginning")
         if run.storage and (not memory_step or ended.is_store_outage):
