@@ -156,17 +156,10 @@ def test_a_history_is_uploaded_later_with_its_files_to_the_server_or_the_store_t
         assert {*sent} == expected
 
 
-def test_trials_that_start_at_once_share_a_new_experiment(
-    files: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_that_is_there_is_continued(files: str) -> None:
     from mlflow import MlflowClient
 
     MlflowClient(files).create_experiment("tests")
-    found = MlflowClient.get_experiment_by_name
-    answers = iter([None])  # to the first question, before the other trial has created it
-    monkeypatch.setattr(
-        MlflowClient, "get_experiment_by_name", lambda *names: next(answers, found(*names))
-    )
     replay(Mlflow(files, "tests", "late", say=print), [started(), loaded(), reported(1)])
     assert find_run(files, "late")[1]("train/loss") == [1]
 

@@ -96,9 +96,8 @@ class Mlflow(Recorder):
             if name in self.keys:  # not in the environment, which ranks inherit
                 getattr(environment_variables, name).get = functools.partial(self.keys.get, name)
         self._client = MlflowClient(self.server)
-        with contextlib.suppress(MlflowException):  # as where another trial creates it meanwhile
-            if self._client.get_experiment_by_name(self.experiment) is None:
-                self._client.create_experiment(self.experiment)
+        with contextlib.suppress(MlflowException):  # as where it is there
+            self._client.create_experiment(self.experiment)
         experiment = self._client.get_experiment_by_name(self.experiment).experiment_id
         tags = {
             RUN_TAG: self.run_id,
@@ -119,16 +118,13 @@ class Mlflow(Recorder):
                 self.name or self.run_id,
             )
         )
+        self._id = str(self._run.info.run_id)
         self._client.update_run(self._id, "RUNNING")
         self._reached = {
             axis: float(self._run.data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
         }
         self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._id}"
         self.say(f"MLflow: {self.url}")
-
-    @property
-    def _id(self) -> str:
-        return str(self._run.info.run_id)
 
     def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param, RunTag

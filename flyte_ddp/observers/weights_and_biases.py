@@ -215,8 +215,6 @@ class Wandb(Recorder):
         self._run.log(row)
 
     def _record_predictions(self, event: PredictionsMade) -> None:
-        if int(self._run.summary.get("predictions/epoch") or 0) >= event.epoch:
-            return
         import wandb
         from PIL import Image
 
@@ -229,9 +227,7 @@ class Wandb(Recorder):
             if each.image:
                 sample = wandb.Image(Image.open(io.BytesIO(each.image)))
             table.add_data(sample, each.guess, each.truth, *map(each.scores.get, classes))
-        self._run.log(
-            {"epoch": event.epoch, "predictions/epoch": event.epoch, "predictions/test": table}
-        )
+        self._run.log({"epoch": event.epoch, "predictions/test": table})
 
     def _record_model(self, event: RunFinished) -> None:
         import wandb

@@ -60,7 +60,13 @@ def main(arguments: Sequence[str]) -> str:
         }
         return json.dumps(shown, indent=1)
     if options.command == "list":
-        return format_versions(store)
+        in_use = store.version_in_use()
+        return "\n".join(
+            f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
+            + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
+            + f"  over {each.parent or 'none'}  {each.data}"
+            for each in store.versions()
+        )
     if options.command == "status":
         text, is_good = describe_status(store, parse_duration("--max-age", options.max_age))
         if not is_good:
@@ -72,17 +78,6 @@ def main(arguments: Sequence[str]) -> str:
     if options.command == "release":
         return "retrainings promote again" if store.release() else "no rollback holds a version"
     return f"{store.rollback(options.version).version} is in use again, until `release`"
-
-
-def format_versions(store: ChampionStore) -> str:
-    """Return a line for each version."""
-    in_use = store.version_in_use()
-    return "\n".join(
-        f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
-        + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
-        + f"  over {each.parent or 'none'}  {each.data}"
-        for each in store.versions()
-    )
 
 
 def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:

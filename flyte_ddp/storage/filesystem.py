@@ -234,10 +234,6 @@ def _limit_azure_requests(file_system: Any) -> None:
     transport.send = send_within_limit
 
 
-def _put_in_s3(file_system: Any, path: str, contents: bytes, tag: str) -> None:
-    file_system.pipe_file(path, contents, **({"IfMatch": tag} if tag else {"IfNoneMatch": "*"}))
-
-
 def _put_in_google(file_system: Any, path: str, contents: bytes, tag: str) -> None:
     bucket, name, _ = file_system.split_path(path)
     url = f"{file_system._location}/upload/storage/v1/b/{bucket}/o"
@@ -274,7 +270,15 @@ class Client:
 # Never what is registered under these names: another library, such as Flyte 2's SDK, may have put
 # its own there. Nor gcsfs' own choice, which asks another service for the kind of each bucket, and
 # warns if that is away.
-_S3 = Client("s3fs:S3FileSystem", _s3_options, _limit_s3_requests, "ETag", _put_in_s3)
+_S3 = Client(
+    "s3fs:S3FileSystem",
+    _s3_options,
+    _limit_s3_requests,
+    "ETag",
+    lambda file_system, path, contents, tag: file_system.pipe_file(
+        path, contents, **({"IfMatch": tag} if tag else {"IfNoneMatch": "*"})
+    ),
+)
 _GOOGLE = Client(
     "gcsfs:core.GCSFileSystem",
     _google_options,

@@ -112,7 +112,22 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
                 "spec": merge_pod(
                     _scheduler_pod(config, name), config.kubernetes.scheduler_pod_template
                 ),
-                "service": _scheduler_service(name),
+                "service": {
+                    "type": "ClusterIP",
+                    "selector": {CLUSTER: name, COMPONENT: "scheduler"},
+                    "ports": [
+                        {
+                            "name": port_name,
+                            "protocol": "TCP",
+                            "port": port,
+                            "targetPort": port_name,
+                        }
+                        for port_name, port in (
+                            ("tcp-comm", SCHEDULER_PORT),
+                            ("http-dashboard", DASHBOARD_PORT),
+                        )
+                    ],
+                },
             },
             "worker": {
                 "replicas": config.num_nodes,
@@ -355,20 +370,6 @@ def _pod(
         "terminationGracePeriodSeconds": grace,
         "containers": [container],
         "volumes": volumes,
-    }
-
-
-def _scheduler_service(name: str) -> dict[str, Any]:
-    return {
-        "type": "ClusterIP",
-        "selector": {CLUSTER: name, COMPONENT: "scheduler"},
-        "ports": [
-            {"name": port_name, "protocol": "TCP", "port": port, "targetPort": port_name}
-            for port_name, port in (
-                ("tcp-comm", SCHEDULER_PORT),
-                ("http-dashboard", DASHBOARD_PORT),
-            )
-        ],
     }
 
 
