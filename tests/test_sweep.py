@@ -115,7 +115,7 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
     ("grid", "num_models", "expected"),
     [
         ({}, 0, "grid: expected a JSON object such as .*, got {}"),
-        ({"lr": [0.1]}, 0, "grid: expected one of epochs, .*recipe_options.NAME .*, got 'lr'"),
+        ({"lr": [0.1]}, 0, "grid: expected one of the fields epochs, .*, got 'lr'"),
         ({"learning_rate": []}, 0, r"grid.learning_rate: expected a list of choices.*, got \[\]"),
         ({"learning_rate": 0.1}, 0, "grid.learning_rate: expected a list of choices.*, got 0.1"),
         (
@@ -166,8 +166,8 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
         ([], 0, r"grid: expected a JSON object such as .*, or a list such as .*, got \[\]"),
         ([{"epochs": 1}, {}], 0, r"grid: expected a JSON object such as .*, got "),
         ([{"epochs": 1}, [2]], 0, r"grid: expected a JSON object such as .*, got "),
-        ([{"lr": 0.1}], 0, "grid: expected one of epochs, .*, got 'lr'"),
-        ([{"world_size": 2}], 0, "grid: expected one of epochs, .*, got 'world_size'"),
+        ([{"lr": 0.1}], 0, "grid: expected one of the fields epochs, .*, got 'lr'"),
+        ([{"world_size": 2}], 0, "grid: expected one of the fields epochs, .*, got 'world_size'"),
         (
             [{"learning_rate": [0.1]}],
             0,

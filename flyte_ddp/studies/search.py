@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.extras import require
-from flyte_ddp.config.fields import Limits, check, suggest
+from flyte_ddp.config.fields import Limits, check, check_names
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.observers.formats import format_value
 from flyte_ddp.recipes import config_of
@@ -40,6 +40,7 @@ OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a g
 WORLD_SIZE = "world_size"
 SEED = "seed"  # trials that differ only in this are one experiment
 BATCH_SIZE_PER_RANK = "batch_size_per_rank"  # samples per rank and optimizer step
+NO_FIELDS = (WORLD_SIZE, BATCH_SIZE_PER_RANK)
 
 # The median of fewer finished trials, or of a first epoch, is mostly noise.
 MIN_MEDIAN_TRIALS = 2
@@ -85,14 +86,14 @@ def build_trials(
     trials: dict[str, Trial] = {}  # by what a trial is
     for choice in choices:
         world_size = int(choice.get(WORLD_SIZE, 0))
-        fields = {name: value for name, value in choice.items() if _is_field(name)}
+        fields = {name: value for name, value in choice.items() if name not in NO_FIELDS}
         if BATCH_SIZE_PER_RANK in choice:
             fields["global_batch_size"] = choice[BATCH_SIZE_PER_RANK] * world_size
         config = config_of(recipe, _merge_overrides(base, fields))
         # The config's own values: 64 and 64.0 are the same batch size.
         overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
         values = {
-            name: _read_value(config, name) if _is_field(name) else int(choice[name])
+            name: int(choice[name]) if name in NO_FIELDS else _read_value(config, name)
             for name in names
         }
         key = json.dumps([dataclasses.asdict(config), world_size], sort_keys=True)
@@ -128,12 +129,8 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
             '"momentum": 0.9}]'
         )
         raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
-    for name in (name for each in objects for name in each if not _is_field(name)):
-        known = [each.name for each in dataclasses.fields(TrainingConfig)]
-        raise ConfigError(
-            f"grid: expected one of {', '.join(known)}, or {OPTION_PREFIX}NAME for a recipe "
-            f"option, got {name!r}{suggest(name, known)}"
-        )
+    names = [name for each in objects for name in each if not name.startswith(OPTION_PREFIX)]
+    check_names(TrainingConfig, dict.fromkeys(names), "grid")
     if is_list and num_models:
         raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
     for name, values in () if is_list else grid.items():
@@ -297,10 +294,6 @@ class Search:
             self._study.tell(
                 self._trials.pop(number), value, state=self._optuna.trial.TrialState[outcome]
             )
-
-
-def _is_field(name: str) -> bool:
-    return name.startswith(OPTION_PREFIX) or name in TrainingConfig.__dataclass_fields__
 
 
 def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
