@@ -68,10 +68,7 @@ def main(arguments: Sequence[str]) -> str:
             for each in store.versions()
         )
     if options.command == "status":
-        text, is_good = describe_status(store, parse_duration("--max-age", options.max_age))
-        if not is_good:
-            raise ChampionError(text)
-        return text
+        return describe_status(store, parse_duration("--max-age", options.max_age))
     if options.command == "prune":
         deleted = store.prune(options.keep)
         return "\n".join([*deleted, f"{len(deleted)} versions deleted"])
@@ -80,20 +77,20 @@ def main(arguments: Sequence[str]) -> str:
     return f"{store.rollback(options.version).version} is in use again, until `release`"
 
 
-def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
-    """Return the state of the retraining in one line, and True if it needs no attention.
+def describe_status(store: ChampionStore, max_age: float) -> str:
+    """Return the state of the retraining in one line.
 
     Args:
         max_age: seconds since the last retraining ended, whatever came of it.
 
     Raises:
-        ChampionError: the champion cannot be used.
+        ChampionError: it needs attention, or the champion cannot be used.
     """
     run = store.last_run()
-    try:
-        ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
-    except (KeyError, ValueError):
-        return f"no retraining has ended yet, as far as {store.storage.join(LAST_RUN)} tells", False
+    if not run:
+        place = store.storage.join(LAST_RUN)
+        raise ChampionError(f"no retraining has ended yet, as far as {place} tells")
+    ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
     age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
     execution = run.get("execution") or "a local run"
     line = (
@@ -102,10 +99,12 @@ def describe_status(store: ChampionStore, max_age: float) -> tuple[str, bool]:
     )
     if age > max_age:
         limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"
-        return (
+        raise ChampionError(
             f"{line}; expected one within {limit}: look at the executions of the launch plan"
-        ), False
+        )
     if run.get("outcome") == Outcome.REFUSED:
-        return f"{line}. It will end the same way until data, recipe or config are corrected", False
+        raise ChampionError(
+            f"{line}. It will end the same way until data, recipe or config are corrected"
+        )
     held = f", held by a rollback since {since}" if (since := store.held()) else ""
-    return f"{line}; {store.manifest().version} is in use{held}", True
+    return f"{line}; {store.manifest().version} is in use{held}"
