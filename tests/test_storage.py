@@ -63,7 +63,7 @@ def fast(monkeypatch):
 
 
 def no_keys(monkeypatch, tmp_path):
-    for name in AWS_VARIABLES:
+    for name in (*AWS_VARIABLES, "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
