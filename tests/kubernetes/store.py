@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """moto's server, whose objects outlive its outages."""
+    """moto's server, which can be made to hang."""
 
     def __init__(self, host: str) -> None:
         self.keys = {
@@ -28,16 +28,11 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8),
             "AWS_REGION": "us-east-1",
         }
-        self.requests: list[tuple[str, str]] = []  # (method, path) of those that were answered
         self._answers = threading.Event()  # clear while requests hang
         self._answers.set()
-        self._start(host, 0)
-
-    def _start(self, host: str, port: int) -> None:
-        self.server = ThreadedMotoServer(host, port, verbose=False)
+        self.server = ThreadedMotoServer(host, 0, verbose=False)
         self.server.start()
-        self.host, self.port = self.server.get_host_and_port()
-        self.url = f"http://{self.host}:{self.port}"
+        self.url = "http://{}:{}".format(*self.server.get_host_and_port())
         assert self.server._server is not None
         self._app = self.server._server.app
         self.server._server.app = self._guarded
@@ -45,7 +40,6 @@ class Store:
     def _guarded(self, environ: dict[str, Any], start_response: Any) -> Any:
         """Answer as S3 does where keys are missing, wrong or not allowed; moto alone takes any."""
         self._answers.wait()
-        self.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
         authorization = environ.get("HTTP_AUTHORIZATION", "")
         code = ""
         if f"Credential={self.keys['AWS_ACCESS_KEY_ID']}/" not in authorization:
@@ -64,15 +58,6 @@ class Store:
         self.server.stop()
         assert self.server._server is not None
         self.server._server.server_close()
-
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Refuse connections while the block runs."""
-        self.stop()
-        try:
-            yield
-        finally:
-            self._start(self.host, self.port)
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
