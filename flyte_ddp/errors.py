@@ -204,7 +204,6 @@ class PreflightError(ConfigError):
     """All that was found, one finding per line."""
 
     def __init__(self, findings: list[str]) -> None:
-        self.findings = findings
         super().__init__(
             "the Dask cluster cannot be started:\n"
             + "\n".join(f"- {finding}" for finding in findings)

@@ -346,11 +346,11 @@ def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> b
     return contents
 
 
-def compute_sha256(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> str:
+def compute_sha256(url: str, field: str = "url") -> str:
     """Return the SHA-256 of the file at `url` without holding it in memory. Raises as
     `Storage.read` does.
     """
-    place = Storage(url, field, timeout)
+    place = Storage(url, field)
 
     def compute() -> str:
         digest = hashlib.sha256()
