@@ -134,7 +134,7 @@ def test_a_class_that_cannot_be_pickled_is_one_line():
     with pytest.raises(ConfigError) as caught:
         flyte_ddp.train(Locked)
     assert str(caught.value).startswith("recipe: expected one that can be pickled, got ")
-    assert str(caught.value).endswith("Locked: cannot pickle '_thread.lock' object")
+    assert str(caught.value).endswith("Locked: TypeError: cannot pickle '_thread.lock' object")
     with pytest.raises(ConfigError, match="^function: expected one that can be pickled, got "):
         flyte_ddp.run(lambda: lock)
     with pytest.raises(ConfigError, match="^recipe: expected a name or a class of Recipe's, got 3"):
