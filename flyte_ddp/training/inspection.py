@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +20,6 @@ from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import evaluating, forward, model_inputs
 
 NUM_BINS = 64
-# values that are counted at once: their copies take memory that malloc keeps and uses again
-PIECE = 1 << 16
 PREDICTION_BATCH, MAX_PREDICTIONS = 32, 320  # samples
 
 
@@ -113,25 +112,13 @@ def _on_cpu(output: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor) -> Histogram | None:
-    # Not torch.histc, which has no deterministic kernel for floats on GPUs. float64, because the
-    # range of float32 values need not fit into a float32.
-    # Piece by piece, because the copies of a large tensor would take several times its memory.
-    pieces = values.flatten().split(PIECE)
-
-    def finite(piece: Tensor) -> Tensor:
-        piece = piece.to(torch.float64)
-        return piece[torch.isfinite(piece)]
-
-    limits = [torch.stack(part.aminmax()) for piece in pieces if len(part := finite(piece))]
-    if not limits:
+    # Not torch.histc, which has no deterministic kernel for floats on GPUs. NumPy counts block by
+    # block, without a copy of a large tensor, and leaves out what is not between the limits. These
+    # are float64, because the range of float32 values need not fit into a float32.
+    array = values.float().cpu().numpy()
+    known = numpy.isfinite(array)
+    if not known.any():
         return None
-    lows, highs = torch.stack(limits).unbind(1)
-    low, high = float(lows.min()), float(highs.max())
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
-    for piece in pieces:
-        bins = ((finite(piece) - low) * (NUM_BINS / (high - low))).long().clamp_(max=NUM_BINS - 1)
-        counts += torch.bincount(bins, minlength=NUM_BINS)
-    edges = torch.linspace(low, high, NUM_BINS + 1)
+    limits = array.min(where=known, initial=numpy.inf), array.max(where=known, initial=-numpy.inf)
+    counts, edges = numpy.histogram(array, NUM_BINS, tuple(map(numpy.float64, limits)))
     return Histogram(counts.tolist(), edges.tolist())
