@@ -14,10 +14,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training import evaluation
-from flyte_ddp.training.evaluation import FlopsUtilization
+from flyte_ddp.training.evaluation import sample_utilization
 from flyte_ddp.training.optim import build_optimizer
 from flyte_ddp.world import ALONE
-from tests.support import sample_run
 from tests.support.text_recipe import prepared
 
 
@@ -80,16 +79,15 @@ def test_operations_are_counted_as_the_papers_do_and_shown_as_a_share_of_a_known
     token.
     """
     recipe, _, _ = prepared(tmp_path)
-    model, epoch = recipe.model(), sample_run.epoch(1)
+    model = recipe.model()
     num_parameters = sum(each.numel() for each in model.parameters())
     operations = recipe.flops_per_sample(model)
     assert operations == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
 
     def shown(recipe):
-        return FlopsUtilization(recipe, model, TrainingConfig(precision="bf16"), ALONE).of(epoch)
+        return sample_utilization(recipe, model, TrainingConfig(precision="bf16"), ALONE)
 
-    assert shown(recipe) == {}
+    assert shown(recipe) == 0
     monkeypatch.setattr(evaluation, "peak_flops", lambda config, world: 312e12)
-    share = operations * epoch.samples_per_second / 312e12
-    assert shown(recipe) == {"model_flops_utilization": share}
-    assert shown(get_recipe("digits")) == {}
+    assert shown(recipe) == operations / 312e12
+    assert shown(get_recipe("digits")) == 0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
-from flyte_ddp.rank.step_timer import FORWARD
+from flyte_ddp.rank.step_timer import FORWARD, StepTimer
 from flyte_ddp.training.parallel import Parallelism
 
 # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
@@ -39,10 +39,10 @@ class DdpParallelism(Parallelism):
         with nullcontext() if is_last else replica.no_sync():
             yield
 
-    def waiting_phases(self, model: nn.Module) -> list[int]:
-        # DDP gives every rank the buffers of rank 0 first
-        has_buffers = any(True for _ in model.buffers())
-        return [FORWARD] * has_buffers + super().waiting_phases(model)
+    def watch(self, timer: StepTimer, model: nn.Module) -> None:
+        super().watch(timer, model)
+        if any(True for _ in model.buffers()):  # every rank gets those of rank 0 first
+            timer.waiting = [FORWARD, *timer.waiting]
 
     def exchange_seconds(self, replica: Any) -> dict[str, Any]:
         seconds = ddp_exchange_seconds(replica)

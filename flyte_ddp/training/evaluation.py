@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, NonFiniteLoss
-from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.training.contract import open_datasets, open_model
@@ -152,29 +151,17 @@ def share_buffers(model: nn.Module, world: World) -> None:
             dist.broadcast(buffer, src=0)
 
 
-class FlopsUtilization:
-    """Compares a training's operations per second with what its GPUs can do at most.
+def sample_utilization(
+    recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World
+) -> float:
+    """Return the share of all GPUs' operations per second that a sample per second takes; 0 for
+    unknown. Every rank calls it.
 
-    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table. All
-    ranks make one at once.
+    Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table.
     """
-
-    def __init__(
-        self, recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World
-    ) -> None:
-        self.flops_per_sample = recipe.flops_per_sample(model)
-        peaks = world.all_gather(peak_flops(config, world)) if self.flops_per_sample else [0.0]
-        self.peak_flops = sum(peaks) if all(peaks) else 0.0
-
-    def of(self, epoch: EpochFinished) -> dict[str, float]:
-        """Return the epoch's utilization as a metric by name; none where it is not known."""
-        if not self.peak_flops:
-            return {}
-        return {
-            "model_flops_utilization": self.flops_per_sample
-            * epoch.samples_per_second
-            / self.peak_flops
-        }
+    flops = recipe.flops_per_sample(model)
+    peaks = world.all_gather(peak_flops(config, world)) if flops else [0.0]
+    return flops / sum(peaks) if all(peaks) else 0.0
 
 
 def peak_flops(config: TrainingConfig, world: World) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flyte_ddp.checkpoints.resharding import slices
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank.sharding import is_split, own_box, reshard, split_state, whole, whole_state
-from flyte_ddp.rank.step_timer import BACKWARD, FORWARD
+from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import batch_norm
 from flyte_ddp.training.parallel import (
@@ -92,12 +92,9 @@ class FsdpParallelism(Parallelism):
     def autocast(self) -> AbstractContextManager[object]:
         return nullcontext()  # its precision is part of the shards
 
-    def waiting_phases(self, model: nn.Module) -> list[int]:
+    def watch(self, timer: StepTimer, model: nn.Module) -> None:
         # elsewhere Python sees the waits
-        return [FORWARD, BACKWARD] if self.world.device.type == "cuda" else []
-
-    def watches_gradients(self) -> bool:
-        return False
+        timer.waiting = [FORWARD, BACKWARD] if self.world.device.type == "cuda" else []
 
     def count_passes(self, own: int) -> int:
         return int(max(self.world.all_gather(own)))

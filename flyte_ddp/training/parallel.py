@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from flyte_ddp.config import PARALLELISMS, TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.fast_start import avoid_importing_dynamo
-from flyte_ddp.rank.step_timer import BACKWARD
+from flyte_ddp.rank.step_timer import BACKWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import batch_norm
 from flyte_ddp.world import World
@@ -157,13 +157,12 @@ class Parallelism:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
 
-    def waiting_phases(self, model: nn.Module) -> list[int]:
-        """Return the phases in which a wait for other ranks cannot be told from work."""
-        return [BACKWARD] * self.config.compile
-
-    def watches_gradients(self) -> bool:
-        """Return whether hooks of parameters see each gradient in the backward pass."""
-        return not self.config.compile
+    def watch(self, timer: StepTimer, model: nn.Module) -> None:
+        """Let `timer` know the phases in which a wait for other ranks cannot be told from work."""
+        if self.config.compile:  # hooks of parameters do not see its gradients
+            timer.waiting = [BACKWARD]
+        else:
+            timer.watch(model)
 
     def exchange_seconds(self, replica: Any) -> dict[str, Any]:
         """Return each rank's mean seconds per step of the exchange of gradients, as fields of

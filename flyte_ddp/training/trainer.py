@@ -38,7 +38,7 @@ from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
 from flyte_ddp.training import inspection
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
-from flyte_ddp.training.evaluation import Evaluation, FlopsUtilization, evaluate, share_buffers
+from flyte_ddp.training.evaluation import Evaluation, evaluate, sample_utilization, share_buffers
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.optim import build_optimizer, learning_rate_factor
@@ -87,11 +87,9 @@ class Trainer:
         self.optimizer = build_optimizer(model, config, groups, parallelism.has_fused_sgd)
         # which the schedule scales
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        waiting = parallelism.waiting_phases(model)
-        self.timer = StepTimer(self.session.process.link.set_pace, world.device, waiting)
-        if parallelism.watches_gradients():
-            self.timer.watch(model)
-        self.utilization = FlopsUtilization(recipe, model, config, world)
+        self.timer = StepTimer(self.session.process.link.set_pace, world.device)
+        parallelism.watch(self.timer, model)
+        self.sample_utilization = sample_utilization(recipe, model, config, world)
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
         )
@@ -396,14 +394,10 @@ class Trainer:
         """
         value, step, epoch = float(sums.loss_sum), self.progress.step + 1, self.progress.epoch
         if not math.isfinite(value):
-            is_exact = self.world.device.type == "cpu" or sums.num_steps == 1
-            where = (
-                f"step {step}"
-                if is_exact
-                else f"one of the steps {step - sums.num_steps + 1} to {step}"
-            )
+            is_exact = self.world.device.type == "cpu"
+            since = "" if is_exact else f" or up to {sums.num_steps - 1} steps before"
             raise NonFiniteLoss(
-                f"the loss is {value} at {where} (epoch {epoch}) on rank "
+                f"the loss is {value} at step {step}{since} (epoch {epoch}) on rank "
                 f"{self.world.rank}; {REMEDY}"
             )
 
@@ -472,8 +466,10 @@ class Trainer:
             **self.parallelism.exchange_seconds(self.replica),
         )
         with log_failures("figures"):
-            figures = {**read_figures(self.recipe, finished), **self.utilization.of(finished)}
-            finished = dataclasses.replace(finished, metrics={**finished.metrics, **figures})
+            figures = {**finished.metrics, **read_figures(self.recipe, finished)}
+            if utilization := self.sample_utilization * finished.samples_per_second:
+                figures["model_flops_utilization"] = utilization
+            finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if self.parallelism.saves:
             with log_failures("sample"):
