@@ -99,19 +99,6 @@ def test_any_number_of_ranks_gives_the_weights_and_losses_of_a_plain_loop(
     _assert_same(run, config.get("gradient_clip_norm", 0.0))
 
 
-def test_ranks_with_batchnorm_do_not_hang_and_evaluate_the_statistics_that_are_saved(finished_run):
-    run = finished_run("Normed", 2)
-    recipe = get_recipe(run.recipe)
-    model = recipe.model()
-    model.load_state_dict(run.state())
-    test = recipe.datasets(run.data())[1].tensors
-    loss, num_correct, num_targets = _measure(recipe, model.eval(), *test)
-    last = run.result.epochs[-1]
-
-    assert last.test_loss == pytest.approx(loss / num_targets, rel=1e-5)
-    assert last.metrics["accuracy"] == pytest.approx(num_correct / num_targets)
-
-
 def test_a_run_emits_its_events_in_order(finished_run):
     run = finished_run("Tiny", 2)
     kinds = [type(event) for event in run.events]
