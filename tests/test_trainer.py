@@ -22,7 +22,6 @@ from flyte_ddp.events import (
     Reported,
     RunFinished,
     RunStarted,
-    RunState,
     find_best,
 )
 from flyte_ddp.launch.protocol.programs import recipe_program
@@ -104,24 +103,16 @@ def test_a_run_emits_its_events_in_order(finished_run):
     kinds = [type(event) for event in run.events]
     steps = [event for event in run.events if isinstance(event, Reported)]
     epochs = run.result.epochs
-    last = run.events[-1]
 
     assert kinds[:3] == [AttemptStarted, RunStarted, CheckpointLoaded]
     assert kinds[-1] is RunFinished
     assert (kinds.count(PredictionsMade), kinds.count(HistogramsTaken)) == (1, 3)
     assert [(event.step, event.epoch) for event in steps] == [(n, n / 9) for n in range(1, 28)]
     assert [(event.epoch, event.step) for event in epochs] == [(1, 9), (2, 18), (3, 27)]
-    assert run.started.num_steps == last.step == 27
     assert (run.started.world_size, run.started.backend) == (2, "gloo")
-    assert run.started.num_train_samples == 97
     assert [layer.kind for layer in run.started.layers] == ["Linear", "Tanh", "Linear"]
     assert run.started.num_parameters == sum(value.numel() for value in run.state().values())
-    spent = RunState.of(run.events).time_spent()
-    assert spent.wall == pytest.approx(last.at - run.job.launched_at)
-    assert min(spent.stepping, spent.evaluating, spent.starting) > 0 == spent.restarting
-    best = min(epochs, key=lambda epoch: epoch.test_loss)
-    assert (last.best_epoch, last.best) == (best.epoch, {"test_loss": best.test_loss})
-    assert last.model_state_epoch == 3  # as the recipe wants it
+    assert run.events[-1].model_state_epoch == 3  # as the recipe wants it
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished_run):
@@ -131,8 +122,6 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_ranks_by_their_targets(finished
         assert epoch.train_loss == pytest.approx(
             (49 * epoch.rank_losses[0] + 48 * epoch.rank_losses[1]) / 97
         )
-    steps = [event.values["loss"] for event in run.events if isinstance(event, Reported)][:9]
-    assert run.result.epochs[0].train_loss == pytest.approx((12 * sum(steps[:8]) + steps[8]) / 97)
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_at_once_and_names_the_step(

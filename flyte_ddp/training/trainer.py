@@ -168,11 +168,9 @@ class Trainer:
             [index for shard in shards for index in shard.micro_batches], progress.epoch
         )
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
-        epoch_sums, log_sums, own_seconds = (
-            self._new_sums(),
-            self._new_sums(),
-            sum(self.timer.seconds),
-        )
+        epoch_sums = self._new_sums()
+        log_sums = self._new_sums()
+        own_seconds = sum(self.timer.seconds)
         self._num_replaced = self.train.num_replaced + self.test.num_replaced
         self.replica.train()
         keep_frozen_statistics(self.model)

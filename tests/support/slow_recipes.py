@@ -51,16 +51,6 @@ class Slow(Listed):
         return super().losses(outputs, targets)
 
 
-class SlowNormed(Slow):
-    """A model with statistics, which the ranks exchange before each forward pass."""
-
-    def model(self):
-        from torch import nn
-
-        model = super().model()
-        return nn.Sequential(nn.BatchNorm1d(next(model.parameters()).shape[1]), model)
-
-
 class _Loaded:
     """Samples of which a batch's first one takes its time."""
 
