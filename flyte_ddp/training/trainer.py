@@ -192,10 +192,7 @@ class Trainer:
             if is_logged or self.world.device.type == "cpu":
                 self._check_loss(log_sums)
             norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
-            factor = learning_rate_factor(config, progress.step, self.num_steps)
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
-            self.optimizer.step()
+            self._step_optimizer()
             epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             progress.step += 1
             progress.batch += 1
@@ -379,6 +376,13 @@ class Trainer:
     def beat(self) -> None:
         """Report that this rank makes progress."""
         self.session.beat(self.progress.step)
+
+    def _step_optimizer(self) -> None:
+        """Set each group's learning rate by the schedule, and change the weights."""
+        factor = learning_rate_factor(self.config, self.progress.step, self.num_steps)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
