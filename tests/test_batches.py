@@ -5,13 +5,11 @@ restart.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import json
 import os
 import random
-import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,12 +24,11 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from flyte_ddp import events, session
-from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.nodes.dask.place import DaskPlace
+from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
 from tests.support.dask_runs import At, events_of
 from tests.support.gang import session_of
@@ -468,53 +465,25 @@ def count_without_looking(directory):
             dist.barrier()
             done += 1
             with Path(directory, f"{os.getpid()}.log").open("a") as file:
-                file.write(json.dumps([epoch, done, batch[0].tolist() if weight else []]) + "\n")
+                file.write(json.dumps([epoch, batch[0].tolist() if weight else []]) + "\n")
             session.report(step=done)
             if dist.get_rank() == 0 and done % 3 == 0:
                 session.save({"done": done}, done)
-    return done
 
 
-@pytest.mark.long
-def test_a_function_that_does_not_look_loses_no_step_to_a_worker_that_leaves_and_to_growth(
-    start_worker, scheduler, tmp_path, monkeypatch
-):
+def test_a_function_that_does_not_look_loses_no_step_to_a_stop(tmp_path, monkeypatch):
     fork_functions(monkeypatch)
     (tmp_path / "slow").touch()
-    nannies = [start_worker(scheduler, f"node-{index}") for index in range(2)]
-    config = ClusterConfig(
-        "existing", scheduler_address=scheduler, min_nodes=1, node_timeout=30, grow_delay=1
-    )
-    config = dataclasses.replace(config, max_restarts=0, grow_interval=0)
-    run = new_run(tmp_path)
-
-    class Grown:
-        def handle(self, event):
-            if isinstance(event, events.RunStarted) and len(events_of(run, events.RunStarted)) == 3:
-                (tmp_path / "slow").unlink()
-
-        def close(self, error):
-            pass
-
-    faults = [
-        At(4, lambda: nannies[1].send_signal(signal.SIGTERM)),
-        At(10, lambda: start_worker(scheduler, "node-2")),
-    ]
-    program = Program(
-        "count", cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),))), ("tests",)
-    )
-    with open_cluster(config, "test") as client:
-        job = Job(program, str(tmp_path / "checkpoints"), time.time())
-        run.result = driver.run(
-            job, DaskPlace(client, config), None, [run, *faults, Grown()], run.relay
-        )
-    assert [event.num_nodes for event in events_of(run, events.RunStarted)] == [2, 1, 2]
-    ends = [event.step for event in events_of(run, events.AttemptEnded)]
-    assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, *ends]
-    counts = Counter(
-        (epoch, sample)
-        for file in tmp_path.glob("*.log")
-        for epoch, _, samples in map(json.loads, file.read_text().splitlines())
-        for sample in samples
-    )
-    assert counts == Counter((epoch, sample) for epoch in range(40) for sample in range(SIZE))
+    call = cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),)))
+    job = Job(Program("count", call, ("tests",)), str(tmp_path / "checkpoints"), time.time())
+    stop, run = StopRequest(), new_run(tmp_path)
+    leave = At(4, lambda: stop.set("SIGTERM"))
+    with pytest.raises(TrainingStopped):
+        driver.run(job, LocalPlace(2), None, [run, leave], run.relay, stop)
+    (tmp_path / "slow").unlink()
+    stopped = max(event.step for event in events_of(run, events.Reported))
+    driver.run(job, LocalPlace(3), None, [run], run.relay)
+    assert [event.step for event in events_of(run, events.CheckpointLoaded)] == [0, stopped]
+    lines = [line for file in tmp_path.glob("*.log") for line in file.read_text().splitlines()]
+    seen = Counter((epoch, each) for epoch, samples in map(json.loads, lines) for each in samples)
+    assert seen == Counter((epoch, sample) for epoch in range(40) for sample in range(SIZE))

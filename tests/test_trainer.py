@@ -301,13 +301,6 @@ def test_one_sample_is_normalized_by_running_statistics_or_to_the_bias(
         torch.testing.assert_close(found, norm.bias[None], rtol=0, atol=1e-3)
 
 
-def test_models_with_3d_convolutions_train_with_the_default_memory_format(tmp_path):
-    trainer = new_trainer(new_run(tmp_path, "Volumes"), epochs=1)
-
-    assert trainer.config.channels_last
-    assert trainer.fit().epochs[0].train_loss > 0
-
-
 def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
     placed = Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3))
 
@@ -316,6 +309,9 @@ def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels
         == torch.nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last).weight.stride()
     )
     assert placed.weight.is_leaf
+    assert (
+        Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv3d(1, 4, 3)).weight.is_contiguous()
+    )
 
 
 def test_ranks_whose_gpu_runs_out_of_memory_restart_with_smaller_micro_batches_where_the_user_allows_it(  # noqa: E501
