@@ -112,6 +112,7 @@ class TensorSamples:
     """
 
     num_replaced = 0
+    dataset = None  # to which no look at a sample does anything
 
     def __init__(self, dataset: TensorDataset, recipe: Recipe, world: World) -> None:
         self.device = world.device

@@ -138,7 +138,7 @@ def check_contract(
         return _call(recipe, "model", expected, model, inputs=given)
 
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
-        with unchanged(model, recipe, getattr(train, "dataset", None)):
+        with unchanged(model, recipe, train.dataset):
             first = torch.arange(num_samples, device=train.index_device)
             inputs, targets = next(iter(train.batches([first], epoch=1)))
             model.train()

@@ -89,7 +89,7 @@ def make_predictions(
         PREDICTION_BATCH
     )
     predictions: list[Prediction] = []
-    with unchanged(model, recipe, getattr(samples, "dataset", None)), evaluating(model):
+    with unchanged(model, recipe, samples.dataset), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = map_tensors(_on_cpu, forward(model, recipe, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))

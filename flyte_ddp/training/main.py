@@ -108,9 +108,7 @@ def train(
     train_data, test_data = open_datasets(recipe, directory, config)
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
     read = functools.partial(describe_samples, recipe, config, train, test)
-    with unchanged(
-        nn.Module(), recipe, *(getattr(samples, "dataset", None) for samples in (train, test))
-    ):
+    with unchanged(nn.Module(), recipe, train.dataset, test.dataset):
         facts = read()
         check_ranks(recipe, config, facts, read, world)
     current.beat(0)
@@ -193,7 +191,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
-    with log_failures("layers"), unchanged(model, recipe, getattr(trainer.test, "dataset", None)):
+    with log_failures("layers"), unchanged(model, recipe, trainer.test.dataset):
         layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
     return {
         "config": dataclasses.asdict(config),
