@@ -343,6 +343,22 @@ def test_epochs_differ_in_their_order_and_other_data_keep_theirs(monkeypatch):
     assert [sample for samples, _ in held_out for sample in samples] == list(range(SIZE))
 
 
+@pytest.mark.parametrize("num_done", [2, 4, 5])
+def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
+    """Four batches are an epoch. A save after its loop has what the epoch does besides, one in the
+    loop has not.
+    """
+    assert list(session.epochs(3)) == [0, 1, 2]
+    current = resume_at({}, monkeypatch)
+    for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
+        if number == num_done:
+            break
+    resume_at(current._position, monkeypatch)
+    assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
+    left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
+    assert sum(left) == 8 - min(num_done, 4)
+
+
 def test_the_comparison_leaves_no_trace_in_the_data_set(monkeypatch):
     class Counting(Noisy):
         reads = 0

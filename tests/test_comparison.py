@@ -45,6 +45,25 @@ class MergedClose(Close):
     full_state_update = False
 
 
+class MeanClose(Metric):
+    """With a mean for a state, which cannot be merged without the number of its samples."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds, target):
+        value = ((preds - target).abs() < 0.5).float().mean()
+        self.mean = (self.mean * self.count + value * len(target)) / (self.count + len(target))
+        self.count += len(target)
+
+    def compute(self):
+        return self.mean
+
+
 class Unregistered(Metric):
     """With plain attributes in the place of states."""
 
@@ -70,7 +89,10 @@ class Rare(Close):
         return super().compute()
 
 
-KINDS = {kind.__name__: kind for kind in (PearsonCorrCoef, Close, MergedClose, Unregistered, Rare)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (PearsonCorrCoef, Close, MergedClose, MeanClose, Unregistered, Rare)
+}
 
 
 @dataclass
@@ -150,6 +172,7 @@ def share(predictions, targets):
         ("PearsonCorrCoef", correlation),
         ("Close", share),
         ("MergedClose", share),
+        ("MeanClose", share),
         ("Unregistered", share),
     ],
 )
