@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 
@@ -63,6 +64,9 @@ COMMANDS = {
     "mlflow": ("flyte_ddp.observers.mlflow:main", "upload a run's history to MLflow"),
 }
 
+# Words of `train` by which its ranks import more than torch, or run elsewhere, or not at all.
+OTHER_RANKS = re.compile(r"text|-h|--(help|config|cluster|nnodes|compile|parallel).*")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for a mistake of the user's, 1 for another
@@ -78,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.parse_args(arguments)  # exits, with help or an error
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for recipes; `python -m` has it
+    if arguments[0] == "train" and not any(map(OTHER_RANKS.fullmatch, arguments)):
+        # its ranks import torch while this process imports the rest
+        pkgutil.resolve_name("flyte_ddp.launch.agent.rank_start:start_server")(("torch",))
     try:
         ended = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
         if isinstance(ended, int):

@@ -41,12 +41,12 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import (
     OUTPUTS_VARIABLE,
     SCRIPT_DIRECTORY,
-    STOP_SIGNALS,
     Job,
     Kind,
     Program,
     check_run_id,
 )
+from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.storage import write_file
 

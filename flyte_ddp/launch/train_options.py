@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     check_run_id(options.run_id)
     check_url(options.checkpoints or RUNS, "--checkpoints")
     check_place(gang)
-    if gang.is_on_this_machine:  # its ranks import torch while this process gets ready
+    if gang.is_on_this_machine:  # if it has no server yet: see `flyte_ddp.__main__`
         start_server(
             slow_imports(given, get_recipe(options.recipe) if options.recipe in BUILTIN else None)
         )

@@ -40,8 +40,14 @@ from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
-from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, STOP_SIGNALS, Job, Kind
-from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
+from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind
+from flyte_ddp.launch.protocol.ranks import (
+    STOP_SIGNALS,
+    NodeRanks,
+    rank_log,
+    rank_stacks,
+    semaphore_prefix,
+)
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.rank.collectives import watch_main_thread
 from flyte_ddp.rank.frames import frames_of_user

@@ -25,11 +25,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, process, resource_tracker, util
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.protocol.programs import STOP_SIGNALS, TRAINING, Program
+from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS, TRAINING
 from flyte_ddp.observers.streams import open_standard_streams
+
+if TYPE_CHECKING:
+    from flyte_ddp.launch.protocol.programs import Program
 
 # How the names of variables begin that torch, fsspec and the loader of libraries read at their
 # start. Not those of OpenMP and malloc, which Dask and scikit-learn set in this process: a recipe's

@@ -24,15 +24,13 @@ from flyte_ddp.config import TrainingConfig, by_value
 from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.launch.protocol.ranks import TRAINING
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of
 from flyte_ddp.storage.weights import pin_state
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 COMPILERS = ("g++", "gcc", "clang")
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
-# These end a run early, as torchrun's, and are passed on to a function that does not ask for a
-# stop.
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 # seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
 END_RESERVE = 10.0
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
@@ -41,7 +39,6 @@ OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"
 MAX_RUN_ID = 256  # characters
 # of a rank's environment: set where the run itself is recorded in W&B
 WANDB_VARIABLE = "FLYTE_DDP_WANDB"
-TRAINING = ("flyte_ddp.training.main", "main")  # by name, because its module imports torch
 
 
 def stop_grace() -> float:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+TRAINING = ("flyte_ddp.training.main", "main")  # by name, because its module imports torch
+# These end a run early, as torchrun's, and are passed on to a function that does not ask for a
+# stop.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
 
 @dataclass(frozen=True)
 class NodeRanks:

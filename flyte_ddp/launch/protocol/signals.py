@@ -18,7 +18,8 @@ from typing import Any
 
 from flyte_ddp.config.fields import finite_number
 from flyte_ddp.errors import ConfigError, TrainingStopped
-from flyte_ddp.launch.protocol.programs import STOP_SIGNALS, stop_grace
+from flyte_ddp.launch.protocol.programs import stop_grace
+from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
 
 LOOP_TIMEOUT = 10.0  # seconds for a loop of asyncio to call a function in
 
