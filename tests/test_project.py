@@ -405,7 +405,8 @@ def test_the_commands_of_a_project_are_those_of_its_readme(project):
     plan = make("-n", "setup")
     assert "--require-hashes -r requirements.txt" in plan
     assert "--no-deps wheels/*.whl" in plan
-    assert "-c requirements.txt -r pyproject.toml --extra test" in plan
+    assert "-c requirements.txt -r pyproject.toml\n" in plan
+    assert "-c requirements.txt -r pyproject.toml --extra test" in make("-n", "test")
     assert "podman build --build-arg IMAGE=$image -t $image ." in make(
         "-n", "image", "BUILDER=podman build"
     )
@@ -486,8 +487,18 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
     ):
         assert flyte_ddp(installed, *arguments, cwd=tmp_path) == (2, expected)
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
-    status, output = run([REPOSITORY], "-m", "flyte_ddp", "new", "other", cwd=tmp_path)
-    assert (status, output) == (
-        2,
-        "error: flyte-ddp: expected an installation from a wheel (make wheel), got a checkout\n",
+    away = ("-m", "flyte_ddp", "new", "other", "--wheel", "away.whl")
+    status, output = run([REPOSITORY], *away, cwd=tmp_path)
+    assert status == 2
+    assert output.endswith("got 'away.whl'; make wheel builds it\n")
+
+
+def test_a_checkout_makes_the_project_that_its_wheel_makes(project, wheel, tmp_path):
+    command = ("-m", "flyte_ddp", "new", "my-project", "--wheel", str(wheel))
+    status, output = run([REPOSITORY], *command, cwd=tmp_path)
+    assert status == 0, output
+    made, expected = (
+        {file.relative_to(top): file.read_bytes() for file in top.rglob("*") if file.is_file()}
+        for top in (tmp_path / "my-project", project)
     )
+    assert made == expected

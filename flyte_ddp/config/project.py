@@ -8,6 +8,7 @@ version is another wheel. The wheel carries the files of a project as its data.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -16,9 +17,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from flyte_ddp.config.fields import suggest
+from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
+ROOT = Path(__file__).parents[2]  # of the checkout, or of the installed packages
 DATA = "share/flyte-ddp/"  # where an installation has the files
 TRAINING = (
     *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/test_recipes.py"),
@@ -49,11 +52,12 @@ def make_project(
     Args:
         parts: of `PARTS`.
         is_function: a task whose function trains, instead of a recipe.
-        wheel: the file that this package is installed from; "" for the one that pip has noted.
+        wheel: the file of this package; "" for the one that it was installed from, as pip has
+            noted it, or that `make wheel` built in this checkout.
 
     Raises:
         ConfigError: an unknown part; the directory has files and is no project, or has a file of a
-            part already; this is a checkout; the wheel is not there.
+            part already; the wheel is not there.
     """
     project = Path(directory)
     for part in parts:
@@ -70,7 +74,7 @@ def make_project(
             f"new: expected a directory that is empty or not there, or a project and --with, got "
             f"{directory!r}"
         )
-    files = _files_of_installation()
+    files = _files()
     own_wheel = None if is_there else _find_wheel(wheel)
     for name in names:
         file, content = project / name, files[name]
@@ -85,7 +89,7 @@ def make_project(
     if own_wheel:
         (project / "wheels").mkdir()
         shutil.copy(own_wheel, project / "wheels")
-        yield f"made {project} with flyte-ddp {metadata.version(DISTRIBUTION)}"
+        yield f"made {project} with flyte-ddp {own_wheel.name.split('-')[1]}"
         yield f"try: cd {project} && make train"
 
 
@@ -98,13 +102,10 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
     """
     import yaml
 
-    directory = Path(__file__).parents[2] / "deploy"
-    files = {} if directory.is_dir() else _files_of_installation()
+    files = _files()
     documents = []
     for name in RIGHTS[has_namespace:]:
-        file = directory / f"{name}.yaml"
-        text = (files[f"deploy/{file.name}"] if files else file.read_bytes()).decode()
-        text = text.replace("NAMESPACE", namespace)
+        text = files[f"deploy/{name}.yaml"].decode().replace("NAMESPACE", namespace)
         if image:
             text = text.replace("registry.example.com/flyte-ddp", re.sub(r"[:@][^/]*$", "", image))
         documents += yaml.safe_load_all(text)
@@ -114,41 +115,54 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
     return str(yaml.safe_dump_all(documents, sort_keys=False))
 
 
-def _files_of_installation() -> dict[str, bytes]:
-    """Return the files of a new project by their names. Raises ConfigError if this is not installed
-    from a wheel.
-    """
+def _files() -> dict[str, bytes]:
+    """Return the files of projects by their names, of an installation or of a checkout."""
     try:
-        files = metadata.distribution(DISTRIBUTION).files or []
+        entries = metadata.distribution(DISTRIBUTION).files or []
     except metadata.PackageNotFoundError:
-        files = []
+        return dict(_files_of_checkout())
     found = {}
-    for entry in files:
+    for entry in entries:
         _, has_data, name = str(entry).partition(DATA)
         if has_data:
             # With --target, pip moves the data beside the packages and leaves their names as they
             # were.
-            beside = Path(__file__).parents[2] / DATA / name
+            beside = ROOT / DATA / name
             found[name] = (beside if beside.is_file() else Path(str(entry.locate()))).read_bytes()
-    if not found:
-        raise ConfigError(
-            "flyte-ddp: expected an installation from a wheel (make wheel), got a checkout"
-        )
     return found
 
 
+def _files_of_checkout() -> Iterator[tuple[str, bytes]]:
+    """Yield what the wheel gets by pyproject.toml."""
+    build = read_settings(ROOT / "pyproject.toml")["tool"]["hatch"]["build"]
+    for source, target in build["targets"]["wheel"]["shared-data"].items():
+        top = ROOT / source
+        for file in top.rglob("*") if top.is_dir() else [top]:
+            if file.is_file():
+                name = Path(target, file.relative_to(top)).relative_to(DATA)
+                yield name.as_posix(), file.read_bytes()
+
+
 def _find_wheel(given: str) -> Path:
-    """Return the wheel that this is installed from. Raises ConfigError if it is not there, or
-    another version.
+    """Return the wheel of this package. Raises ConfigError if it is not there, or another
+    version.
     """
-    version = metadata.version(DISTRIBUTION)
     name = given
-    if not name and (noted := metadata.distribution(DISTRIBUTION).read_text("direct_url.json")):
-        name = unquote(urlsplit(json.loads(noted)["url"]).path)
-    wheel = Path(name)
-    if not (name.endswith(".whl") and wheel.is_file() and f"-{version}-" in wheel.name):
+    try:
+        distribution = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        version, remedy = "of this checkout", "make wheel builds it"
+        name = name or str(max((ROOT / "dist").glob("*.whl"), key=os.path.getmtime, default=""))
+        has_version = True
+    else:
+        version = distribution.version
+        remedy = f"pip download --no-deps {DISTRIBUTION}=={version} fetches it"
+        if not name and (noted := distribution.read_text("direct_url.json")):
+            name = unquote(urlsplit(json.loads(noted)["url"]).path)
+        has_version = f"-{version}-" in name
+    if not (name.endswith(".whl") and Path(name).is_file() and has_version):
         raise ConfigError(
             f"--wheel: expected the file of flyte-ddp {version}, which the project's image "
-            f"installs, got {name!r}; pip download --no-deps {DISTRIBUTION}=={version} fetches it"
+            f"installs, got {name!r}; {remedy}"
         )
-    return wheel
+    return Path(name)
