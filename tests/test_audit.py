@@ -58,8 +58,8 @@ def make(directory, target, *variables, **programs):
 def test_an_audit_that_could_not_ask_fails_like_one_that_found_something(
     tmp_path, output, status, passes, shown
 ):
-    (tmp_path / "installed").touch()
-    variables = (f"BIN={tmp_path}", f"INSTALLED={tmp_path / 'installed'}", "UV=/bin/true")
+    (tmp_path / "tested").touch()
+    variables = (f"BIN={tmp_path}", "INSTALLED=", f"TESTED={tmp_path / 'tested'}", "UV=/bin/true")
     script = f"cat <<END\n{output}\nEND\nexit {status}"
     done = make(tmp_path, "audit", *variables, pip_audit=script)
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
@@ -106,14 +106,17 @@ def test_every_pin_has_its_hashes_and_the_image_gets_no_tool_of_development():
 
 def test_the_image_installs_nothing_without_a_hash():
     text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ")
-    installs = re.findall(r"pip install [^\n;]*", text)
+    installs = re.findall(r"pip install [^\n;&]*", text)
     assert len(installs) == 3
     assert all("--require-hashes" in each for each in installs)
     assert set(re.findall(r"-r /pins/([^\s;]+)", text)) == {
-        "requirements-uv.txt",
+        "uv.txt",
         "requirements.txt",
         "gpu.txt",
     }
+    project = (REPOSITORY / "examples/project/Dockerfile").read_text().replace("\\\n", " ")
+    shared = project.partition("COPY pyproject.toml")[0].partition("AS base\n")[2]
+    assert shared in re.sub(r"\n+(#.*\n)+|\n+", "\n", text)  # whose image shares the layers
     (select,) = re.findall(r"awk '(.*?)' requirements.txt", text)
     gpu = subprocess.run(
         ["awk", select, str(REPOSITORY / "requirements.txt")],

@@ -22,7 +22,6 @@ SHIPPED = ("flyte_ddp", "tasks", "workflows", "recipes", "settings.toml")
 BESIDE = (
     "pyproject.toml",
     "requirements.txt",
-    "requirements-uv.txt",
     ".dockerignore",
 )  # to build the image with; flytekit adds the last
 RUN = [

@@ -33,9 +33,10 @@ def copy_repository(directory):
     environment = directory / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
-        if entry.name != ".installed":
+        if entry.name not in (".installed", ".tested"):
             (environment / entry.name).symlink_to(entry)
-    (environment / ".installed").touch()  # newer than requirements.txt: make installs nothing
+    for name in (".installed", ".tested"):  # newer than the pins: make installs nothing
+        (environment / name).touch()
     if (REPOSITORY / ".uv").is_dir():
         # nor uv, which takes longer than the commands
         (directory / ".uv").symlink_to(REPOSITORY / ".uv")
