@@ -37,6 +37,8 @@ PROJECT, DOMAIN = "flytesnacks", "development"
 NAMESPACE = f"{PROJECT}-{DOMAIN}"
 SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
 
+PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
+
 # Small enough for two nodes of two cores that also run the task's own pod.
 SMALL_CLUSTER = {
     "kind": "kubernetes",
@@ -206,6 +208,16 @@ class Execution:
         return [
             json.loads(line) for line in self.read(outputs["history"].remote_source).splitlines()
         ]
+
+
+def assert_quiet(execution: Execution) -> None:
+    """No pod of the execution printed a warning, an error, or a path that nobody can reach once it
+    is gone.
+    """
+    for pod in execution.pods():
+        log = execution.log(pod)
+        assert [line for line in log.splitlines() if PROBLEM.search(line)] == [], pod
+        assert not re.search(r"^(model state|report|history)\s+/", log, re.M), log[-2000:]
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ from tests.flyte.conftest import (
     SMALL_CLUSTER,
     Checkout,
     Execution,
+    assert_quiet,
     eventually,
     items,
     kubectl,
@@ -29,7 +30,6 @@ from tests.flyte.conftest import (
 from tests.kubernetes.test_flyte import HUNGRY
 from tests.support.checkout import REPOSITORY, copy_repository
 
-PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
 PACED = """
 import time
 from flyte_ddp.recipes.digits import Digits
@@ -40,7 +40,7 @@ class Paced(Digits):
         time.sleep(0.1)
         return super().losses(outputs, targets)
 """
-LEFT = re.compile(r"leaves: the gang ended at step (\d+) and restarts from there")
+LEFT = re.compile(r"leaves?: the gang ended at step (\d+) and restarts from there")
 DIGITS = str.maketrans("0123456789", "ghijklmnop")
 
 
@@ -70,16 +70,6 @@ def trained(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory, unique
     return checkout.train(
         "--recipe", "pet_names", "--data", str(file), "--config", json.dumps({"epochs": 2})
     )
-
-
-def assert_quiet(execution: Execution) -> None:
-    """No pod of the execution printed a warning, an error, or a path that nobody can reach once it
-    is gone.
-    """
-    for pod in execution.pods():
-        log = execution.log(pod)
-        assert [line for line in log.splitlines() if PROBLEM.search(line)] == [], pod
-        assert not re.search(r"^(model state|report|history)\s+/", log, re.M), log[-2000:]
 
 
 def test_make_register_registers_every_task_workflow_and_launch_plan(
@@ -210,7 +200,7 @@ def test_a_users_task_trains_on_two_nodes_and_the_next_task_reads_its_file(
 def test_a_deleted_pod_loses_only_the_last_steps(
     checkout: Checkout, unique: str, aborted: list[Execution]
 ) -> None:
-    config = json.dumps({"epochs": 60, "seed": int(unique, 16), "checkpoint_interval": 20})
+    config = json.dumps({"epochs": 30, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train("--recipe", "digits", "--config", config)
     aborted.append(execution)
     pod = execution.pod_of("train-on-one-node")
@@ -221,7 +211,7 @@ def test_a_deleted_pod_loses_only_the_last_steps(
         event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"
     ][-1]
     assert loaded["step"] > 0
-    assert len(outputs["epoch_accuracies"]) == 60
+    assert len(outputs["epoch_accuracies"]) == 30
 
 
 def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
@@ -290,7 +280,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     """The operator's "no node could ever run a worker pod" ends a first attempt for good, and a
     retry recoverably.
     """
-    config = json.dumps({"epochs": 40, "seed": int(unique, 16), "checkpoint_interval": 20})
+    config = json.dumps({"epochs": 12, "seed": int(unique, 16), "checkpoint_interval": 20})
     execution = checkout.train_on_cluster("--recipe", "digits", "--config", config)
     aborted.append(execution)
     first = execution.pod_of("train-on-cluster")
@@ -305,7 +295,7 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
     eventually(lambda: any(pod.endswith("-2") for pod in execution.pods()), 300, "a third attempt")
     kubectl("taint", "node", "--all", "upkeep-")
     outputs = execution.outputs()
-    assert len(outputs["epoch_accuracies"]) == 40
+    assert len(outputs["epoch_accuracies"]) == 12
     loaded = [
         event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"
     ][-1]
@@ -317,9 +307,7 @@ def test_workers_that_run_out_of_memory_twice_end_the_execution_with_what_to_cha
 ) -> None:
     (checkout_with_recipes.directory / "recipes/hungry.py").write_text(HUNGRY)
     config = ("--config", json.dumps({"seed": int(unique, 16)}))
-    execution = checkout_with_recipes.train_on_cluster(
-        "--recipe", "recipes.hungry.HungryRank", *config
-    )
+    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.hungry.Hungry", *config)
     error = execution.error()
     expected = (
         "cluster.kubernetes.worker_memory: expected more than 1Gi, or .* the ranks ran out "

@@ -7,9 +7,9 @@ image to the nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +18,8 @@ import pytest
 import torch
 from flytekit.remote import FlyteRemote
 
-from tests.flyte.conftest import IMAGE, SETTINGS, Checkout
-from tests.support.checkout import REPOSITORY, install_wheel, own_environment
+from tests.flyte.conftest import SETTINGS, Checkout, assert_quiet
+from tests.support.checkout import REPOSITORY, own_environment
 
 BUILDER = os.environ.get("FLYTE_DDP_TEST_BUILDER", "")
 BUILD_SECONDS = 2400  # of an image of 7 GB, which goes to two nodes
@@ -28,40 +28,45 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def new_project(directory: Path, wheel: Path, *options: str) -> None:
+    """Make a project by the command of the README."""
+    made = [sys.executable, "-m", "flyte_ddp", "new", directory, "--wheel", wheel, *options]
+    subprocess.run(made, cwd=REPOSITORY, check=True)
+
+
 @pytest.fixture(scope="module")
-def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of an environment into which the wheel was installed, and nothing else."""
-    return Path(install_wheel(tmp_path_factory.mktemp("environment"), wheel))
+def project(
+    remote: FlyteRemote, wheel: Path, unique: str, tmp_path_factory: pytest.TempPathFactory
+) -> Checkout:
+    """A new project with the environment and the image that it makes."""
+    directory = tmp_path_factory.mktemp("new") / "my-project"
+    new_project(directory, wheel, "--with", "retrain")
+    project = Checkout(directory, remote, f"my-project:{unique}", directory / ".venv/bin")
+    make = ("make", f"PYTHON={sys.executable}", f"IMAGE={project.image}", f"BUILDER={BUILDER}")
+    for command, timeout in (("setup", 900), ("image", BUILD_SECONDS)):
+        environment = {**own_environment(), **SETTINGS}
+        subprocess.run(
+            [*make, command], cwd=directory, env=environment, check=True, timeout=timeout
+        )
+    return project
 
 
-def test_a_new_project_trains_on_one_and_two_nodes_with_the_image_that_it_builds(
-    remote: FlyteRemote, commands: Path, wheel: Path, unique: str, tmp_path: Path
+def test_a_new_project_trains_on_one_and_two_nodes_and_again_with_a_changed_setting(
+    remote: FlyteRemote, project: Checkout, unique: str
 ) -> None:
     """By the commands of the README and of the project's own alone."""
-    directory = tmp_path / "my-project"
-    made = [commands / "flyte-ddp", "new", directory, "--with", "retrain", "--wheel", wheel]
-    subprocess.run(made, check=True)
-    project = Checkout(directory, remote, f"my-project:{unique}", directory / ".venv/bin")
-    make = ("make", f"PYTHON={sys.executable}", f"IMAGE={project.image}")
-    environment = own_environment()
-    subprocess.run([*make, "setup"], cwd=directory, env=environment, check=True, timeout=900)
-    build = [*make, "image", f"BUILDER={BUILDER}"]
-    subprocess.run(
-        build, cwd=directory, env={**environment, **SETTINGS}, check=True, timeout=BUILD_SECONDS
-    )
-    version = f"new-{unique}"
-    project.register(version)
-    assert remote.fetch_launch_plan(name="retrain", version=version).id.version == version
-
+    project.register("")
     inputs = (
-        "--recipe",
-        "recipes.wine.Wine",
-        "--config",
-        json.dumps({"epochs": 5, "seed": int(unique, 16)}),
+        *("--recipe", "recipes.wine.Wine"),
+        *("--config", json.dumps({"epochs": 5, "seed": int(unique, 16)})),
     )
-    executions = project.train(*inputs), project.train_on_cluster(*inputs)
-    states = []
-    for num_nodes, execution in enumerate(executions, start=1):
+    executions = [project.train(*inputs), project.train_on_cluster(*inputs)]
+    settings = project.directory / "settings.toml"
+    settings.write_text(settings.read_text().replace("memory_gib = 4", "memory_gib = 3"))
+    project.register("")
+    executions.append(project.train(*inputs))
+    states, versions = [], []
+    for num_nodes, execution in zip((1, 2, 1), executions, strict=True):
         outputs = execution.outputs()
         assert len(outputs["epoch_accuracies"]) == 5
         (started,) = [
@@ -69,7 +74,11 @@ def test_a_new_project_trains_on_one_and_two_nodes_with_the_image_that_it_builds
         ]
         assert (started["world_size"], started["num_nodes"]) == (2, num_nodes)
         states.append(execution.load(outputs["model_state"].remote_source))
-    torch.testing.assert_close(*states)
+        versions.append(execution.sync().spec.launch_plan.version)
+        assert_quiet(execution)
+    torch.testing.assert_close(states[0], states[1])
+    assert versions[0] != versions[2]
+    assert remote.fetch_launch_plan(name="retrain")
 
 
 TRAIN = """
@@ -129,27 +138,17 @@ def line():
 
 
 def test_a_project_that_only_uses_distributed_trains_on_one_and_two_nodes(
-    remote: FlyteRemote, commands: Path, wheel: Path, unique: str, tmp_path: Path
+    project: Checkout, wheel: Path, tmp_path: Path
 ) -> None:
-    """With the image of docs/install.md, built on one that has the packages already."""
-    inits = dict.fromkeys(("workflows/__init__.py", "lines/__init__.py"), "")
-    for name, text in {**inits, "workflows/train.py": TRAIN, "lines/model.py": MODEL}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / wheel.name).write_bytes(wheel.read_bytes())
-    (dockerfile,) = re.findall(
-        r"```dockerfile\n(.*?)```", (REPOSITORY / "docs/install.md").read_text(), re.S
-    )
-    start = f"FROM {IMAGE}\nUSER 0\nENV PYTHONPATH=\nRUN rm -r /opt/flyte-ddp\n"
-    (tmp_path / "Dockerfile").write_text(re.sub(r"^FROM .*\n", start, dockerfile))
-    project = Checkout(tmp_path, remote, f"own-project:{unique}", commands)
-    subprocess.run(
-        [*BUILDER.split(), "-t", project.image, "."],
-        cwd=tmp_path,
-        check=True,
-        timeout=BUILD_SECONDS,
-    )
-    execution = project.run("workflows/train.py", "train")
+    directory = tmp_path / "lines"
+    new_project(directory, wheel, "--function")
+    (directory / "lines").mkdir()
+    files = {"workflows/lines.py": TRAIN, "lines/model.py": MODEL, "lines/__init__.py": ""}
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    with open(directory / ".dockerignore", "a") as file:
+        file.write("!lines\n")
+    execution = dataclasses.replace(project, directory=directory).run("workflows/lines.py", "train")
     outputs = execution.outputs()
     one, two = (execution.load(outputs[name].remote_source) for name in ("o0", "o1"))
     torch.testing.assert_close(one, two)
