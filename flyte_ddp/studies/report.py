@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flyte_ddp.observers.formats import duration, format_figure, format_value
-from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, row, section, shorten, tile
+from flyte_ddp.observers.formats import duration, format_count, format_figure, format_value
+from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, shorten, tile
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
@@ -19,7 +19,7 @@ from flyte_ddp.studies.results import (
     TrialRun,
     find_best,
 )
-from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate, started_of
+from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK
 
 MAX_METRICS = 4  # of a trial, in the table and in tiles
@@ -91,16 +91,17 @@ class StudyReport(Page):
                 (title, note, self.draw(panels)) for title, note, panels in charts if panels
             ],
             "table": _table(runs, best, study) if runs else {},
-            "sections": [section("How it was measured", facts, has_long_values=True)]
-            if (facts := _facts(runs, study))
-            else [],
             "cards": [card("Failures", "", "", failures)] if failures else [],
         }
 
     def _lead(self, runs: Sequence[TrialRun]) -> str:
         if not runs:
             return "Waiting for the cluster."
-        data = [f"{run.state.started.data}: " for run in runs if run.state.started]
+        data = [
+            f"{each.data}; {each.device}, {format_count(each.num_threads, 'thread')} a rank: "
+            for run in runs
+            if (each := run.state.started)
+        ]
         lead = f"{data[0] if data else ''}{len(runs)} trials over {', '.join(runs[0].trial.values)}"
         if self.is_scaling and BATCH_SIZE_PER_RANK not in runs[0].trial.values:
             lead += (
@@ -166,28 +167,6 @@ def _scaling_tiles(study: Study) -> list[dict[str, str]]:
         tile("Speed-up", f"{mean('speed_up'):.2f} x", f"{ranks} over {smallest}"),
         tile("Efficiency", f"{mean('efficiency'):.0%}", f"of the ideal, {ranks}"),
         tile("Waiting for gradients", f"{mean('wait_share'):.0%}", f"of a step, {ranks}"),
-    ]
-
-
-def _facts(runs: Sequence[TrialRun], study: Study) -> list[dict[str, Any]]:
-    """Return how a scaling study was measured; nothing without finished trials."""
-    started = [started_of(run) for run in runs if study.rows and run.state.started]
-    if not started:
-        return []
-    return [
-        row("Device of each rank", started[0].device),
-        row("CPU threads of each rank, the same in every trial", f"{started[0].num_threads}"),
-        row(
-            "Backend",
-            next((each.backend for each in started if each.world_size > 1), started[0].backend),
-        ),
-        row("Repeats", "means with their 95 % confidence intervals, by Student's t"),
-        row("Step time", "the median of the epochs' durations, divided by the steps of an epoch"),
-        row(
-            "Waiting, hidden",
-            "for gradients after a rank's own backward pass, and all-reduce during it: the mean of "
-            "all ranks, from DDP's own timers",
-        ),
     ]
 
 

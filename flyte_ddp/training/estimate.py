@@ -68,8 +68,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     alone = Parallelism(dataclasses.replace(config, compile=False, data_workers=0), world)
     planned = choose_parallelism(config, World(0, 0, num_ranks, world.device))
     (samples,) = open_samples([train], recipe, alone.config, world)
-    num_parts = num_ranks * config.gradient_accumulation
-    size = math.ceil(config.global_batch_size / num_parts)
+    size = math.ceil(config.global_batch_size / (num_ranks * config.gradient_accumulation))
     first = torch.arange(size, device=samples.index_device) % len(samples)
     inputs, targets = next(iter(samples.batches([first], epoch=1)))
     model = open_model(recipe, alone).train()
@@ -115,11 +114,11 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
 
 def main(arguments: Sequence[str]) -> str:
     """Return the estimate as a line."""
-    text = (
-        "estimate the seconds of an epoch and the memory of a rank, from one step that this "
-        "machine trains"
+    parser = argparse.ArgumentParser(
+        prog="flyte-ddp estimate",
+        description="estimate the seconds of an epoch and the memory of a rank, from one step that "
+        "this machine trains",
     )
-    parser = argparse.ArgumentParser(prog="flyte-ddp estimate", description=text)
     parser.add_argument("--recipe", required=True, help="name of the recipe")
     parser.add_argument(
         "--config", default="{}", help="fields that differ from its defaults: JSON, or a file"
