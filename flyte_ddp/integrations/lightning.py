@@ -55,9 +55,9 @@ class SessionCallback(Callback):  # type: ignore[misc]
             return
         training.begin("trainer.fit")
         if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
-            kind = type(trainer.strategy).__name__
             raise ConfigError(
-                f"strategy: expected ddp, or ModelParallelStrategy for FSDP2, got {kind}"
+                "strategy: expected ddp, or ModelParallelStrategy for FSDP2, got "
+                f"{type(trainer.strategy).__name__}"
             )
         found = self._found = training.load(pl_module, trainer.optimizers)
         if found:
