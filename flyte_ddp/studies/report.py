@@ -123,19 +123,17 @@ class StudyReport(Page):
         if best and best.kept:
             note = f"trial {best.trial.number}, epoch {best.kept.epoch}"
             values = best.kept.figures().values
-            names = [best.metric, *(name for name in best.kept.metrics if name != best.metric)][
-                :MAX_METRICS
-            ]
             shown = [
                 tile(
-                    f"Best {name_metric(names[0]).lower()}",
-                    format_figure(names[0], values[names[0]]),
+                    f"Best {name_metric(best.metric).lower()}",
+                    format_figure(best.metric, values[best.metric]),
                     note,
-                )
-            ]
-            shown += [
-                tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
-                for name in names[1:]
+                ),
+                *(
+                    tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
+                    for name in list(best.kept.metrics)[:MAX_METRICS]
+                    if name != best.metric
+                ),
             ]
         return [
             tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
