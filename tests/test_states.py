@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from flyte_ddp.launch.control.states import (
     has_moved,
     next_state,
 )
+from flyte_ddp.launch.protocol import messages
 from flyte_ddp.launch.protocol.messages import Outcome
 
 NOW = 1000.0
@@ -150,6 +152,18 @@ def test_the_failure_that_explains_the_others_and_how_long_it_is_waited_for(
     assert find_cause(failures) is cause
     facts = {"num_nodes": 2, "is_writing": False, "is_ending": False, **facts}
     assert cause_grace(failures, **facts) == seconds
+
+
+def test_the_table_of_messages_has_each_of_them():
+    kinds = {
+        name: each
+        for name, each in vars(messages).items()
+        if dataclasses.is_dataclass(each) and each.__module__ == messages.__name__
+    }
+    types = " ".join(str(part.type) for each in kinds.values() for part in dataclasses.fields(each))
+    rows = re.findall(r"^\| `(\w+)`", messages.__doc__, re.MULTILINE)
+    assert sorted(rows) == sorted(name for name in kinds if not re.search(rf"\b{name}\b", types))
+    assert len(rows) <= 20
 
 
 # What may happen at any moment, and for how many seconds nothing else does after it.
