@@ -6,9 +6,12 @@ or `StorageUnavailable` (the store may come back).
 
 from __future__ import annotations
 
+import contextlib
+import email.utils
 import enum
 import errno
 import textwrap
+import time
 from collections.abc import Iterator, Mapping
 
 from flyte_ddp.errors import CheckpointError, ConfigError
@@ -46,6 +49,7 @@ _REFUSALS = {
     "SignatureDoesNotMatch",
 }
 _CONDITIONS = {"ConditionalRequestConflict", "NotImplemented", "PreconditionFailed"}
+MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses requests whose clock is 15 minutes from its own
 # The clock of a machine was set, or will be.
 _PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
 # Mistakes in a program or in a machine: to wait for another result would hide them.
@@ -100,7 +104,7 @@ def classify(error: Exception, has_answered: bool) -> Meaning:
     # none, later an answer that cannot be read.
     if _lacks_credentials(error) or isinstance(error, ValueError):
         return Meaning.AWAY if has_answered else Meaning.DENIED
-    if code in _PASSING_REFUSALS:
+    if code in _PASSING_REFUSALS or (status == 403 and _clocks_differ(error)):
         return Meaning.AWAY
     if (
         status == 401
@@ -159,6 +163,21 @@ def answer(error: BaseException) -> tuple[int, str]:
         if str(status).isdigit() or code:
             return int(status) if str(status).isdigit() else 0, code
     return 0, ""
+
+
+def _clocks_differ(error: BaseException) -> bool:
+    """Return whether the store's clock is too far from this machine's, as the date of its answer
+    shows.
+
+    The answer to a HEAD request has no body that could say so.
+    """
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            theirs = email.utils.parsedate_to_datetime(metadata["HTTPHeaders"]["date"])
+            return abs(theirs.timestamp() - time.time()) > MAX_CLOCK_SKEW
+    return False
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
