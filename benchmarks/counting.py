@@ -83,5 +83,5 @@ class Counting(Recipe):
     def num_correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return super().num_correct(outputs[:, :-1], targets)
 
-    def predictions(self, batch: Any, outputs: Tensor, targets: Tensor) -> Any:
+    def report_samples(self, batch: Any, outputs: Tensor, targets: Tensor) -> Any:
         return []

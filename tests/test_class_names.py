@@ -95,7 +95,7 @@ def with_names(value):
 def test_names_in_any_form_are_text(recipe, expected):
     assert list_class_names(recipe) == expected
     logits = torch.eye(2)
-    made = recipe.predictions(torch.zeros(2, 4), logits, torch.tensor([0, 1]))
+    made = recipe.report_samples(torch.zeros(2, 4), logits, torch.tensor([0, 1]))
     assert [each.truth for each in made] == (expected or ["0", "1"])
 
 

@@ -187,7 +187,7 @@ MISTAKES = {
         Line,
         {
             **LABELS,
-            "predict": lambda self, outputs: torch.stack([outputs, 1 - outputs], dim=1),
+            "metric_outputs": lambda self, outputs: torch.stack([outputs, 1 - outputs], dim=1),
             "losses": lambda self, *given: functional.mse_loss(*given, reduction="none"),
             "metrics": lambda self: {"f1": f1_score(2, average=None)},
         },
@@ -408,13 +408,17 @@ def test_every_rank_checks_before_the_first_step(tmp_path, monkeypatch):
 
 def test_a_recipe_of_another_task_has_no_predictions_by_default():
     pair = {"left": torch.ones(2), "right": torch.ones(2)}
-    assert Recipe().predictions(pair, {"score": torch.ones(2)}, torch.ones(2)) == []
-    assert Recipe().predictions(torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)) == []
-    assert [each.guess for each in Recipe().predictions(pair, torch.eye(2), torch.arange(2))] == [
+    assert Recipe().report_samples(pair, {"score": torch.ones(2)}, torch.ones(2)) == []
+    assert Recipe().report_samples(torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)) == []
+    assert [
+        each.guess for each in Recipe().report_samples(pair, torch.eye(2), torch.arange(2))
+    ] == [
         "0",
         "1",
     ]
-    assert [each.guess for each in MultiLabel().predictions(pair, torch.eye(2), torch.eye(2))] == [
+    assert [
+        each.guess for each in MultiLabel().report_samples(pair, torch.eye(2), torch.eye(2))
+    ] == [
         "0",
         "1",
     ]

@@ -152,7 +152,7 @@ def test_a_model_is_not_compiled_where_no_compiler_is(tmp_path, monkeypatch):
 def test_predictions_travel_with_small_images_and_the_likeliest_classes():
     recipe = ImageFolder()
     recipe.class_names = [str(number) for number in range(50)]
-    [shown] = recipe.predictions(
+    [shown] = recipe.report_samples(
         torch.zeros(1, 3, 224, 224, dtype=torch.uint8), torch.arange(50.0)[None], torch.tensor([3])
     )
 

@@ -121,7 +121,7 @@ def test_unusable_data_is_refused_with_the_expected_form(tmp_path, contents, exp
 def test_prediction_shows_a_beginning_and_the_letter_after_it():
     recipe = get_recipe("pet_names")
     inputs, targets = map(torch.from_numpy, whole_names(["abigail", "bo"]))
-    shown = recipe.predictions(inputs, recipe.model()(inputs), targets)
+    shown = recipe.report_samples(inputs, recipe.model()(inputs), targets)
     assert [(each.text, each.truth) for each in shown] == [("Abig…", "a"), ("B…", "o")]
     for each in shown:
         assert each.guess == max(each.scores, key=each.scores.get)

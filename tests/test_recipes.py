@@ -192,7 +192,7 @@ def test_a_models_outputs_have_a_score_per_class_and_its_predictions_an_image(na
     recipe = get_recipe(name)
     batch = torch.randint(256, shape, dtype=torch.uint8)
     outputs = recipe.model()(recipe.inputs(batch))
-    predictions = recipe.predictions(batch, outputs.detach(), torch.arange(5))
+    predictions = recipe.report_samples(batch, outputs.detach(), torch.arange(5))
 
     assert outputs.shape == (5, 10)
     assert [prediction.truth for prediction in predictions] == ["0", "1", "2", "3", "4"]

@@ -60,7 +60,8 @@ _OF_OTHERS = {
     "prepare": "prepare_data download",
     "defaults": "hparams config hyperparameters",
     "class_names": "classes labels label_names",
-    "predict": "predict_step postprocess",
+    "metric_outputs": "predict postprocess",
+    "report_samples": "predictions",
     "inputs": "preprocess",
 }
 OF_OTHERS = {other: name for name, others in _OF_OTHERS.items() for other in others.split()}

@@ -193,7 +193,7 @@ class Recipe:
         """
         return {"accuracy": self.num_correct}
 
-    def predict(self, outputs: Any) -> Any:
+    def metric_outputs(self, outputs: Any) -> Any:
         """Convert the model's outputs to what the metrics of torchmetrics compare with the targets;
         by default nothing.
 
@@ -227,7 +227,7 @@ class Recipe:
                 that name.
         """
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return what the report shows of these held-out samples; all tensors are on the CPU.
 
         By default it is the truth, the best guess and the score of every class, with the image if

@@ -48,7 +48,7 @@ class Regression(Recipe):
 
         return {"mae": MeanAbsoluteError(), "r2": R2()}
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the true and the predicted number of each sample; of several the first."""
         truths, guesses = (
             values.reshape(len(values), -1)[:, 0].tolist() for values in (targets, outputs)
@@ -89,10 +89,10 @@ class MultiLabel(Recipe):
 
         return {"accuracy": self.num_correct, "f1": BinaryF1Score()}
 
-    def predict(self, outputs: Tensor) -> Tensor:
+    def metric_outputs(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the labels of each sample, and the score of every label."""
         names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
 
@@ -148,10 +148,10 @@ class Segmentation(Recipe):
         index = MulticlassJaccardIndex(len(names), ignore_index=IGNORED)
         return {"accuracy": self.num_correct, "miou": index}
 
-    def predict(self, outputs: Tensor) -> Tensor:
+    def metric_outputs(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return a picture of each sample: its first channel, the true and the predicted mask, side
         by side.
         """

@@ -340,7 +340,7 @@ def _check_metrics(
     for name, metric in metrics.objects.items():
         metric.sync_on_compute = False
         expected = f"expected {name} of outputs and targets"
-        predicted = {"outputs": metrics.predict(outputs), "targets": targets}
+        predicted = {"outputs": metrics.read_outputs(outputs), "targets": targets}
         _call(recipe, "metrics", expected, metric.update, **predicted)
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))

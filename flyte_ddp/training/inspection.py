@@ -93,7 +93,7 @@ def make_predictions(
         for batch, targets in samples.batches(indices, epoch=0):
             outputs = map_tensors(_on_cpu, forward(model, recipe, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
-            predictions += recipe.predictions(batch, outputs, targets)
+            predictions += recipe.report_samples(batch, outputs, targets)
     return predictions
 
 

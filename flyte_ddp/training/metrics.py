@@ -77,7 +77,7 @@ class HeldOutMetrics:
         for name, function in self.functions.items():
             self.sums[name] += function(outputs, targets).sum()
         if self.objects:
-            predicted = self.predict(outputs)
+            predicted = self.read_outputs(outputs)
             for metric in self.objects.values():
                 metric.update(predicted, targets)
 
@@ -115,11 +115,11 @@ class HeldOutMetrics:
             values.update(read_value(name, value))
         return values
 
-    def predict(self, outputs: Any) -> Any:
+    def read_outputs(self, outputs: Any) -> Any:
         """Return what the metrics take, in single precision at least: they sum over many
         samples.
         """
-        return map_tensors(_widen, self.recipe.predict(outputs))
+        return map_tensors(_widen, self.recipe.metric_outputs(outputs))
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:

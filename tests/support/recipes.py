@@ -99,10 +99,10 @@ class Tiny(Recipe):
     def num_correct(self, outputs, targets):
         return super().num_correct(outputs, targets[:, 0])
 
-    def predictions(self, batch, outputs, targets):
+    def report_samples(self, batch, outputs, targets):
         if os.environ.get("TELL_MODULES"):
             print(f"torch._dynamo imported: {'torch._dynamo' in sys.modules}")
-        return super().predictions(batch, outputs, targets[:, 0])
+        return super().report_samples(batch, outputs, targets[:, 0])
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Unshown(Tiny):
 
         return nn.Sequential(Unhooked(NUM_FEATURES, NUM_CLASSES))
 
-    def predictions(self, batch, outputs, targets):
+    def report_samples(self, batch, outputs, targets):
         raise KeyError("no such class")
 
 
@@ -249,7 +249,7 @@ class Sequences(Tiny):
     def num_targets(self, targets):
         return (targets >= 0).sum(dim=1)
 
-    def predictions(self, batch, outputs, targets):
+    def report_samples(self, batch, outputs, targets):
         return []
 
 

@@ -152,7 +152,7 @@ class ImageFolder(Recipe):
         )
         return pixels.sub_(mean).div_(deviation)
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the default predictions with smaller images and only the likeliest classes, as the
         report needs.
         """
@@ -165,7 +165,7 @@ class ImageFolder(Recipe):
             batch = small.round_().clamp_(0, 255).to(batch.dtype)
         return [
             dataclasses.replace(shown, scores=dict(Counter(shown.scores).most_common(SHOWN_SCORES)))
-            for shown in super().predictions(batch, outputs, targets)
+            for shown in super().report_samples(batch, outputs, targets)
         ]
 
 

@@ -140,7 +140,7 @@ class PetNames(Recipe):
     def num_targets(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum(dim=1)
 
-    def predictions(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
+    def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Show for each name the letter in its middle, with the letters before it."""
         shown = []
         for letters, logits, row in zip(batch.tolist(), outputs, targets, strict=True):
