@@ -8,7 +8,6 @@ from typing import Any
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.task import task_body
 from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
 
@@ -53,14 +52,7 @@ def generate_text(
 
 def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
     """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
-    from flyte_ddp.storage.weights import from_bytes  # imports torch
+    from flyte_ddp.training.initial_state import read_state  # imports torch
 
-    file = Path(model_state.download() or model_state.path)
-    try:
-        return from_bytes(file.read_bytes())
-    except Exception as error:  # of any kind: the bytes of another file may look like anything
-        raise ConfigError(
-            f"model_state: expected the model_state.pt of a run of recipe {recipe}, got {file}, "
-            "which cannot be read: "
-            f"{type(error).__name__}"
-        ) from error
+    expected = f"model_state: expected the model_state.pt of a run of recipe {recipe}"
+    return read_state(str(model_state.download() or model_state.path), expected)

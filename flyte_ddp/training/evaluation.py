@@ -130,16 +130,28 @@ def evaluate_state(
     _, test = open_datasets(recipe, directory, config)
     (samples,) = open_samples([test], recipe, config, world)
     parallelism = Parallelism(config, world)
-    model = open_model(recipe, parallelism)
-    if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
-        raise ConfigError(
-            f"state: expected one of the recipe's model, got one that does not fit: {problem}"
-        )
-    model.load_state_dict(state)
+    model = open_trained_model(recipe, state, parallelism, "state")
     result = evaluate(model, recipe, samples, parallelism, on_outputs=on_outputs)
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
     return result
+
+
+def open_trained_model(
+    recipe: Recipe, state: Mapping[str, Any], parallelism: Parallelism, field: str
+) -> nn.Module:
+    """Return the recipe's model as `open_model` does, with the weights of `state`.
+
+    Raises:
+        ConfigError: they do not fit, or the data have other classes; begins with `field`.
+    """
+    model = open_model(recipe, parallelism)
+    if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
+        raise ConfigError(
+            f"{field}: expected one of the recipe's model, got one that does not fit: {problem}"
+        )
+    model.load_state_dict(state)
+    return model
 
 
 def share_buffers(model: nn.Module, world: World) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -129,32 +128,8 @@ def load_initial_state(
     expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
     if fresh_layers:
         expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
-    url, sha256 = split_pin(url)
-    try:
-        if url.startswith(TORCHVISION):
-            state = load_torchvision_state(url)
-        else:
-            contents = read_file(url, "initial_model_state", timeout)
-            found = hashlib.sha256(contents).hexdigest() if sha256 else ""
-            if found != sha256:
-                raise ConfigError(
-                    f"initial_model_state: expected the contents with SHA-256 {sha256}, which "
-                    f"{url!r} had when it was "
-                    f"given, got others with {found}: start again"
-                )
-            state = from_bytes(contents)
-    except StorageUnavailable:
-        raise
-    except (
-        FileNotFoundError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-    ) as error:  # the middle two are torch's
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"
-        ) from error
+    state = read_state(url, expected, timeout)
+    url, _ = split_pin(url)
     own = model.state_dict()
     # some of torchvision's states are from before torch had these counters
     if isinstance(state, dict):
@@ -183,6 +158,34 @@ def load_initial_state(
             f"{expected}, got {url!r}, which does not fit the model: {problem}{remedy}"
         )
     load_model(model, state, is_whole=not fresh_layers)
+
+
+def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
+    """Return the state dict at `url`, as of `load_initial_state`.
+
+    Args:
+        expected: the beginning of an error: the field that has the URL, and what it takes.
+    """
+    url, sha256 = split_pin(url)
+    field = expected.partition(":")[0]
+    try:
+        if url.startswith(TORCHVISION):
+            return load_torchvision_state(url)
+        contents = read_file(url, field, timeout)
+        found = hashlib.sha256(contents).hexdigest() if sha256 else ""
+        if found != sha256:
+            raise ConfigError(
+                f"{field}: expected the contents with SHA-256 {sha256}, which {url!r} had when it "
+                f"was given, got others with {found}: start again"
+            )
+        return from_bytes(contents)
+    except (ConfigError, StorageUnavailable):
+        raise
+    except Exception as error:  # of any kind: the bytes of another file may look like anything
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def make_predictions(
     predictions: list[Prediction] = []
     with unchanged(model, recipe, samples.dataset), evaluating(model):
         for batch, targets in samples.batches(indices, epoch=0):
-            outputs = map_tensors(_on_cpu, forward(model, recipe, parallelism, batch))
+            outputs = map_tensors(on_cpu, forward(model, recipe, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
             predictions += recipe.report_samples(batch, outputs, targets)
     return predictions
@@ -107,7 +107,8 @@ def generate_sample(model: nn.Module, recipe: Recipe) -> str:
         return recipe.generate_sample(model)
 
 
-def _on_cpu(output: Tensor) -> Tensor:
+def on_cpu(output: Tensor) -> Tensor:
+    """Return a copy on the CPU, in single precision at least."""
     return output.float().cpu() if output.is_floating_point() else output.cpu()
 
 
