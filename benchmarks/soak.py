@@ -357,7 +357,7 @@ def _is_rank(process: Process) -> bool:
     # it, or a process above it, has just ended
     with contextlib.suppress(psutil.Error, AttributeError):
         server = process.parent()
-        return "forkserver" in str(server.cmdline()) and "main import main" in str(
+        return "forkserver" in str(server.cmdline()) and "flyte_ddp.launch.agent.main" in str(
             server.parent().cmdline()
         )
     return False

@@ -6,9 +6,9 @@ It does not know Flyte. Start reading at `flyte_ddp.training.trainer`, the train
 with their data.
 
 `Recipe`, its kinds `Regression`, `MultiLabel` and `Segmentation`, and `DataError` are for your own
-recipes, `load_champion` is for serving, `train` trains a recipe, `run` calls a function of yours in
-every rank, and `session` is what that function may ask of its run. Each is imported at its first
-use, so `import flyte_ddp` costs nothing.
+recipes, `load_champion` is for serving, `train` trains a recipe, `predict` predicts new data, `run`
+calls a function of yours in every rank, and `session` is what that function may ask of its run.
+Each is imported at its first use, so `import flyte_ddp` costs nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flyte_ddp.errors import DataError
     from flyte_ddp.launch.run import run
     from flyte_ddp.launch.train import train
+    from flyte_ddp.prediction.predict import predict
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
     from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
@@ -32,6 +33,7 @@ _HOMES = {
     "Regression": "flyte_ddp.recipes.tasks",
     "Segmentation": "flyte_ddp.recipes.tasks",
     "load_champion": "flyte_ddp.promotion.champion",
+    "predict": "flyte_ddp.prediction.predict",
     "run": "flyte_ddp.launch.run",
     "train": "flyte_ddp.launch.train",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "Regression",
     "Segmentation",
     "load_champion",
+    "predict",
     "run",
     "session",
     "train",

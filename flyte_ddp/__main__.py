@@ -35,6 +35,10 @@ COMMANDS = {
         "flyte_ddp.launch.run_options:main",
         "run a script in every rank, on this machine or on a Dask cluster",
     ),
+    "predict": (
+        "flyte_ddp.prediction.command:main",
+        "predict new data with a trained model, on this machine or on a Dask cluster",
+    ),
     "estimate": (
         "flyte_ddp.training.estimate:main",
         "estimate a recipe's seconds per epoch and memory, by one step",

@@ -48,7 +48,7 @@ def test_an_agent_that_nobody_needs_ends(end):
     timeout = 0.1 if end == "no attempt comes" else 100
     code = f"from flyte_ddp.launch.agent import main; main.IDLE_TIMEOUT = {timeout}; main.main()"
     connection, given = Pipe()
-    command = [sys.executable, "-c", code, "", "", str(given.fileno())]
+    command = [sys.executable, "-c", code, "", "", "", str(given.fileno())]
     process = subprocess.Popen(command, pass_fds=[given.fileno()])
     if end == "the worker is gone":
         given.close()

@@ -26,6 +26,7 @@ LAYERS = {
     "flyte_ddp": 10,
     "flyte_ddp.studies": 10,
     "flyte_ddp.promotion": 10,
+    "flyte_ddp.prediction": 10,
     "flyte_ddp.launch": 9,
     "flyte_ddp.launch.nodes": 8,
     "flyte_ddp.launch.control": 7,
@@ -65,7 +66,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "memory", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
-MAX_ROOMS, MAX_ARROWS = 21, 91
+MAX_ROOMS, MAX_ARROWS = 22, 104
 # What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
 PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
 # Which modules may import a library at all.
@@ -77,6 +78,7 @@ HOMES = {
         "flyte_ddp.launch",
         "flyte_ddp.cluster",
         "flyte_ddp.studies.runner",
+        "flyte_ddp.prediction",
     ),
     "dask_kubernetes": ("flyte_ddp.cluster",),
     "kubernetes": ("flyte_ddp.cluster", "flyte_ddp.flyte.pods"),
@@ -113,6 +115,7 @@ STARTS_RANKS = ("flyte_ddp.checkpoints.ownership",)
 COMPUTES = (
     "flyte_ddp.checkpoints",
     "flyte_ddp.integrations",
+    "flyte_ddp.prediction.model",
     "flyte_ddp.rank",
     "flyte_ddp.training",
     "flyte_ddp.world",

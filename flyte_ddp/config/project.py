@@ -34,6 +34,7 @@ ALWAYS = (
 )
 PARTS = {
     "names": ("tasks/generate.py", "workflows/pet_names.py"),
+    "predict": ("tasks/predict.py", "workflows/predict.py"),
     "retrain": ("tasks/retrain.py", "workflows/retrain.py"),
     "scaling": ("tasks/study.py", "workflows/scaling.py"),
     "script": ("tasks/script.py", "workflows/script.py"),

@@ -26,6 +26,7 @@ _HOMES = {
         *("TrainingOverrides", "make_overrides"),
     ),
     "outputs": ("RetrainingOutputs", "TrainingOutputs"),
+    "prediction": ("PredictionOutputs", "predict"),
     "preparation": ("Prepared", "PreparedData", "prepare"),
     "registration": ("launch_plan",),
     "resources": ("TRAINING_CACHE", "pod", "wandb_link"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import EpochFinished, Prediction
 
 if TYPE_CHECKING:
@@ -202,6 +202,45 @@ class Recipe:
         """
         return outputs
 
+    def prepare_new_data(self, source: str, directory: Path) -> str:
+        """Fetch and check new data, which may have no targets, for `predict_dataset`; by default by
+        `prepare`, whose arguments and value it has.
+        """
+        return self.prepare(source, directory)
+
+    def predict_dataset(self, directory: Path) -> Dataset[Any]:
+        """Return the inputs that are predicted, in their order, as those of `datasets` are without
+        their targets; by default the held-out ones.
+
+        It is called before `model` on an object whose `class_names` are those of the model's state,
+        if the recipe has none by itself. The data set may have `key(index)`, a text or number by
+        which a sample is known, such as the name of its file; by default its index.
+        """
+        from torch.utils.data import TensorDataset
+
+        _, held_out = self.datasets(directory)
+        if isinstance(held_out, TensorDataset):
+            return TensorDataset(held_out.tensors[0])
+        return Mapped(held_out, take_input)  # type: ignore[return-value]
+
+    def prediction_columns(self, outputs: Any) -> Mapping[str, Any]:
+        """Return what is stored of the predictions of a batch, by the name of its column: a tensor
+        or a list with a value for each sample.
+
+        By default it is the `class` of logits (B, C) and its `probability`. Outputs are on the CPU,
+        in single precision.
+        """
+        import torch
+
+        if not isinstance(outputs, torch.Tensor) or outputs.dim() != 2:
+            raise ConfigError(
+                f"{type(self).__name__}.prediction_columns: expected a method of the recipe's own, "
+                "because the default is for logits (B, C)"
+            )
+        probability, number = outputs.softmax(dim=1).max(dim=1)
+        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
+        return {"class": [names[index] for index in number.tolist()], "probability": probability}
+
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
         """Return further figures that follow from those of a finished epoch, by name; none by
         default.
@@ -253,6 +292,30 @@ class Recipe:
                 to_pngs(batch, len(targets)), scores, targets, strict=True
             )
         ]
+
+
+class Mapped:
+    """A data set with `function` of each sample and its index in place of the sample.
+
+    Both are pickled for `data_workers`, so the function is one of a module.
+    """
+
+    def __init__(self, dataset: Any, function: Callable[[Any, int], Any]) -> None:
+        self.dataset, self.function = dataset, function
+        for name in ("key", "prefetch"):
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(self.dataset[index], index)
+
+
+def take_input(sample: Any, index: int) -> Any:
+    """Return the input of an (input, target) pair."""
+    return sample[0]
 
 
 def list_class_names(recipe: Recipe) -> list[str]:

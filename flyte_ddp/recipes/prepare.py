@@ -28,9 +28,12 @@ NOTE = "data.json"
 
 
 @redact_errors()
-def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
+def prepare_data(recipe: Recipe, source: str, directory: Path, method: str = "prepare") -> None:
     """Run `recipe.prepare` into the empty `directory` and write the note that `describe_data`
     reads.
+
+    Args:
+        method: another one of the recipe's that takes the same.
 
     Raises:
         ConfigError: the recipe did not describe its data.
@@ -38,9 +41,9 @@ def prepare_data(recipe: Recipe, source: str, directory: Path) -> None:
         StorageDenied: the data may not be read with the credentials of this process.
         StorageUnavailable: the data's store could not be reached.
     """
-    found: object = recipe.prepare(source, directory)
+    found: object = getattr(recipe, method)(source, directory)
     if not isinstance(found, str):
-        place = locate(recipe, "prepare")
+        place = locate(recipe, method)
         raise ConfigError(
             f"{place}: expected a line that describes the data, got {found!r}: return one"
         )

@@ -48,6 +48,10 @@ class Regression(Recipe):
 
         return {"mae": MeanAbsoluteError(), "r2": R2()}
 
+    def prediction_columns(self, outputs: Tensor) -> Mapping[str, Any]:
+        """Return the `prediction`, a number, or a list of several."""
+        return {"prediction": outputs}
+
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the true and the predicted number of each sample; of several the first."""
         truths, guesses = (
@@ -91,6 +95,11 @@ class MultiLabel(Recipe):
 
     def metric_outputs(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
+
+    def prediction_columns(self, outputs: Tensor) -> Mapping[str, Any]:
+        """Return the probability of each label by its name."""
+        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
+        return dict(zip(names, outputs.sigmoid().unbind(dim=1), strict=True))
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the labels of each sample, and the score of every label."""
@@ -150,6 +159,10 @@ class Segmentation(Recipe):
 
     def metric_outputs(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)
+
+    def prediction_columns(self, outputs: Tensor) -> Mapping[str, Any]:
+        """Return the `mask` of each sample: rows of its pixels' classes."""
+        return {"mask": outputs.argmax(dim=1)}
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return a picture of each sample: its first channel, the true and the predicted mask, side

@@ -121,4 +121,5 @@ def worker_above():
     import psutil
 
     above = psutil.Process().parents()
-    return next(each.ppid() for each in above if "main import main" in str(each.cmdline()))
+    agent = "flyte_ddp.launch.agent.main"
+    return next(each.ppid() for each in above if agent in str(each.cmdline()))

@@ -81,7 +81,7 @@ def ranks_below(pid):
         # it, or a process above it, has just ended
         with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
             server = process.parent()
-            if "forkserver" in str(server.cmdline()) and "main import main" in str(
+            if "forkserver" in str(server.cmdline()) and "flyte_ddp.launch.agent.main" in str(
                 server.parent().cmdline()
             ):
                 found.append(process)

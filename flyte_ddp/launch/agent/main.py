@@ -42,7 +42,7 @@ from flyte_ddp.launch.protocol.messages import (
     Outcome,
 )
 from flyte_ddp.observers.streams import open_standard_streams
-from flyte_ddp.storage import adopt_storage_environment, fetch_file
+from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file
 
 # seconds without an attempt, as after the driver's death, after which this process ends
 IDLE_TIMEOUT = 300.0
@@ -109,7 +109,7 @@ def main() -> None:
     commands. Where the ranks of a gang meet, the rendezvous' listening socket follows the job.
     """
     open_standard_streams()
-    directory, connection = Path(sys.argv[2]), Connection(int(sys.argv[3]))
+    directory, connection = Path(sys.argv[3]), Connection(int(sys.argv[4]))
     own_environment = dict(os.environ)
     attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink, socket.socket | None]] = (
         queue.SimpleQueue()
@@ -199,18 +199,22 @@ def local_data(node_job: NodeJob, directory: Path) -> str:
     """Return the directory of the prepared data on this machine, fetched and unpacked there if need
     be.
     """
-    if node_job.data:
-        return node_job.data
-    unpacked = directory / os.path.basename(node_job.data_archive).removesuffix(".zip")
+    timeout = node_job.job.program.store_timeout
+    return node_job.data or unpack_data(node_job.data_archive, directory, timeout)
+
+
+def unpack_data(url: str, directory: Path, timeout: float = STORE_TIMEOUT) -> str:
+    """Fetch the archive of the prepared data into `directory`, once, and return where they are."""
+    unpacked = directory / os.path.basename(url).removesuffix(".zip")
     if not unpacked.exists():
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             archive = os.path.join(scratch, "data.zip")
-            fetch_file(node_job.data_archive, archive, "data", node_job.job.program.store_timeout)
+            fetch_file(url, archive, "data", timeout)
             with zipfile.ZipFile(archive) as contents:
                 contents.extractall(os.path.join(scratch, "data"))
             try:
                 os.rename(os.path.join(scratch, "data"), unpacked)
-            except OSError:  # an earlier attempt's thread was still at it, and was first
+            except OSError:  # another process or thread was at it as well, and was first
                 if not unpacked.exists():
                     raise
     return str(unpacked)

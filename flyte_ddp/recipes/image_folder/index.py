@@ -76,7 +76,11 @@ class Index:
 def write_index(
     directory: Path, url: str, image_size: int, train: Labelled, test: Labelled
 ) -> None:
-    """Write the index to `directory`, for `read_index`."""
+    """Write the index to `directory`, for `read_index`.
+
+    Args:
+        train: none for images that are to be predicted, which have no classes.
+    """
     import numpy as np
 
     classes = sorted({label for label, _ in train})
@@ -87,7 +91,7 @@ def write_index(
             names=np.array([os.fsencode(file.name) for _, file in images]),
             sizes=np.array([file.size for _, file in images]),
             versions=np.array([os.fsencode(file.version) for _, file in images]),
-            labels=np.array([numbers[label] for label, _ in images]),
+            labels=np.array([numbers.get(label, 0) for label, _ in images]),
         )
     (directory / FILES[0]).write_text(
         json.dumps({"url": url, "image_size": image_size, "classes": classes}), encoding="utf-8"

@@ -121,16 +121,26 @@ class ImageFolder(Recipe):
             + report_left_out(others)
         )
 
+    def prepare_new_data(self, source: str, directory: Path) -> str:
+        """Write which images there are, in folders or not; "" draws images as `prepare`."""
+        if not source:
+            return self.prepare(source, directory)
+        check_architecture(self.architecture)
+        url, files, others = list_images(source, self.anonymous)
+        unlabelled = [("", file) for file in files]
+        write_index(directory, url, self.image_size or IMAGE_SIZE, [], unlabelled)
+        return f"{len(files):,} images, read from {url}{report_left_out(others)}"
+
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
         index = read_index(directory)
-        self.class_names = index.classes
+        self.class_names = index.classes or self.class_names
         self._image_size = index.image_size  # for `model`
         if index.url == OWN_IMAGES:
             reader = FileReader(str(directory / OWN_IMAGES))
         else:
             reader = FileReader(index.url, self.anonymous)
-        skips = self.unreadable == "skip"
+        skips = self.unreadable == "skip" and bool(index.classes)  # else none is of its class
         train = Images(index.train, index.classes, reader, index.image_size, self.augment, skips)
         test = Images(index.test, index.classes, reader, index.image_size, False, skips)
         return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
@@ -200,6 +210,10 @@ class Images:
     def num_replaced(self) -> int:
         """The number of replaced samples so far, in all loader processes of this rank."""
         return int(self._replaced.sum())
+
+    def key(self, sample: int) -> str:
+        """Return the name of the image's file, relative to the data's URL."""
+        return self.images.file(sample).name
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin to read the samples of the next calls of `__getitem__`, several at once."""

@@ -78,7 +78,7 @@ class SharedData:
 
 
 def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskNode]) -> None:
-    """Raise ConfigError if checkpoints go to a local path that is another directory on one of the
+    """Raise ConfigError if `storage` is a local path that is another directory on one of the
     nodes.
     """
     if not storage.is_local:
@@ -93,7 +93,7 @@ def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskN
     for node in nodes:
         if answers[node.address] is False:
             raise ConfigError(
-                "checkpoints: expected a URL, or a path that all machines share, got "
+                f"{storage.field}: expected a URL, or a path that all machines share, got "
                 f"{storage.root!r}, which is "
                 f"another directory on {node}"
             )

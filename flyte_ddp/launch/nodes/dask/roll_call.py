@@ -15,6 +15,9 @@ from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.placement import Worker
 
+# begins the names of workers that are no nodes, but processes on them that predict
+PREDICTS = "predict-"
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +46,7 @@ class RollCall:
         names = {
             address: name
             for address, name in listed_workers(self.client).items()
-            if address not in leave_out
+            if address not in leave_out and not name.startswith(PREDICTS)
         }
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()

@@ -35,6 +35,7 @@ from flyte_ddp.launch.agent.devices import visible_gpus
 from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 
+NODE = "flyte_ddp.launch.agent.main"  # by name: the worker may have no such module
 END_GRACE = 10.0  # seconds for an agent whose pipe was closed to kill its ranks and exit
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to
@@ -45,10 +46,10 @@ DASK_THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREAD
 # neither in the working directory nor on the worker's path. Then the shipped code, before what is
 # installed here, maybe of another version.
 BOOTSTRAP = (
-    "import os, sys; lib = os.path.dirname(os.__file__); "
+    "import importlib, os, sys; lib = os.path.dirname(os.__file__); "
     "own = [each for each in sys.path if each.startswith(lib) and '-packages' not in each]; "
     "sys.path[:] = [*own, sys.argv[1], *(each for each in sys.path if each and each not in own)]; "
-    "from flyte_ddp.launch.agent.main import main; main()"
+    "importlib.import_module(sys.argv[2]).main()"
 )
 
 
@@ -217,31 +218,35 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return True
 
     def _start(self) -> Agent:
+        # Not its standard input and output, into which whatever it imports may print.
+        connection, handed_over = Pipe()
+        with handed_over:
+            process = self.start_process(NODE, handed_over)
+        return Agent(process, connection)
+
+    def start_process(
+        self, module: str, connection: Connection, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a process of the shipped code that runs `main` of `module`.
+
+        Its arguments are a directory of this worker, and the file descriptor of `connection`.
+        """
         environment = {
             name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS
         }
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment[OUTPUTS_VARIABLE] = self.outputs
-        # Not its standard input and output, into which whatever it imports may print.
-        connection, handed_over = Pipe()
-        with handed_over:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    BOOTSTRAP,
-                    self.directory,
-                    self.worker.local_directory,
-                    str(handed_over.fileno()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,
-                env=environment,
-                pass_fds=[handed_over.fileno()],
-                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
-                start_new_session=True,
-            )
-        return Agent(process, connection)
+        file = connection.fileno()
+        directories = [self.directory, module, self.worker.local_directory]
+        return subprocess.Popen(
+            [sys.executable, "-c", BOOTSTRAP, *directories, str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            env=environment | variables,
+            pass_fds=[file],
+            # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+            start_new_session=True,
+        )
 
     def _clear(self) -> None:
         self.attempt = ""

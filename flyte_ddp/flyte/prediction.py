@@ -1,0 +1,68 @@
+"""Predict new data in a task."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flytekit
+from flytekit.types.directory import FlyteDirectory
+
+from flyte_ddp.flyte.flyte_context import current_execution, share_storage_credentials
+from flyte_ddp.flyte.inputs import (
+    OptionalCluster,
+    OptionalOverrides,
+    OptionalSource,
+    given,
+    location,
+)
+from flyte_ddp.flyte.task import check_cluster, check_options, check_urls, task_body
+from flyte_ddp.launch.agent.devices import check_requested_gpus
+from flyte_ddp.prediction import predict as predictions
+from flyte_ddp.storage import redact_url
+
+
+class PredictionOutputs(NamedTuple):
+    predictions: FlyteDirectory  # Parquet files, in the order of the samples, and their manifest
+    num_rows: int  # in all of them
+
+
+@task_body
+def predict(
+    recipe: str,
+    model_state: str,
+    data: OptionalSource = None,
+    output: str = "",
+    config: OptionalOverrides = None,
+    batch_size: int = predictions.BATCH_SIZE,
+    part_size: int = predictions.PART_SIZE,
+    num_processes: int = 0,
+    cluster: OptionalCluster = None,
+) -> PredictionOutputs:
+    """Predict `data` with a trained model: on this task's machine, or on the nodes of `cluster`.
+
+    An attempt after another one goes on where that ended. `output` is by default a place of the
+    execution's own.
+    """
+    check_requested_gpus()
+    fields = given(config)
+    check_cluster(cluster)
+    check_urls(model_state=model_state, data=location(data), output=output)
+    check_options(fields.get("recipe_options", {}))
+    share_storage_credentials()
+    execution = current_execution(flytekit.current_context())
+    url = output or f"{execution.checkpoints}/predictions"
+    made = predictions.predict(
+        recipe,
+        model_state,
+        location(data),
+        url,
+        batch_size=batch_size,
+        part_size=part_size,
+        config=fields,
+        nnodes=cluster.num_nodes if cluster else 1,
+        nproc_per_node=num_processes or "auto",
+        cluster=cluster,
+        name=execution.attempt_id,
+    )
+    print(f"{made.num_rows:,} predictions in {redact_url(url)}")  # noqa: T201
+    return PredictionOutputs(FlyteDirectory(url, remote_directory=False), made.num_rows)

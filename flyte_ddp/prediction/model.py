@@ -1,0 +1,130 @@
+"""A recipe's model and new data in one process: predict a part of the samples. Knows neither Dask
+nor other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from flyte_ddp.config.extras import require
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.prediction.job import PredictionJob, part_name
+from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.rank.nested import map_tensors
+from flyte_ddp.recipes import get_recipe, list_class_names, locate
+from flyte_ddp.recipes.base import Mapped
+from flyte_ddp.storage import Storage
+from flyte_ddp.storage.weights import class_names_of
+from flyte_ddp.training.evaluation import open_trained_model
+from flyte_ddp.training.initial_state import read_state
+from flyte_ddp.training.inspection import on_cpu
+from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
+from flyte_ddp.training.passes import evaluating, forward
+from flyte_ddp.world import single_process_world
+
+KEY = "key"  # the column by which a sample is known
+
+
+class Predictor:
+    """A model with its weights on this process's device, and the samples that it predicts.
+
+    Raises:
+        ConfigError: the state is not one of the recipe's model, or of other classes than the data;
+            or no device holds it.
+        DataError: there are no samples.
+    """
+
+    dataset: Any  # as `Recipe.predict_dataset` describes it
+
+    def __init__(self, job: PredictionJob, directory: str) -> None:
+        require("predictions", "pyarrow")
+        config, world = job.config, single_process_world()
+        self.job, self.device = job, world.device
+        state = read_state(job.model_state, "model_state: expected a state dict")
+        self.recipe = recipe = get_recipe(job.recipe, config.recipe_options)
+        if not list_class_names(recipe):
+            # not by assignment, because it may be a frozen dataclass
+            object.__setattr__(recipe, "class_names", class_names_of(state))
+        with isolate_draws([]):  # as `open_datasets` does, for the same split of the data
+            seed_generators(derived_seed(config.seed, *b"datasets"))
+            self.dataset = recipe.predict_dataset(Path(directory))
+        if not len(self.dataset):
+            raise DataError("data: expected at least one sample to predict, got none")
+        self.parallelism = OneDevice(config, world)
+        self.model = open_trained_model(recipe, state, self.parallelism, "model_state")
+        pairs: Any = Mapped(self.dataset, pair_with_index)
+        self._loaded = LoadedSamples(pairs, recipe, config, world)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def write_part(self, number: int) -> None:
+        """Predict the samples of a part, and put its file into the output."""
+        import pyarrow
+        from pyarrow import parquet
+
+        first = number * self.job.part_size
+        end = min(first + self.job.part_size, len(self))
+        indices = torch.arange(first, end).split(self.job.batch_size)
+        tables = []
+        with evaluating(self.model):
+            for index, batch in zip(indices, self._read(indices), strict=True):
+                outputs = forward(self.model, self.recipe, self.parallelism, batch)
+                tables.append(pyarrow.table(self._columns(index.tolist(), outputs)))
+        file = pyarrow.BufferOutputStream()
+        parquet.write_table(pyarrow.concat_tables(tables), file)
+        Storage(self.job.output, "output").write(part_name(number), file.getvalue().to_pybytes())
+
+    def _read(self, indices: Sequence[Tensor]) -> Iterator[Any]:
+        if not isinstance(self.dataset, TensorDataset):
+            yield from (inputs for inputs, _ in self._loaded.batches(indices, epoch=0))
+            return
+        for index in indices:
+            batch = [
+                tensor.index_select(0, index).to(self.device) for tensor in self.dataset.tensors
+            ]
+            yield batch[0] if len(batch) == 1 else tuple(batch)
+
+    def _columns(self, indices: Sequence[int], outputs: Any) -> dict[str, Any]:
+        """Return the columns of a batch. Raises ConfigError if the recipe's own are none."""
+        key = getattr(self.dataset, "key", None)
+        columns: dict[str, Any] = {KEY: [key(index) for index in indices] if key else indices}
+        for name, values in self.recipe.prediction_columns(map_tensors(on_cpu, outputs)).items():
+            if name == KEY or len(values) != len(indices):
+                raise ConfigError(
+                    f"{locate(self.recipe, 'prediction_columns')}: expected columns with a value "
+                    f"for each of {len(indices)} samples, and none called {KEY!r}, got {name!r} "
+                    f"with {len(values)}"
+                )
+            if isinstance(values, Tensor):
+                values = values.numpy() if values.dim() == 1 else values.tolist()
+            columns[name] = values
+        return columns
+
+
+def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:
+    """Return what `LoadedSamples` reads of an input."""
+    return sample, index
+
+
+class OneDevice(Parallelism):
+    """A process that holds the whole model, and trains nothing."""
+
+    def check_memory(self, model: nn.Module) -> None:
+        """Raise ConfigError if the weights need more than one GPU."""
+        if self.world.device.type != "cuda":
+            return
+        available = torch.cuda.get_device_properties(self.world.device).total_memory
+        needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        if needed > MEMORY_SHARE * available:
+            raise ConfigError(
+                "model_state: expected a model that one GPU holds, because each process predicts "
+                f"with all of it, got {needed / 2**30:.1f} GiB of weights for a GPU with "
+                f"{available / 2**30:.1f} GiB"
+            )

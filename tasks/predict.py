@@ -1,0 +1,59 @@
+"""The tasks that predict new data: on one machine, or on a cluster."""
+
+from __future__ import annotations
+
+from flytekit import task
+
+from flyte_ddp import flyte
+
+
+@task(
+    **flyte.pod(flyte.SETTINGS.training, gpus=flyte.SETTINGS.gpus),
+    retries=3,
+    interruptible=True,  # the next attempt makes the files that are missing
+)
+def predict_on_one_node(
+    recipe: str,
+    model_state: str,
+    data: flyte.OptionalSource = None,
+    output: str = "",
+    config: flyte.OptionalOverrides = None,
+    batch_size: int = 256,
+    part_size: int = 16384,
+    num_processes: int = 0,
+) -> flyte.PredictionOutputs:
+    """Predict `data` with one process per GPU, or `num_processes` on a machine without."""
+    return flyte.predict(
+        recipe=recipe,
+        model_state=model_state,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+        num_processes=num_processes,
+    )
+
+
+@task(**flyte.pod(flyte.SETTINGS.driver), retries=3)  # the GPUs are the cluster's
+def predict_on_cluster(
+    recipe: str,
+    model_state: str,
+    cluster: flyte.ClusterInput,
+    data: flyte.OptionalSource = None,
+    output: str = "",
+    config: flyte.OptionalOverrides = None,
+    batch_size: int = 256,
+    part_size: int = 16384,
+) -> flyte.PredictionOutputs:
+    """Predict `data` on the nodes of a Dask cluster that is started for it."""
+    return flyte.predict(
+        recipe=recipe,
+        model_state=model_state,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+        cluster=cluster,
+    )

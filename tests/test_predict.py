@@ -1,0 +1,215 @@
+"""Predictions of new data: the same at any number of processes, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from examples.score_nightly import SCORE
+from flyte_ddp import predict
+from flyte_ddp.__main__ import main
+from flyte_ddp.checkpoints import EXPORT
+from flyte_ddp.config import resolve
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.prediction.job import PredictionJob
+from flyte_ddp.prediction.model import OneDevice, Predictor
+from flyte_ddp.promotion.champion import CARD, ChampionStore
+from flyte_ddp.recipes import Recipe, get_recipe
+from flyte_ddp.recipes.digits import Digits
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.storage.weights import with_class_names
+from flyte_ddp.world import World
+from tests.support.image_store import image_tree, write_tree
+from tests.test_champion import manifest
+from workflows.predict import predict_wf
+
+Device = namedtuple("Device", ["total_memory"])
+SIZES = {"batch_size": 20, "part_size": 60}  # six parts of the 360 held-out digits
+
+
+def write_state(file, recipe="digits", class_names=(), **options):
+    torch.manual_seed(0)
+    state = get_recipe(recipe, options).model().state_dict()
+    torch.save(with_class_names(state, class_names) if class_names else state, file)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    return write_state(tmp_path_factory.mktemp("state") / "model_state.pt")
+
+
+def contents(directory):
+    return {file.name: file.read_bytes() for file in sorted(directory.glob("part-*"))}
+
+
+@pytest.mark.long
+def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp_path):
+    """And the same call makes again what is missing alone."""
+    kills, recipe = tmp_path / "kills", "tests.support.predicted.Mortal"
+    given = {**SIZES, "client": client, "cluster": {"threads_per_rank": 1}, "progress": False}
+    config = {"recipe_options": {"kills": str(kills)}}
+    one, two = tmp_path / "one", tmp_path / "two"
+    made = predict(recipe, state, "", str(one), config=config, **given)
+    assert (made.num_rows, len(made.paths)) == (360, 6)
+    kills.touch()
+    predict(recipe, state, "", str(two), config=config, nnodes=2, **given)
+    assert not kills.exists()
+    assert contents(two) == contents(one)
+    tables = [parquet.read_table(path) for path in made.paths]
+    assert [key for table in tables for key in table["key"].to_pylist()] == list(range(360))
+
+    (one / "part-000002.parquet").unlink()
+    times = {file: file.stat().st_mtime_ns for file in one.iterdir()}
+    assert predict(recipe, state, "", str(one), config=config, **given) == made
+    assert {file: file.stat().st_mtime_ns for file in times} == times
+    assert contents(one) == contents(two)
+
+
+def test_command_and_task_predict_with_the_champion_and_its_options(tmp_path, capsys):
+    recipe = "tests.support.predicted.Sized"
+    state = Path(write_state(tmp_path / "state.pt", recipe, width=10)).read_bytes()
+    trained = manifest(recipe=recipe, config={"recipe_options": {"width": 10}})
+    ChampionStore(str(tmp_path / "champion")).promote(state, trained, b"")
+    output = tmp_path / "output"
+    words = ["predict", recipe, "--model-state", str(tmp_path / "champion"), "--output"]
+    words += [str(output), "--nproc-per-node", "1", "--batch-size", "60", "--part-size", "240"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"360 predictions in 2 files of {output}\n"
+
+    model = get_recipe(recipe, {"width": 10}).model()
+    model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    directory = tmp_path / "data"
+    directory.mkdir()
+    get_recipe(recipe).prepare("", directory)
+    inputs, _ = get_recipe(recipe).datasets(directory)[1].tensors
+    with torch.no_grad():
+        probability, number = model(inputs.unsqueeze(1).float() / 255).softmax(1).max(1)
+    table = parquet.read_table(output)
+    assert table["class"].to_pylist() == [str(each) for each in number.tolist()]
+    torch.testing.assert_close(
+        torch.tensor(table["probability"].to_pylist()), probability, rtol=0, atol=1e-5
+    )
+
+    # nothing is missing, so the task starts nothing
+    made = predict_wf(
+        recipe=recipe,
+        model_state=str(tmp_path / "champion"),
+        output=str(output),
+        batch_size=60,
+        part_size=240,
+    )
+    assert (made.predictions.path, made.num_rows) == (str(output), 360)
+    assert SCORE.schedule.cron_schedule.schedule == "0 5 * * *"
+
+    assert main([*words, "--config", '{"recipe_options": {"width": 3}}']) == 2
+    assert main([*words, "--batch-size", "120"]) == 2
+    assert main(["predict", "mnist", *words[2:]]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", got")[0] for line in lines] == [
+        "error: recipe_options.width: expected 10, with which the model was trained",
+        f"error: batch_size: expected 60, as of the predictions in {str(output)!r}",
+        f"error: recipe: expected {recipe!r}, of which the model is",
+    ]
+
+
+def test_bad_input_is_one_line_before_anything_starts(state, tmp_path):
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/notes.txt").touch()
+    for given, line in {
+        ("digits", state, "others"): r"output: expected an empty directory, .* with notes\.txt$",
+        ("digits", str(tmp_path / "none.pt"), "new"): r"model_state: expected .* does not exist$",
+        ("digit", state, "new"): r"recipe: expected .*did you mean digits",
+    }.items():
+        recipe, model_state, output = given
+        with pytest.raises(ConfigError, match=line) as caught:
+            predict(recipe, model_state, "", str(tmp_path / output), **SIZES)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^part_size: expected a multiple of batch_size \(20\)"):
+        predict("digits", state, "", str(tmp_path / "new"), batch_size=20, part_size=50)
+
+
+def test_the_card_beside_a_state_tells_what_it_was_trained_with(tmp_path):
+    state = write_state(tmp_path / "model_state.pt")
+    (tmp_path / EXPORT).mkdir()
+    card = {"recipe": "mnist", "config": {"recipe_options": {}}}
+    (tmp_path / EXPORT / CARD).write_text(json.dumps(card))
+    with pytest.raises(ConfigError, match="^recipe: expected 'mnist', of which the model is"):
+        predict("digits", state, "", str(tmp_path / "output"))
+
+
+def open_predictor(tmp_path, recipe, state, source="", **options):
+    directory = tmp_path / "prepared"
+    directory.mkdir()
+    config = resolve({}, {"recipe_options": options, "data_workers": 0})
+    prepare_data(get_recipe(recipe, options), source, directory, "prepare_new_data")
+    job = PredictionJob(recipe, config, state, str(tmp_path / "output"), 2, 4)
+    return Predictor(job, str(directory))
+
+
+def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_files(tmp_path):
+    write_tree(image_tree(count=3), tmp_path / "images")
+    recipe, options = get_recipe("image_folder", {"image_size": 64}), {"image_size": 64}
+    recipe.class_names, recipe._image_size = ["cat", "dog"], 64
+    state = with_class_names(recipe.model().state_dict(), recipe.class_names)
+    torch.save(state, tmp_path / "state.pt")
+    predictor = open_predictor(
+        tmp_path, "image_folder", str(tmp_path / "state.pt"), str(tmp_path / "images"), **options
+    )
+    predictor.write_part(1)
+    table = parquet.read_table(tmp_path / "output/part-000001.parquet")
+    files = sorted(
+        file.relative_to(tmp_path / "images").as_posix()
+        for file in (tmp_path / "images").rglob("*")
+        if file.is_file()
+    )
+    assert table["key"].to_pylist() == files[4:8]
+    assert set(table["class"].to_pylist()) <= {"cat", "dog"}
+
+
+def test_a_state_of_another_model_or_for_several_gpus_is_one_line(tmp_path, monkeypatch):
+    other = write_state(tmp_path / "other.pt", "mnist")
+    with pytest.raises(ConfigError, match=r"^model_state: expected one of .*other shapes at conv1"):
+        open_predictor(tmp_path, "digits", other)
+    gpu = World(0, 0, 1, torch.device("cuda", 0))
+    for size, expectation in {
+        1000: contextlib.nullcontext(),
+        64: pytest.raises(ConfigError, match="^model_state: expected a model that one GPU holds"),
+    }.items():
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device, size=size: Device(size)
+        )
+        with expectation:
+            OneDevice(resolve({}, {}), gpu).check_memory(torch.nn.Linear(3, 4))
+
+
+def test_columns_are_those_of_the_task_or_of_the_recipe(tmp_path, monkeypatch, state):
+    outputs = torch.tensor([[0.0, 2.0]])
+    named = MultiLabel().prediction_columns(outputs)
+    assert {name: values.tolist() for name, values in named.items()} == {
+        "0": [0.5],
+        "1": [pytest.approx(0.8808, abs=1e-4)],
+    }
+    assert Regression().prediction_columns(outputs) == {"prediction": outputs}
+    masks = Segmentation().prediction_columns(outputs[..., None, None])
+    assert masks["mask"].tolist() == [[[1]]]
+    with pytest.raises(ConfigError, match=r"^Recipe\.prediction_columns: expected a method of"):
+        Recipe().prediction_columns(outputs[0])
+
+    predictor = open_predictor(tmp_path, "digits", state)
+    monkeypatch.setattr(Digits, "prediction_columns", lambda self, outputs: {"first": outputs[:1]})
+    with pytest.raises(ConfigError, match="value for each of 2 samples, .* got 'first' with 1"):
+        predictor.write_part(0)
+
+
+def test_data_without_samples_are_refused(tmp_path, monkeypatch, state):
+    monkeypatch.setattr(Digits, "predict_dataset", lambda self, directory: [])
+    with pytest.raises(DataError, match="^data: expected at least one sample to predict, got none"):
+        open_predictor(tmp_path, "digits", state)
