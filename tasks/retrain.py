@@ -13,7 +13,6 @@ from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.promotion.policy import PromotionCriteria
 
 EVALUATION = dataclasses.replace(
     flyte.SETTINGS.training, timeout_hours=flyte.SETTINGS.small.timeout_hours
@@ -25,14 +24,14 @@ def plan_retraining(
     kickoff_time: datetime.datetime,
     champion: str,
     recipe: str,
-    config: TrainingConfig,
-    data: flyte.PreparedData,
+    config: flyte.OptionalOverrides,
+    source: flyte.OptionalSource,
+    cluster: flyte.OptionalCluster,
     train_on: str,
     start_from: str,
     margin: float,
     min_samples: int,
     min_share: float,
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.RetrainingPlan:
     """Decide, before a GPU is requested, what to train, and from which weights."""
@@ -41,13 +40,13 @@ def plan_retraining(
         champion=champion,
         recipe=recipe,
         config=config,
-        data=data,
+        source=source,
+        cluster=cluster,
         train_on=train_on,
         start_from=start_from,
         margin=margin,
         min_samples=min_samples,
         min_share=min_share,
-        initial_model_state=initial_model_state,
         output=output,
     )
 
@@ -59,37 +58,25 @@ def plan_retraining(
     interruptible=True,
 )
 def judge_challenger(
-    kickoff_time: datetime.datetime,
-    champion: str,
-    recipe: str,
+    retraining: flyte.Retraining,
     config: TrainingConfig,
     data: flyte.PreparedData,
     challenger: PythonPickledFile,
     export: FlyteDirectory,
-    criteria: PromotionCriteria,
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the better one."""
     return flyte.judge_challenger(
-        kickoff_time=kickoff_time,
-        champion=champion,
-        recipe=recipe,
+        retraining=retraining,
         config=config,
         data=data,
         challenger=challenger,
         export=export,
-        criteria=criteria,
-        initial_model_state=initial_model_state,
         output=output,
     )
 
 
 @task(**flyte.pod(flyte.SETTINGS.small, deck=True), retries=2)
-def keep_champion(
-    champion: str, recipe: str, outcome: str, reason: str, output: str = ""
-) -> flyte.RetrainingOutputs:
+def keep_champion(retraining: flyte.Retraining, output: str = "") -> flyte.RetrainingOutputs:
     """Report why nothing was trained."""
-    return flyte.keep_champion(
-        champion=champion, recipe=recipe, outcome=outcome, reason=reason, output=output
-    )
+    return flyte.keep_champion(retraining=retraining, output=output)

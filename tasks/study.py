@@ -71,7 +71,6 @@ def train_sweep(
     cluster: flyte.ClusterInput,
     stop_early: str = "none",
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
     grid: flyte.Grid = None,
     seed: int = 0,
@@ -86,7 +85,6 @@ def train_sweep(
         cluster=cluster,
         stop_early=stop_early,
         checkpoints=checkpoints,
-        initial_model_state=initial_model_state,
         output=output,
         grid=grid,
         seed=seed,
@@ -108,7 +106,6 @@ def train_at_world_sizes(
     cluster: flyte.ClusterInput,
     target_loss: float = 0.0,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.ScalingOutputs:
     """Train a trial at every world size with every combination of the other choices."""
@@ -120,6 +117,5 @@ def train_at_world_sizes(
         cluster=cluster,
         target_loss=target_loss,
         checkpoints=checkpoints,
-        initial_model_state=initial_model_state,
         output=output,
     )

@@ -16,7 +16,6 @@ def prepare(
     config: flyte.OptionalOverrides = None,
     source: flyte.OptionalSource = None,
     cluster: flyte.OptionalCluster = None,
-    initial_model_state: str = "",
     trains_here: bool = False,
 ) -> flyte.Prepared:
     """Check and resolve the inputs, and prepare the data of `recipe`."""
@@ -25,7 +24,6 @@ def prepare(
         config=config,
         source=source,
         cluster=cluster,
-        initial_model_state=initial_model_state,
         trains_here=trains_here,
     )
 
@@ -43,8 +41,6 @@ def train_on_one_node(
     data: flyte.PreparedData,
     num_processes: int = 0,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
@@ -55,8 +51,6 @@ def train_on_one_node(
         data=data,
         num_processes=num_processes,
         checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
         output=output,
         parent_champion=parent_champion,
     )
@@ -75,8 +69,6 @@ def train_on_cluster(
     data: flyte.PreparedData,
     cluster: flyte.ClusterInput,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
@@ -87,8 +79,6 @@ def train_on_cluster(
         data=data,
         cluster=cluster,
         checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
         output=output,
         parent_champion=parent_champion,
     )

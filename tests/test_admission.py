@@ -27,9 +27,11 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
+from flyte_ddp.flyte.retraining import Retraining
 from flyte_ddp.flyte.settings import SettingsError, load_settings
-from flyte_ddp.flyte.task import check_cluster, check_options, check_urls
+from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
+from flyte_ddp.promotion.policy import PromotionCriteria
 from tasks.retrain import keep_champion
 from tasks.script import run_script
 from tasks.train import prepare, train_on_one_node
@@ -278,7 +280,12 @@ def test_a_launch_names_no_file_of_the_pod_and_no_server_of_its_own(pod, url, mo
             "digits", TrainingConfig(), source, checkpoints=url
         ),
         "script": lambda: run_script.task_function(source),
-        "champion": lambda: keep_champion.task_function(url, "digits", "not_better", ""),
+        "champion": lambda: keep_champion.task_function(
+            Retraining("digits", url, "", PromotionCriteria(), "", "not_better", "")
+        ),
+        "initial_model_state": lambda: prepare.task_function(
+            "digits", TrainingOverrides(initial_model_state=url)
+        ),
     }
     for name, call in calls.items():
         with pytest.raises(UserError, match=rf"^{name}: expected one of allowed\.urls .*, got "):
@@ -409,7 +416,7 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
         "pretrained": "s3://bucket/state.pt",
         "steps": [1, 2],
     }
-    check_options(options)
+    check_config(TrainingConfig(recipe_options=options))
     for value in (
         "http://elsewhere/x",
         "/var/run/secrets/token",
@@ -425,7 +432,7 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
                     r"one of allowed\.urls"
                 ),
             ):
-                check_options({**options, "pretrained": given})
+                check_config(TrainingConfig(recipe_options={**options, "pretrained": given}))
     config = TrainingOverrides(recipe_options={"tokens": "bpe", "pretrained": "http://elsewhere/x"})
     with pytest.raises(
         UserError,

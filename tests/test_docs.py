@@ -72,7 +72,7 @@ CHEAPER = (
     (r"flyte-ddp train ([\w.]+)", r"\g<0> --nproc-per-node 1 --epochs 1"),
     (r"(s3|gs)://bucket/", "DIRECTORY/bucket/"),
     (r"/tmp/", "DIRECTORY/tmp/"),
-    (r"--initial_model_state torchvision:\w+", ""),  # from torchvision's servers
+    (r'"initial_model_state": "torchvision:\w+", ', ""),  # from torchvision's servers
 )
 
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.task import check_initial_state
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
+from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.initial_state import load_initial_state
 from tests.support.image_store import image_tree, prepare
@@ -73,7 +73,7 @@ def test_torchvisions_weights_are_an_initial_state_fetched_once_or_missing_in_on
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
     recipe, *_ = prepare("", prepared)
     name, fresh = "torchvision:resnet18", ["fc"]
-    assert check_initial_state(name) == name  # no path
+    assert pin_state(name) == name  # no path
     with pytest.raises(
         ConfigError,
         match=f"^initial_model_state: '{name}' cannot be downloaded .* no route to host",

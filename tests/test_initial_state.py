@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import io
 from pathlib import Path
 
 import pytest
 import torch
-from flytekit.core.condition import BranchNode
-from flytekit.core.workflow import WorkflowBase
 
+from flyte_ddp import flyte
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.task import check_initial_state
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url
@@ -26,6 +23,7 @@ from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials
 from flyte_ddp.training.initial_state import freeze_layers, load_initial_state
+from tasks.study import check_sweep
 from tasks.train import prepare
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run
@@ -45,7 +43,7 @@ def file_with(url, state):
 
 def train_from(url, run, **options):
     """Train on two ranks from the state at `url`, and return the trained one."""
-    return run.train(2, initial_state=str(url), epochs=1, **options).state()
+    return run.train(2, initial_model_state=str(url), epochs=1, **options).state()
 
 
 def weights_of(trainer):
@@ -126,7 +124,7 @@ def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):
     assert first == f"{url} (sha256 {digest})"
     assert split_pin(first) == (url, digest)
     monkeypatch.chdir(tmp_path)
-    assert pin_state("given.pt") == pin_state(first) == check_initial_state("given.pt") == first
+    assert pin_state("given.pt") == pin_state(first) == first
     signed = f"https://store/given.pt?X-Amz-Signature=ab/c (sha256 {digest})"
     assert is_same_state(first, signed)
     assert redact_url(signed) == signed.replace("ab/c", "...")
@@ -148,7 +146,8 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
     )
     for seed in (7, 8, 7):
         file_with(url, state_of(seed))
-        trials = build_trials(run.recipe, {}, [{"learning_rate": 0.1}])
+        given = {"initial_model_state": str(url)}
+        trials = build_trials(run.recipe, given, [{"learning_rate": 0.1}])
         runner = TrialRunner(
             run.recipe,
             str(tmp_path),
@@ -156,10 +155,22 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
             None,
             ClusterConfig(),
             True,
-            initial_state=str(url),
         )
         names.append(runner.train(trials)[0].key)
-        inputs.append(prepare(recipe=run.recipe, initial_model_state=str(url)).initial_model_state)
+        overrides = flyte.TrainingOverrides(**given)
+        prepared = prepare(recipe=run.recipe, config=overrides).config.initial_model_state
+        checked = check_sweep(
+            recipe=run.recipe,
+            config=overrides,
+            grid={"learning_rate": [0.1]},
+            num_models=0,
+            seed=0,
+            sampler="random",
+            stop_early="none",
+            cluster=None,
+        )
+        assert checked.config.initial_model_state == prepared
+        inputs.append(prepared)
     assert names[0] == names[2] != names[1]
     assert inputs[0] == inputs[2] == pin_state(str(url)) != inputs[1]
 
@@ -262,42 +273,3 @@ def test_frozen_layers_are_layers_of_the_model_and_not_all(layers, expected):
     with pytest.raises(ConfigError) as caught:
         freeze_layers(get_recipe(HEADED).model(), layers)
     assert expected in str(caught.value)
-
-
-def test_every_workflow_hands_the_state_to_all_that_train():
-    names = [path.stem for path in Path(__file__).parents[1].glob("workflows/[a-z]*.py")]
-    modules = [importlib.import_module(f"workflows.{name}") for name in names]
-    workflows = [
-        each
-        for module in modules
-        for each in vars(module).values()
-        if isinstance(each, WorkflowBase) and "initial_model_state" in each.python_interface.inputs
-    ]
-    handed = {
-        (workflow.name, node.flyte_entity.name.rpartition(".")[2]): binding.binding.promise
-        for workflow in workflows
-        for node in nodes_of(workflow)
-        for binding in node.bindings
-        if binding.var == "initial_model_state"
-    }
-    tasks = {task for _, task in handed}
-    assert tasks >= {"prepare", "plan_retraining", "train_on_one_node", "train_on_cluster"}
-    assert tasks >= {"train_sweep", "train_at_world_sizes"}
-    assert {getattr(promise, "var", None) for promise in handed.values()} == {"initial_model_state"}
-    # What trains gets it with its checksum, as `prepare` or `plan_retraining` returns it: Flyte's
-    # cache compares it.
-    prepares = {workflow for workflow, task in handed if task == "prepare"}
-    given = {each for each, promise in handed.items() if promise.node_id == "global-inputs"}
-    assert [each for each in given if each[0] in prepares and each[1] != "prepare"] == []
-    assert len(prepares) == 7
-
-
-def nodes_of(workflow):
-    """The nodes of a workflow, and those of its branches."""
-    for node in workflow.nodes:
-        if isinstance(node.flyte_entity, BranchNode):
-            block = node.flyte_entity._ifelse_block
-            yield from (case.then_node for case in [block.case, *block.other])
-            yield block.else_node
-        else:
-            yield node

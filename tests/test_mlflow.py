@@ -43,6 +43,7 @@ from tests.support.short_run import (
     run_finished,
     started,
     whole_run,
+    with_model,
 )
 
 TOKEN = "secret-of-mlflow"
@@ -137,7 +138,7 @@ def test_a_history_is_uploaded_later_with_its_files_to_the_server_or_the_store_t
     from mlflow import MlflowClient
 
     MlflowClient(files).create_experiment("tests", artifact_location=location)
-    (history := tmp_path / "a.jsonl").write_text("".join(map(to_line, [*whole_run(), finished])))
+    (history := tmp_path / "a.jsonl").write_text("".join(map(to_line, [*with_model(), finished])))
     sent: list[str] = []
 
     def send(client: object, run: str, directory: str) -> None:
@@ -145,7 +146,7 @@ def test_a_history_is_uploaded_later_with_its_files_to_the_server_or_the_store_t
 
     monkeypatch.setattr(MlflowClient, "log_artifacts", send)
     for _ in range(2):
-        mlflow.main([str(history), files, "tests", "late", "digits"])
+        mlflow.main([str(history), files, "tests", "late"])
     run, steps = find_run(files, "late")
     assert (steps("train/loss"), run.info.status) == ([*range(1, 13)], "FINISHED")
     if location.startswith("memory"):

@@ -46,10 +46,9 @@ def trained(tmp_path_factory):
     champion.write_bytes((place / "first" / "export" / "model_state.safetensors").read_bytes())
     result = flyte_ddp.train(
         TINY,
-        {"epochs": 2},
+        {"epochs": 2, "initial_model_state": str(champion)},
         nproc_per_node=2,
         checkpoints=str(place / "second"),
-        initial_model_state=str(champion),
     )
     assert result.epochs[0].train_loss < first.epochs[0].train_loss  # it started from those weights
     return result, {file.name: file for file in (place / "second" / "export").iterdir()}

@@ -281,22 +281,19 @@ def test_an_unnecessary_training_is_not_scheduled(package):
     evaluated.
     """
     nodes = package.workflows["workflows.retrain.retrain_wf"].template.nodes
-    assert [node.metadata.name for node in nodes] == [
-        "prepare",
-        "plan_retraining",
-        "what_to_train_on",
-    ]
-    branch = nodes[2].branch_node.if_else
-    chosen = [branch.case.then_node, branch.other[0].then_node, branch.else_node]
-    assert [node.metadata.name for node in chosen] == [
-        "challenge_on_one_node",
-        "challenge_on_cluster",
-        "keep_champion",
-    ]
-    assert list(nodes[1].upstream_node_ids) == ["n0"]
-    assert list(nodes[2].upstream_node_ids) == ["n1"]
+    assert [node.metadata.name for node in nodes] == ["plan_retraining", "what_to_train"]
+    branch = nodes[1].branch_node.if_else
+    chosen = [branch.case.then_node, branch.else_node]
+    assert [node.metadata.name for node in chosen] == ["keep_champion", "challenge"]
     read = {binding.binding.promise.node_id for node in chosen for binding in node.inputs}
-    assert read <= {"", "n0", "n1"}
+    assert read <= {"", "n0"}
+    # and the challenge is judged after the one training that is chosen
+    nodes = package.workflows["workflows.retrain.challenge"].template.nodes
+    assert [node.metadata.name for node in nodes] == ["where_to_train", "judge_challenger"]
+    branch = nodes[0].branch_node.if_else
+    chosen = [branch.case.then_node, branch.else_node]
+    assert [node.metadata.name for node in chosen] == ["train_on_cluster", "train_on_one_node"]
+    assert list(nodes[1].upstream_node_ids) == ["n0"]
 
 
 # Launch plans

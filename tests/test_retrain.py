@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.flyte.inputs import make_overrides
+from flyte_ddp.flyte.retraining import Retraining
 from flyte_ddp.flyte.task import open_task_frame
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
@@ -393,6 +394,10 @@ def test_a_champion_with_a_loss_that_is_not_finite_loses(store, make):
     assert result.reason == "the champion's loss on the same held-out data is not finite"
 
 
+def retraining_of(url):
+    return Retraining("digits", url, "", PromotionCriteria(), "", "unchanged", "nothing is new")
+
+
 def plan_challenge(store, challenge, **inputs):
     """Plan the retraining that would make this challenge, with criteria that every model meets."""
     criteria = {"start_from": "champion", "margin": 0.0, "min_samples": 1, "min_share": 0.0}
@@ -400,8 +405,9 @@ def plan_challenge(store, challenge, **inputs):
         kickoff_time=datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
         champion=store.url,
         recipe=challenge.recipe,
-        config=challenge.config,
-        data=FlyteDirectory(str(challenge.directory)),
+        config=make_overrides(dataclasses.asdict(challenge.config)),
+        source=None,
+        cluster=None,
         train_on="one_node",
         **{**criteria, **inputs},
     )
@@ -410,10 +416,11 @@ def plan_challenge(store, challenge, **inputs):
 def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(store, make):
     challenge = make()
 
+    given = dataclasses.replace(challenge.config, initial_model_state="/given.pt")
+    challenge = dataclasses.replace(challenge, config=given)
+
     def initial_model_state(**criteria):
-        return plan_challenge(
-            store, challenge, initial_model_state="/given.pt", **criteria
-        ).initial_model_state
+        return plan_challenge(store, challenge, **criteria).config.initial_model_state
 
     assert initial_model_state() == "/given.pt"
     judge(store, make("5"), PromotionCriteria(), model_state(3))
@@ -421,17 +428,22 @@ def test_a_challenger_that_starts_from_no_champion_starts_from_the_given_state(s
     assert initial_model_state(start_from="scratch") == "/given.pt"
 
 
+def starting_from(state, challenge):
+    config = dataclasses.replace(challenge.config, initial_model_state=state)
+    return dataclasses.replace(challenge, config=config)
+
+
 def test_another_initial_state_is_another_challenge(store, make, tmp_path):
     (file := tmp_path / "given.pt").write_bytes(model_state(2))
     first, scratch = pin_state(str(file)), PromotionCriteria(start_from="scratch")
-    given = dataclasses.replace(make(), initial_state=first)
+    given = starting_from(first, make())
     judge(store, given, scratch, model_state(5))
     assert store.manifest().initial_state == first
     assert plan(store, given, scratch).outcome == Outcome.UNCHANGED
     assert plan(store, make(), scratch).train  # from fresh weights
 
     file.write_bytes(model_state(3))
-    other = dataclasses.replace(given, initial_state=pin_state(str(file)))
+    other = starting_from(pin_state(str(file)), given)
     planned = plan(store, other, scratch)
     assert (planned.train, planned.outcome) == (True, "")
     assert judge(store, other, scratch, model_state(6)).outcome == Outcome.NOT_BETTER
@@ -678,9 +690,7 @@ def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
     monkeypatch.setattr(ChampionStore, "versions", is_away)
     monkeypatch.setattr(ChampionStore, "version_in_use", is_away)
     with pytest.raises(RecoverableError, match="champion: s3://bucket could not be reached"):
-        keep_champion(
-            champion=store.url, recipe="digits", outcome="unchanged", reason="nothing is new"
-        )
+        keep_champion(retraining=retraining_of(store.url))
 
 
 @pytest.mark.parametrize(

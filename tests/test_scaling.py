@@ -293,12 +293,11 @@ def study(checkpoints, **changes):
         patch.setenv("WANDB_MODE", "disabled")
         inputs = {
             "recipe": TINY,
-            "config": TrainingOverrides(),
+            "config": TrainingOverrides(initial_model_state=str(initial_state)),
             "world_sizes": [1, 2],
             # a busy machine's workers are slow, not lost
             "cluster": ClusterInput(kind="local", node_timeout=60),
             "checkpoints": str(checkpoints),
-            "initial_model_state": str(initial_state),
         }
         return scaling_wf(**{**inputs, **changes})
 
@@ -339,7 +338,9 @@ def test_a_study_trains_each_world_size_alike_and_times_it(outputs, checkpoints)
     assert (one["wait_share"], two["wait_share"] > 0) == (0, True)
     found = read_history(outputs.history.path)
     starts = [event for event in found if isinstance(event, RunStarted)]
-    assert [event.initial_state for event in starts] == [pin_state(f"{checkpoints}.pt")] * 2
+    assert [event.config["initial_model_state"] for event in starts] == [
+        pin_state(f"{checkpoints}.pt")
+    ] * 2
     assert len({event.num_threads for event in starts}) == 1
     page = Path(outputs.report.path).read_text()
     assert "the same global batch of 12 samples" in page

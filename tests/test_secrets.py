@@ -156,9 +156,7 @@ def raised(call, *arguments):
 def by_dispatcher(text, tmp_path):
     seen = []
     with Dispatcher([SimpleNamespace(handle=seen.append, close=lambda error: None)]) as dispatcher:
-        dispatcher.emit(
-            started(data=text, config={"recipe_options": {"url": [text]}}, initial_state=text)
-        )
+        dispatcher.emit(started(data=text, config={"recipe_options": {"url": [text]}}))
         failure = RankFailure(text, 0, "exception", text)
         dispatcher.emit(dataclasses.replace(run_finished(), exported=[text]))
     return f"{seen}{failure.rank}"

@@ -143,7 +143,6 @@ def test_the_help_explains_every_flag():
         "0 is one per GPU",
         "the recipe's own by default",
         "an unfinished run found there resumes",
-        "W&B artifact",
     ):
         assert expected in text
     assert '"anyOf"' not in text  # no JSON schema
@@ -312,7 +311,6 @@ def write_inputs(tmp_path, **config):
         "data": FlyteDirectory(str(data)),
         "num_processes": 2,
         "checkpoints": "",
-        "model_artifact": "",
     }
     types = {
         "recipe": str,
@@ -320,7 +318,6 @@ def write_inputs(tmp_path, **config):
         "data": FlyteDirectory,
         "num_processes": int,
         "checkpoints": str,
-        "model_artifact": str,
     }
     context = FlyteContextManager.current_context()
     literals = TypeEngine.dict_to_literal_map(context, values, types)

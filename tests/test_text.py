@@ -371,11 +371,11 @@ def test_a_state_of_another_vocabulary_is_refused_also_where_sizes_are_the_same(
 def test_a_run_resumes_with_another_prompt_and_not_with_another_model():
     began, changeable = config_of("text", {}), get_recipe("text").changeable_options
     checkpoint = {"config": dataclasses.asdict(began), "progress": {"epoch": 2, "batch": 0}}
-    checkpoint |= {"data_fingerprint": "", "initial_state": ""}
+    checkpoint |= {"data_fingerprint": ""}
 
     def resume(**options):
         config = config_of("text", {"recipe_options": options})
-        check_same_run(checkpoint, "run/step-1.json", config, "", "", changeable)
+        check_same_run(checkpoint, "run/step-1.json", config, "", changeable)
 
     resume(prompt="Once upon a time")
     with pytest.raises(

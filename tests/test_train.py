@@ -38,7 +38,9 @@ def test_it_ends_in_the_weights_of_the_workflow_and_resumes_from_its_place(tmp_p
     again = flyte_ddp.train(recipe, nproc_per_node=2, checkpoints=place)  # nothing is left to do
     assert states_equal(again.model_state, whole.state())
     fine_tuned = flyte_ddp.train(
-        recipe, {"epochs": 1}, nproc_per_node=1, initial_model_state=trained.model_state_url
+        recipe,
+        {"epochs": 1, "initial_model_state": trained.model_state_url},
+        nproc_per_node=1,
     )
     assert fine_tuned.epochs[0].train_loss < trained.epochs[0].train_loss
 

@@ -28,6 +28,7 @@ from tests.support.short_run import (
     run_finished,
     started,
     whole_run,
+    with_model,
 )
 from tests.support.wandb_log import config_of, records_of, rows_of, summary_of
 
@@ -73,11 +74,10 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
         "project",
         "run-1",
         tmp_path / "w",
-        model_artifact="model-digits",
         config={"team": "vision"},
         say=lines.append,
     )
-    replay(listener, [*whole_run(), run_finished(str(state))])
+    replay(listener, [*with_model(), run_finished(str(state))])
     assert listener.url == ""
     (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
     assert lines == [
@@ -356,9 +356,9 @@ def test_a_model_that_cannot_be_read_ends_the_recording_and_the_message_hides_th
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines: list[str] = []
-    options: dict[str, Any] = {"model_artifact": "digits", "keys": {"WANDB_API_KEY": KEY}}
+    options: dict[str, Any] = {"keys": {"WANDB_API_KEY": KEY}}
     listener = Wandb("project", "run-1", tmp_path, say=lines.append, **options)
-    replay(listener, [*whole_run(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
+    replay(listener, [*with_model(), run_finished(str(tmp_path / f"missing {KEY}.pt"))])
     assert "FileNotFoundError" in lines[1]
     assert "missing ***.pt" in lines[1]
     assert lines[1].endswith("What it recorded is in " + lines[0].rsplit(" ", 1)[-1])

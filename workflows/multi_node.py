@@ -18,8 +18,6 @@ def multi_node_training_wf(
     cluster: flyte.OptionalCluster = None,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel across machines: start a Dask cluster, train on
@@ -39,9 +37,6 @@ def multi_node_training_wf(
             own by default
         checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found
             there resumes; by default a place of the execution's own, which its retries share
-        model_artifact: name of the W&B artifact to keep the model state as; none by default
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
@@ -49,7 +44,6 @@ def multi_node_training_wf(
         config=config,
         source=data,
         cluster=cluster,
-        initial_model_state=initial_model_state,
     )
     return train_on_cluster(
         recipe=recipe,
@@ -57,7 +51,5 @@ def multi_node_training_wf(
         data=prepared.data,
         cluster=prepared.cluster,
         checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )

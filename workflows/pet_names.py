@@ -58,7 +58,6 @@ def train_and_generate_names_wf(
     num_processes: int = 0,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
     count: int = 20,
     temperature: float = 1.0,
@@ -78,8 +77,6 @@ def train_and_generate_names_wf(
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more
@@ -92,7 +89,6 @@ def train_and_generate_names_wf(
         recipe=recipe,
         config=config,
         source=data,
-        initial_model_state=initial_model_state,
         trains_here=True,
     )
     trained = train_on_one_node(
@@ -101,7 +97,6 @@ def train_and_generate_names_wf(
         data=prepared.data,
         num_processes=num_processes,
         checkpoints=checkpoints,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )
     return generate(

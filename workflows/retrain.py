@@ -13,14 +13,13 @@ from flytekit import conditional, workflow
 
 from flyte_ddp import flyte
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.promotion.policy import PromotionCriteria
 from tasks.retrain import judge_challenger, keep_champion, plan_retraining
-from tasks.train import prepare, train_on_cluster, train_on_one_node
+from tasks.train import train_on_cluster, train_on_one_node
 
 
 @workflow
 def retrain_wf(
-    kickoff_time: datetime = flyte.BY_HAND,
+    kickoff_time: datetime = flyte.NOW,
     champion: str = "",
     recipe: str = "digits",
     config: flyte.OptionalOverrides = None,
@@ -33,8 +32,6 @@ def retrain_wf(
     min_samples: int = 1,
     min_share: float = 0.5,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.RetrainingOutputs:
     """Train a challenger on the newest data, and make it the champion if it is better on held-out
@@ -44,7 +41,7 @@ def retrain_wf(
     HTML report.
 
     Args:
-        kickoff_time: when the schedule started it; by hand, when it begins
+        kickoff_time: when the schedule started it; by default when its first task begins
         champion: directory or URL where the champion and its predecessors are kept; by default a
             place of the project's own in Flyte's store; required in a local run
         recipe: what to train: digits, mnist, or the dotted name of your own, such as
@@ -66,164 +63,94 @@ def retrain_wf(
         min_share: likewise, as a share of what the champion was trained on
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the
             execution's own
-        model_artifact: name of the W&B artifact to keep the challenger as; none by default
-        initial_model_state: path or URL of a model state that a challenger starts from which does
-            not start from a champion; by default its weights are fresh
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
-    prepared = prepare(
-        recipe=recipe,
-        config=config,
-        source=data,
-        cluster=cluster,
-        initial_model_state=initial_model_state,
-    )
     planned = plan_retraining(
         kickoff_time=kickoff_time,
         champion=champion,
         recipe=recipe,
-        config=prepared.config,
-        data=prepared.data,
+        config=config,
+        source=data,
+        cluster=cluster,
         train_on=train_on,
         start_from=start_from,
         margin=margin,
         min_samples=min_samples,
         min_share=min_share,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )
     # A branch starts as soon as its condition can be evaluated, even if other inputs are missing
     # (flyteorg/flyte#3512). This condition is an output of the last node, so all of them are there.
     return (
-        conditional("what_to_train_on")
-        .if_(planned.train_on == flyte.ONE_NODE)
-        .then(
-            challenge_on_one_node(
-                kickoff_time=kickoff_time,
-                champion=planned.champion,
-                recipe=recipe,
-                config=prepared.config,
-                data=prepared.data,
-                num_processes=num_processes,
-                initial_model_state=planned.initial_model_state,
-                parent=planned.parent,
-                criteria=planned.criteria,
-                checkpoints=checkpoints,
-                model_artifact=model_artifact,
-                output=output,
-            )
-        )
-        .elif_(planned.train_on == flyte.CLUSTER)
-        .then(
-            challenge_on_cluster(
-                kickoff_time=kickoff_time,
-                champion=planned.champion,
-                recipe=recipe,
-                config=prepared.config,
-                data=prepared.data,
-                cluster=prepared.cluster,
-                initial_model_state=planned.initial_model_state,
-                parent=planned.parent,
-                criteria=planned.criteria,
-                checkpoints=checkpoints,
-                model_artifact=model_artifact,
-                output=output,
-            )
-        )
+        conditional("what_to_train")
+        .if_(planned.train_on == flyte.NOTHING)
+        .then(keep_champion(retraining=planned.retraining, output=output))
         .else_()
         .then(
-            keep_champion(
-                champion=planned.champion,
+            challenge(
+                train_on=planned.train_on,
+                retraining=planned.retraining,
+                parent=planned.parent,
                 recipe=recipe,
-                outcome=planned.outcome,
-                reason=planned.reason,
+                config=planned.config,
+                data=planned.data,
+                num_processes=num_processes,
+                cluster=planned.cluster,
+                checkpoints=checkpoints,
                 output=output,
             )
         )
     )
 
 
-# A branch has one node, so each is a workflow.
-
-
 @workflow
-def challenge_on_one_node(
-    kickoff_time: datetime,
-    champion: str,
+def challenge(
+    train_on: str,
+    retraining: flyte.Retraining,
+    parent: str,
     recipe: str,
     config: TrainingConfig,
     data: flyte.PreparedData,
     num_processes: int,
-    initial_model_state: str,
-    parent: str,
-    criteria: PromotionCriteria,
-    checkpoints: str,
-    model_artifact: str,
-    output: str,
-) -> flyte.RetrainingOutputs:
-    """The branch of `retrain_wf` that trains on one node."""
-    trained = train_on_one_node(
-        recipe=recipe,
-        config=config,
-        data=data,
-        num_processes=num_processes,
-        checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
-        parent_champion=parent,
-        output=output,
-    )
-    return judge_challenger(
-        kickoff_time=kickoff_time,
-        champion=champion,
-        recipe=recipe,
-        config=config,
-        data=data,
-        challenger=trained.model_state,
-        export=trained.export,
-        criteria=criteria,
-        initial_model_state=initial_model_state,
-        output=output,
-    )
-
-
-@workflow
-def challenge_on_cluster(
-    kickoff_time: datetime,
-    champion: str,
-    recipe: str,
-    config: TrainingConfig,
-    data: flyte.PreparedData,
     cluster: flyte.ClusterInput,
-    initial_model_state: str,
-    parent: str,
-    criteria: PromotionCriteria,
     checkpoints: str,
-    model_artifact: str,
     output: str,
 ) -> flyte.RetrainingOutputs:
-    """The branch of `retrain_wf` that trains across the nodes of a Dask cluster."""
-    trained = train_on_cluster(
-        recipe=recipe,
-        config=config,
-        data=data,
-        cluster=cluster,
-        checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=initial_model_state,
-        parent_champion=parent,
-        output=output,
-    )
+    """The branch of `retrain_wf` that trains: a branch has one node, so it is a workflow."""
+    with flyte.inner_branch():
+        trained = (
+            conditional("where_to_train")
+            .if_(train_on == flyte.CLUSTER)
+            .then(
+                train_on_cluster(
+                    recipe=recipe,
+                    config=config,
+                    data=data,
+                    cluster=cluster,
+                    checkpoints=checkpoints,
+                    output=output,
+                    parent_champion=parent,
+                )
+            )
+            .else_()
+            .then(
+                train_on_one_node(
+                    recipe=recipe,
+                    config=config,
+                    data=data,
+                    num_processes=num_processes,
+                    checkpoints=checkpoints,
+                    output=output,
+                    parent_champion=parent,
+                )
+            )
+        )
     return judge_challenger(
-        kickoff_time=kickoff_time,
-        champion=champion,
-        recipe=recipe,
+        retraining=retraining,
         config=config,
         data=data,
         challenger=trained.model_state,
         export=trained.export,
-        criteria=criteria,
-        initial_model_state=initial_model_state,
         output=output,
     )
 

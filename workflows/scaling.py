@@ -25,7 +25,6 @@ def scaling_wf(
     cluster: flyte.OptionalCluster = None,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.ScalingOutputs:
     """Measure how a training scales: train at several world sizes, one after the other on one
@@ -58,8 +57,6 @@ def scaling_wf(
         checkpoints: directory or URL for checkpoints that all nodes reach; trials that an earlier
             study has finished there are not repeated; by default a place of the execution's own,
             which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     checked = check_scaling(
@@ -78,7 +75,6 @@ def scaling_wf(
         config=checked.config,
         source=data,
         cluster=cluster,
-        initial_model_state=initial_model_state,
     )
     return train_at_world_sizes(
         recipe=recipe,
@@ -88,6 +84,5 @@ def scaling_wf(
         target_loss=target_loss,
         cluster=prepared.cluster,
         checkpoints=checkpoints,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )

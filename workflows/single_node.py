@@ -18,8 +18,6 @@ def single_node_training_wf(
     num_processes: int = 0,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.TrainingOutputs:
     """Train a model with DistributedDataParallel on one node: prepare its data, train, report.
@@ -35,16 +33,12 @@ def single_node_training_wf(
             own by default
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        model_artifact: name of the W&B artifact to keep the model state as; none by default
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     prepared = prepare(
         recipe=recipe,
         config=config,
         source=data,
-        initial_model_state=initial_model_state,
         trains_here=True,
     )
     return train_on_one_node(
@@ -53,7 +47,5 @@ def single_node_training_wf(
         data=prepared.data,
         num_processes=num_processes,
         checkpoints=checkpoints,
-        model_artifact=model_artifact,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )

@@ -24,7 +24,6 @@ def sweep_wf(
     cluster: flyte.OptionalCluster = None,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> flyte.SweepOutputs:
     """Train a model for every combination in a grid, or for random ones, side by side on a Dask
@@ -57,8 +56,6 @@ def sweep_wf(
         checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier
             sweep has trained there are not trained again; by default a place of the execution's
             own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
     """
     checked = check_sweep(
@@ -76,7 +73,6 @@ def sweep_wf(
         config=checked.config,
         source=data,
         cluster=cluster,
-        initial_model_state=initial_model_state,
     )
     return train_sweep(
         recipe=recipe,
@@ -86,7 +82,6 @@ def sweep_wf(
         cluster=prepared.cluster,
         stop_early=stop_early,
         checkpoints=checkpoints,
-        initial_model_state=prepared.initial_model_state,
         output=output,
         grid=grid,
         seed=seed,

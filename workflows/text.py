@@ -53,7 +53,6 @@ def train_and_generate_text_wf(
     num_processes: int = 0,
     data: flyte.OptionalSource = None,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
     prompt: str = "",
     max_tokens: int = 500,
@@ -72,8 +71,6 @@ def train_and_generate_text_wf(
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        initial_model_state: path or URL of the weights to start from, such as the model_state.pt of
-            an earlier run
         output: directory in which a local run leaves its outputs; by default a temporary one
         prompt: beginning of the text; "" lets the model begin
         max_tokens: after which the text ends, if the model does not end it before
@@ -87,7 +84,6 @@ def train_and_generate_text_wf(
         recipe=recipe,
         config=config,
         source=data,
-        initial_model_state=initial_model_state,
         trains_here=True,
     )
     trained = train_on_one_node(
@@ -96,7 +92,6 @@ def train_and_generate_text_wf(
         data=prepared.data,
         num_processes=num_processes,
         checkpoints=checkpoints,
-        initial_model_state=prepared.initial_model_state,
         output=output,
     )
     return generate_text(

@@ -202,6 +202,11 @@ class TrainingConfig:
         unit="seconds",
         help="without the checkpoints' store until the attempt ends recoverably",
     )
+    initial_model_state: str = field(
+        "",
+        help="path or URL of the weights to start from, such as the model_state.pt of another run, "
+        "or torchvision:NAME; counts by its contents",
+    )
     fresh_layers: list[str] = field(
         factory=list,
         help="layers by the beginnings of their names, such as a head for other classes: with an "
@@ -213,6 +218,9 @@ class TrainingConfig:
         help=(
             "layers by the beginnings of their names, such as encoder.stem, that are not trained"
         ),
+    )
+    model_artifact: str = field(
+        "", help="name under which W&B or MLflow stores the model at the end; none by default"
     )
     max_hours: float = field(
         0.0,

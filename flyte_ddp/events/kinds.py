@@ -104,8 +104,6 @@ class RunStarted(Timed):
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
     class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs
-    # URL and SHA-256 of the weights that the run started from; "" for fresh ones
-    initial_state: str = ""
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:

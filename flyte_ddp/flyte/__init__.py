@@ -28,10 +28,10 @@ _HOMES = {
     "outputs": ("RetrainingOutputs", "TrainingOutputs"),
     "prediction": ("PredictionOutputs", "predict"),
     "preparation": ("Prepared", "PreparedData", "prepare"),
-    "registration": ("launch_plan",),
+    "registration": ("inner_branch", "launch_plan"),
     "resources": ("TRAINING_CACHE", "pod", "wandb_link"),
     "retraining": (
-        *("BY_HAND", "CLUSTER", "ONE_NODE", "RetrainingPlan"),
+        *("CLUSTER", "NOTHING", "NOW", "ONE_NODE", "Retraining", "RetrainingPlan"),
         *("judge_challenger", "keep_champion", "plan_retraining"),
     ),
     "scripts": ("ScriptOutputs", "ScriptSource", "run_script"),

@@ -138,7 +138,6 @@ class Frame:
         relay: Callable[[str], None] | None = None,
         labels: Mapping[str, str] = MappingProxyType({}),
         earlier_failure: RankFailure | None = None,
-        model_artifact: str = "",
         origin: Mapping[str, str] = MappingProxyType({}),
         checkpoints: str | None = None,
         is_kept: bool = True,
@@ -149,7 +148,6 @@ class Frame:
         Args:
             report: of the frame.
             labels: of the figures for Prometheus.
-            model_artifact: see `Wandb`.
             origin: see `run_card`; for the card that MLflow gets.
             checkpoints: their URL; "" keeps none; by default the frame's.
             is_kept: see `Job`.
@@ -157,9 +155,7 @@ class Frame:
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.wandb_project or self.mlflow:
             history = self.output_url(HISTORY) or str(self.directory / HISTORY)
-            report.tracker = self.tracker(
-                self.run_id(), origin, history, model_artifact=model_artifact
-            )
+            report.tracker = self.tracker(self.run_id(), origin, history)
             listeners.append(report.tracker)
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints

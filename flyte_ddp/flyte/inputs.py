@@ -21,7 +21,6 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.config.fields import check_names, read_object
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import InputError, flyte_errors
-from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.studies.search import expand_grid
 
 T = typing.TypeVar("T")
@@ -105,7 +104,7 @@ class ClusterInput(ClusterConfig):
         return values
 
 
-class _ConfigTransformer(DataclassTransformer):  # type: ignore[misc]
+class ConfigTransformer(DataclassTransformer):  # type: ignore[misc]
     """Carry a config as JSON, with the schema of its fields for the form in Flyte's console.
 
     flytekit's own transformer describes each field as a Flyte type besides, and warns of those that
@@ -175,10 +174,9 @@ OptionalSource = typing.Union[FlyteDirectory, FlyteFile, None]  # noqa: UP007 - 
 Grid = typing.Union[dict, list[dict], None]  # type: ignore[type-arg]  # noqa: UP007
 
 # From the tasks that resolve them to those that use them.
-TypeEngine.register(_ConfigTransformer(TrainingConfig))
-TypeEngine.register(_ConfigTransformer(PromotionCriteria))
+TypeEngine.register(ConfigTransformer(TrainingConfig))
 for _kind in (TrainingOverrides, ClusterInput):
-    TypeEngine.register(_ConfigTransformer(_kind))
+    TypeEngine.register(ConfigTransformer(_kind))
     TypeEngine.register(
         OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind))  # noqa: UP045
     )

@@ -21,8 +21,7 @@ from flyte_ddp.flyte.inputs import (
 )
 from flyte_ddp.flyte.task import (
     check_cluster,
-    check_initial_state,
-    check_options,
+    check_config,
     check_urls,
     task_body,
 )
@@ -47,10 +46,9 @@ class Prepared(NamedTuple):
     """The inputs of the tasks that follow, resolved and checked."""
 
     data: PreparedData
+    # its initial model state with a checksum, which the cache of a training compares too
     config: TrainingConfig
     cluster: ClusterInput
-    # with the checksum of its contents, which the cache of a training compares too
-    initial_model_state: str
 
 
 @task_body
@@ -59,7 +57,6 @@ def prepare(
     config: OptionalOverrides = None,
     source: OptionalSource = None,
     cluster: OptionalCluster = None,
-    initial_model_state: str = "",
     trains_here: bool = False,
 ) -> Prepared:
     """Check and resolve the inputs, and prepare the data of `recipe`, from `source` or the recipe's
@@ -72,12 +69,10 @@ def prepare(
         # to import another may take as long
         built_in = get_recipe(recipe) if recipe in BUILTIN else None
         start_server(slow_imports(given(config), built_in))
-    resolved = config_of(recipe, given(config))
+    resolved = check_config(config_of(recipe, given(config)))
     check_cluster(cluster)
     check_urls(data=location(source))
-    check_options(resolved.recipe_options)
     directory = Path(flytekit.current_context().working_directory, "data")
     directory.mkdir(parents=True)
-    state = check_initial_state(initial_model_state)
     prepare_data(get_recipe(recipe, resolved.recipe_options), location(source), directory)
-    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput(), state)
+    return Prepared(FlyteDirectory(str(directory)), resolved, cluster or ClusterInput())

@@ -1,14 +1,15 @@
 """The launch plan of a retraining: its schedule, inputs and notifications, as settings.toml has
-them.
+them; and what its workflow needs of flytekit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flytekit import LaunchPlan
+from flytekit import FlyteContextManager, LaunchPlan
 from flytekit.core.notification import Email
 from flytekit.core.schedule import CronSchedule
 from flytekit.core.workflow import PythonFunctionWorkflow
@@ -56,6 +57,17 @@ def launch_plan(name: str, workflow: PythonFunctionWorkflow) -> LaunchPlan:
         concurrency=ConcurrencyPolicy(max_concurrency=1),
         auto_activate=False,
     )
+
+
+@contextlib.contextmanager
+def inner_branch() -> Iterator[None]:
+    """Let the block have a conditional in a branch of another. In a local run, flytekit would have
+    one state for both: it runs what the inner one does not take, and nothing after it.
+    """
+    builder = FlyteContextManager.current_context().new_builder()
+    builder.in_a_condition = False
+    with FlyteContextManager.with_context(builder):
+        yield
 
 
 def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[str, Any]:

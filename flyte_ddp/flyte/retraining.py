@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flytekit
 from flytekit import Deck
+from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.events import plain
 from flyte_ddp.flyte.flyte_context import (
@@ -22,9 +25,17 @@ from flyte_ddp.flyte.flyte_context import (
     share_storage_credentials,
 )
 from flyte_ddp.flyte.frame import make_output_directory
+from flyte_ddp.flyte.inputs import (
+    ClusterInput,
+    ConfigTransformer,
+    OptionalCluster,
+    OptionalOverrides,
+    OptionalSource,
+)
 from flyte_ddp.flyte.outputs import RetrainingOutputs
+from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.resources import code_version
-from flyte_ddp.flyte.task import check_initial_state, check_output, check_urls, task_body
+from flyte_ddp.flyte.task import check_output, check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
@@ -36,27 +47,38 @@ from flyte_ddp.promotion.policy import (
     plan,
 )
 from flyte_ddp.promotion.report import RetrainingReport
+from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import read_file, redact_url
-from flyte_ddp.storage.weights import pin_state
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
-# The kickoff time of a start that no schedule made: a default has to be a time, which `now` at the
-# import is not.
-BY_HAND = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
+# The kickoff time that stands for the time at which the first task begins. A default has to be a
+# time: of an optional one Flyte's scheduler would know no type.
+NOW = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
 DECK_NAME = "Retraining"
 
 
-class RetrainingPlan(NamedTuple):
-    """The next step, and the champion that all later tasks use."""
+@dataclass(frozen=True)
+class Retraining:
+    """What all tasks of a retraining need to know of it."""
 
-    train_on: str  # one_node, cluster or nothing
-    outcome: str  # "" if there is something to train
-    reason: str
+    recipe: str
     champion: str  # URL of the champion and its predecessors
     parent: str  # the version in use; "" for none
-    # URL of the state dict that the challenger starts from; "" for fresh weights
-    initial_model_state: str
     criteria: PromotionCriteria
+    kickoff_time: str  # UTC, ISO 8601
+    outcome: str  # "" if there is something to train
+    reason: str
+
+
+class RetrainingPlan(NamedTuple):
+    """The next step, and the inputs of the tasks that follow, resolved and checked."""
+
+    train_on: str  # one_node, cluster or nothing
+    retraining: Retraining
+    parent: str  # that of `retraining`
+    data: PreparedData
+    config: TrainingConfig  # of the challenger, with the weights that it starts from
+    cluster: ClusterInput
 
 
 @task_body
@@ -64,55 +86,60 @@ def plan_retraining(
     kickoff_time: datetime.datetime,
     champion: str,
     recipe: str,
-    config: TrainingConfig,
-    data: FlyteDirectory,
+    config: OptionalOverrides,
+    source: OptionalSource,
+    cluster: OptionalCluster,
     train_on: str,
     start_from: str,
     margin: float,
     min_samples: int,
     min_share: float,
-    initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingPlan:
-    """Decide, before a GPU is requested, if there is a challenger to train, and from which weights.
+    """Prepare the data, and decide, before a GPU is requested, if there is a challenger to train,
+    and from which weights.
 
-    Where it does not start from a champion, it starts from `initial_model_state`, or with fresh
-    weights.
+    Where it does not start from a champion, it starts as its config says.
     """
-    if train_on not in (ONE_NODE, CLUSTER):
-        raise ConfigError(f"train_on: expected one of {ONE_NODE}, {CLUSTER}, got {train_on!r}")
+    check("train_on", train_on, str, Limits(choices=(ONE_NODE, CLUSTER)))
     check_output(output)
     check_urls(champion=champion)
-    given = check_initial_state(initial_model_state)
     execution = _execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
     store = ChampionStore(champion or _default_champion(execution, recipe))
     store.storage.check_access("champion")
-    planned = plan(
-        store, _challenge(kickoff_time, recipe, config, data, execution, given), criteria
+    prepared = prepare(recipe, config, source, cluster)
+    begun = datetime.datetime.now() if kickoff_time == NOW else kickoff_time
+    retraining = Retraining(
+        recipe,
+        store.url,
+        store.version_in_use(),
+        criteria,
+        begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        outcome="",
+        reason="",
     )
+    planned = plan(
+        store, _challenge(retraining, prepared.config, prepared.data, execution), criteria
+    )
+    start = planned.initial_state or prepared.config.initial_model_state
     return RetrainingPlan(
         train_on=train_on if planned.train else NOTHING,
-        outcome=planned.outcome,
-        reason=planned.reason,
-        champion=store.url,
-        parent=store.version_in_use(),
-        initial_model_state=pin_state(planned.initial_state) or given,
-        criteria=criteria,
+        retraining=dataclasses.replace(retraining, outcome=planned.outcome, reason=planned.reason),
+        parent=retraining.parent,
+        data=prepared.data,
+        config=pin_initial_state(dataclasses.replace(prepared.config, initial_model_state=start)),
+        cluster=prepared.cluster,
     )
 
 
 @task_body
 def judge_challenger(
-    kickoff_time: datetime.datetime,
-    champion: str,
-    recipe: str,
+    retraining: Retraining,
     config: TrainingConfig,
     data: FlyteDirectory,
     challenger: PythonPickledFile,
     export: FlyteDirectory,
-    criteria: PromotionCriteria,
-    initial_model_state: str = "",
     output: str = "",
 ) -> RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the challenger if it
@@ -121,35 +148,28 @@ def judge_challenger(
     Args:
         export: the challenger's; a promoted version keeps the run card, and the retraining returns
             all of it.
-        initial_model_state: what the challenger's training started from, for its manifest.
         output: directory of a local run's outputs, where the challenger's are already; "" for a
             temporary one.
     """
     check_requested_gpus()
-    check_urls(champion=champion)
+    check_urls(champion=retraining.champion)
     execution = _execution()
-    store = ChampionStore(champion)
     card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
     result = judge(
-        store,
-        dataclasses.replace(
-            _challenge(kickoff_time, recipe, config, data, execution, initial_model_state),
-            card=card,
-        ),
-        criteria,
+        ChampionStore(retraining.champion),
+        dataclasses.replace(_challenge(retraining, config, data, execution), card=card),
+        retraining.criteria,
         Path(challenger.download()).read_bytes(),
     )
-    return _outputs(store, recipe, result, execution, output, export)
+    return _outputs(retraining, result, execution, output, export)
 
 
 @task_body
-def keep_champion(
-    champion: str, recipe: str, outcome: str, reason: str, output: str = ""
-) -> RetrainingOutputs:
+def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs:
     """Report why nothing was trained. `output` is as of `judge_challenger`."""
-    check_urls(champion=champion)
-    result = PromotionResult(Outcome(outcome), reason)
-    return _outputs(ChampionStore(champion), recipe, result, _execution(), output)
+    check_urls(champion=retraining.champion)
+    result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
+    return _outputs(retraining, result, _execution(), output)
 
 
 def _execution() -> Execution:
@@ -185,41 +205,34 @@ def _find_bucket(url: str) -> str:
 
 
 def _challenge(
-    kickoff_time: datetime.datetime,
-    recipe: str,
-    config: TrainingConfig,
-    data: FlyteDirectory,
-    execution: Execution,
-    initial_state: str,
+    retraining: Retraining, config: TrainingConfig, data: FlyteDirectory, execution: Execution
 ) -> Challenge:
-    begun = datetime.datetime.now() if kickoff_time == BY_HAND else kickoff_time
     return Challenge(
-        recipe=recipe,
+        recipe=retraining.recipe,
         config=config,
         directory=Path(data.download() or data.path),
-        kickoff_time=begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        kickoff_time=retraining.kickoff_time,
         code_version=code_version(),
         execution=execution.run_id,
-        initial_state=initial_state,
     )
 
 
 def _outputs(
-    store: ChampionStore,
-    recipe: str,
+    retraining: Retraining,
     result: PromotionResult,
     execution: Execution,
     output: str,
     export: FlyteDirectory | None = None,
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
+    store = ChampionStore(retraining.champion)
     outcome = result.outcome.value
     store.record_run(outcome, execution.run_id, result.outcome == Outcome.PROMOTED)
     print(  # noqa: T201
         f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in "
         f"{redact_url(store.url)}"
     )
-    page = RetrainingReport(store, recipe, result, execution.url)
+    page = RetrainingReport(store, retraining.recipe, result, execution.url)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
     directory = (
@@ -246,3 +259,6 @@ def _outputs(
             text = json.dumps(plain(values), indent=1, allow_nan=False)
             (directory / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
+
+
+TypeEngine.register(ConfigTransformer(Retraining))

@@ -26,7 +26,7 @@ from flyte_ddp.flyte.inputs import (
 from flyte_ddp.flyte.outputs import list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
-    check_initial_state,
+    check_config,
     describe_origin,
     open_task_frame,
     task_body,
@@ -132,8 +132,14 @@ def _check(
 ) -> CheckedStudy:
     from flyte_ddp.studies.runner import check_trials
 
-    check_trials(recipe, build_trials(recipe, given(config), choices), cluster or ClusterInput())
-    return CheckedStudy(config or TrainingOverrides(), choices)
+    # the state with its checksum, which Flyte's cache of the training compares
+    state = check_config(config_of(recipe, given(config))).initial_model_state
+    base = {**given(config), **({"initial_model_state": state} if state else {})}
+    trials = build_trials(recipe, base, choices)
+    for trial in trials:
+        check_config(trial.config)
+    check_trials(recipe, trials, cluster or ClusterInput())
+    return CheckedStudy(make_overrides(base), choices)
 
 
 @task_body
@@ -145,7 +151,6 @@ def train_sweep(
     cluster: ClusterConfig,
     stop_early: str = "none",
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
     grid: Any = None,
     seed: int = 0,
@@ -167,7 +172,6 @@ def train_sweep(
         data,
         cluster,
         checkpoints,
-        initial_model_state,
         output,
         _Observer.sweep_outputs,
         search=search,
@@ -183,7 +187,6 @@ def train_at_world_sizes(
     cluster: ClusterConfig,
     target_loss: float = 0.0,
     checkpoints: str = "",
-    initial_model_state: str = "",
     output: str = "",
 ) -> ScalingOutputs:
     """Train a trial at every world size with every combination of the other choices, one at a time,
@@ -199,7 +202,6 @@ def train_at_world_sizes(
         data,
         cluster,
         checkpoints,
-        initial_model_state,
         output,
         _Observer.scaling_outputs,
         one_at_a_time=True,
@@ -213,7 +215,6 @@ def _train(
     data: FlyteDirectory,
     cluster: ClusterConfig,
     checkpoints: str,
-    initial_model_state: str,
     output: str,
     make_outputs: Callable[[_Observer], T],
     **options: Any,
@@ -229,8 +230,8 @@ def _train(
     with open_task_frame(
         report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output
     ) as frame:
+        frame.limit_time(check_config(config_of(recipe, given(config))).max_hours)
         trials = build_trials(recipe, given(config), choices)
-        frame.limit_time(config_of(recipe, given(config)).max_hours)
         data.download()
         observer = _Observer(frame, report)
         if report.is_scaling:
@@ -248,7 +249,6 @@ def _train(
                 relay=frame.say,
                 run_name=frame.name,
                 run=frame.execution.run_id,
-                initial_state=check_initial_state(initial_model_state),
                 runs=report.runs,
                 base=given(config),
                 **options,

@@ -7,13 +7,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import extend_path
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
@@ -27,7 +28,8 @@ from flyte_ddp.flyte.resources import (
 )
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.observers.reports.page import Page
-from flyte_ddp.storage.weights import TORCHVISION, pin_state, split_pin
+from flyte_ddp.recipes import pin_initial_state
+from flyte_ddp.storage.weights import TORCHVISION, split_pin
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,15 +109,13 @@ def check_urls(**urls: str) -> None:
         admission.check_urls(urls, SETTINGS.allowed)
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the URLs and paths among a recipe's options as `check_urls`."""
-    check_urls(**admission.list_places(options, "recipe_options"))
-
-
-def check_initial_state(url: str) -> str:
-    """Check where a run's first weights are as `check_urls`, and return it with their checksum: see
-    `pin_state`.
+def check_config(config: TrainingConfig) -> TrainingConfig:
+    """Check the URLs and paths of a config, also among its recipe's options, as `check_urls`.
+    Return it with the checksum of its initial model state.
     """
-    if not url.startswith(TORCHVISION):
-        check_urls(initial_model_state=split_pin(url)[0])
-    return pin_state(url)
+    state, _ = split_pin(config.initial_model_state)
+    check_urls(
+        initial_model_state="" if state.startswith(TORCHVISION) else state,
+        **admission.list_places(config.recipe_options, "recipe_options"),
+    )
+    return pin_initial_state(config)

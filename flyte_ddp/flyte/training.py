@@ -11,7 +11,7 @@ from flyte_ddp.flyte.frame import HISTORY, Frame
 from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
-    check_initial_state,
+    check_config,
     describe_origin,
     open_task_frame,
     task_body,
@@ -32,24 +32,21 @@ def train_on_one_node(
     data: FlyteDirectory,
     num_processes: int = 0,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
     """Train `recipe` with one DistributedDataParallel process per GPU, or `num_processes` on a
     machine without.
 
-    `initial_model_state` is the URL of a state dict to start from; by default the weights are
-    fresh. `output` is the directory of a local run's outputs. `parent_champion` is the version that
-    this model is to replace, for its card.
+    `output` is the directory of a local run's outputs. `parent_champion` is the version that this
+    model is to replace, for its card.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
-        program = _make_program(frame, recipe, config, initial_model_state)
+        program = _make_program(frame, recipe, config)
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
         failure = pod_failure(frame.execution.previous_pod)
-        return _train(frame, report, program, place, data, model_artifact, parent_champion, failure)
+        return _train(frame, report, program, place, data, parent_champion, failure)
 
 
 @task_body
@@ -59,8 +56,6 @@ def train_on_cluster(
     data: FlyteDirectory,
     cluster: ClusterConfig,
     checkpoints: str = "",
-    model_artifact: str = "",
-    initial_model_state: str = "",
     output: str = "",
     parent_champion: str = "",
 ) -> TrainingOutputs:
@@ -68,15 +63,14 @@ def train_on_cluster(
     afterwards.
 
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
-    `initial_model_state`, which every rank reads, `output` and `parent_champion` are as of
-    `train_on_one_node`.
+    `output` and `parent_champion` are as of `train_on_one_node`.
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
-        program = _make_program(frame, recipe, config, initial_model_state)
+        program = _make_program(frame, recipe, config)
         check_cluster(cluster)
         with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
-            return _train(frame, report, program, place, data, model_artifact, parent_champion)
+            return _train(frame, report, program, place, data, parent_champion)
 
 
 def pod_failure(pod: str) -> RankFailure | None:
@@ -101,12 +95,10 @@ def pod_failure(pod: str) -> RankFailure | None:
     )
 
 
-def _make_program(
-    frame: Frame, recipe: str, config: TrainingConfig, initial_model_state: str
-) -> Program:
-    """Check a task's inputs, and return its program."""
+def _make_program(frame: Frame, recipe: str, config: TrainingConfig) -> Program:
+    """Check a task's config, and return its program."""
     frame.limit_time(config.max_hours)
-    return recipe_program(recipe, config, check_initial_state(initial_model_state))
+    return recipe_program(recipe, check_config(config))
 
 
 def _train(
@@ -115,7 +107,6 @@ def _train(
     program: Program,
     place: driver.Place,
     data: FlyteDirectory,
-    model_artifact: str,
     parent_champion: str,
     earlier_failure: RankFailure | None = None,
 ) -> TrainingOutputs:
@@ -128,7 +119,6 @@ def _train(
         lambda: data.download() or data.path,
         labels={"recipe": program.name},
         earlier_failure=earlier_failure,
-        model_artifact=model_artifact,
         origin=origin,
     )
     assert result.finished is not None  # else it has raised

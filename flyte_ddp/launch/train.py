@@ -79,7 +79,6 @@ def train(
     client: Client | None = None,
     checkpoints: str = "",
     run_id: str = "",
-    initial_model_state: str = "",
     listeners: Sequence[events.Listener] = (),
     progress: bool = True,
 ) -> Trained:
@@ -98,7 +97,6 @@ def train(
             that of a class that travels by value if its version is the same. Where all ranks are on
             this machine, the default is a directory for the length of the run.
         run_id: as for `launch.run.run`.
-        initial_model_state: URL of the weights to start from.
         listeners: receive every event of the run.
         progress: show a bar and the ranks' lines on standard error.
 
@@ -125,7 +123,6 @@ def train(
             data=data,
             client=client,
             run_id=run_id,
-            initial_model_state=initial_model_state,
             listeners=[*bars, run, *listeners],
             relay=bars[0].write if bars else None,
         )
@@ -148,7 +145,6 @@ def train_recipe(
     data: str = "",
     client: Client | None = None,
     run_id: str = "",
-    initial_model_state: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -156,7 +152,7 @@ def train_recipe(
 
     The data are prepared while the ranks of this machine start, and before a cluster does.
     """
-    program = recipe_program(recipe, config, initial_model_state)
+    program = recipe_program(recipe, config)
     prepared = get_recipe(recipe, config.recipe_options)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(own_directory("data-"))

@@ -81,7 +81,6 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
             options.checkpoints,
             data=options.data,
             run_id=options.run_id,
-            initial_model_state=options.initial_model_state,
             listeners=[state, *listeners],
             relay=relay,
         )
@@ -185,6 +184,5 @@ def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     text = f"directory or URL: an unfinished run there goes on (default: a new one in {RUNS}/)"
     add("--checkpoints", text, default="")
     add("--run-id", "the same for all attempts of this run", default="")
-    add("--initial-model-state", "URL of the weights to start from", default="")
     add_observer_options(parser)
     return parser.parse_known_args(arguments)

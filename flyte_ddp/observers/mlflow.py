@@ -197,7 +197,6 @@ class Mlflow(Recorder):
             redact_url(self.server),
             self.experiment,
             self.run_id,
-            self.model_artifact,
         )
         return f"; {UPLOAD}: flyte-ddp mlflow {shlex.join(filter(None, words))}"
 
@@ -243,11 +242,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flyte-ddp mlflow", description="upload a run's history")
     for name in ("history", "url", "experiment", "run"):
         parser.add_argument(name, metavar=name.upper())
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="")
     options = parser.parse_args(arguments)
     place = (options.url, options.experiment, options.run)
     try:
-        observer = Mlflow(*place, say=print_line, model_artifact=options.model)
+        observer = Mlflow(*place, say=print_line)
         for event in parse_history(read_file(options.history, "history"), options.history):
             observer._record(event)
         observer._finish("FINISHED" if observer._state.finished else "FAILED")

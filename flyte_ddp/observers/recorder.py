@@ -47,9 +47,10 @@ class Recorder:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     # shown besides the run's own configuration
     config: Mapping[str, Any] = field(default_factory=dict)
-    model_artifact: str = ""  # the name under which the model is uploaded at the end; "" for none
     say: Callable[[str], None] = logger.warning  # prints a line for people
 
+    # the name under which the model is uploaded at the end, as of `TrainingConfig`; "" for none
+    model_artifact: str = field(default="", init=False)
     url: str = field(default="", init=False)  # of the run's page, when the service has answered
     is_off: bool = field(default=False, init=False)  # the service has failed, or is not wanted
     # what the service's run has, by axis; what it had when the ranks started
@@ -115,6 +116,7 @@ class Recorder:
     def _record(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             if self._run is None:
+                self.model_artifact = event.config.get("model_artifact", "")
                 self._open(event)
             self._known = dict(self._reached)
             known = {

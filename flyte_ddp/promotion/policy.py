@@ -26,7 +26,7 @@ from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url, redact_values
-from flyte_ddp.storage.weights import from_bytes, is_same_state, split_pin
+from flyte_ddp.storage.weights import from_bytes, identify_state, is_same_state
 
 if TYPE_CHECKING:
     from flyte_ddp.training.comparison import Measurement
@@ -72,14 +72,12 @@ class Challenge:
     """A challenger's origin: recipe, config and data, and what else its manifest records."""
 
     recipe: str
+    # in `plan` with the initial state of a challenger that does not start from the champion
     config: TrainingConfig
     directory: Path  # of the prepared data
     kickoff_time: str  # UTC, ISO 8601
     code_version: str
     execution: str  # the same for all attempts of the task that judges; "" in a local run
-    # URL of the weights that its training starts from, as of `pin_state`; "" for fresh ones. In
-    # `plan` those that were given for a challenger that does not start from the champion.
-    initial_state: str = ""
     card: bytes = b""  # the run card of the challenger; a promoted version keeps it
 
 
@@ -148,7 +146,7 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
     origin = _origin(challenge)
     starts_alike = manifest and (
         criteria.start_from == FROM_CHAMPION
-        or is_same_state(manifest.initial_state, redact_url(challenge.initial_state))
+        or is_same_state(manifest.initial_state, redact_url(challenge.config.initial_model_state))
     )
     if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
         return _skip(
@@ -385,11 +383,12 @@ def _origin(challenge: Challenge) -> dict[str, Any]:
     names.
     """
     note = describe_data(challenge.directory)
+    given = dataclasses.replace(challenge.config, initial_model_state="", model_artifact="")
     return {
         "recipe": challenge.recipe,
         "recipe_version": note["recipe_version"],
         # as it is read back
-        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(challenge.config)))),
+        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(given)))),
         "data_fingerprint": note["fingerprint"],
         "code_version": challenge.code_version,
     }
@@ -399,13 +398,12 @@ def _identity(challenge: Challenge, criteria: PromotionCriteria, against: str) -
     """Return everything that decides how a challenge ends. `against` is the version in use; "" for
     none.
     """
-    url, sha256 = split_pin(challenge.initial_state)
     is_given = not against or criteria.start_from == FROM_SCRATCH
     return {
         **_origin(challenge),
         "against": against,
         "start_from": criteria.start_from,
-        "initial_state": (sha256 or redact_url(url)) if is_given else "",
+        "initial_state": identify_state(challenge.config.initial_model_state) if is_given else "",
         "margin": criteria.margin,
     }
 
@@ -421,7 +419,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
         data=describe_data(challenge.directory)["description"],
         num_train_samples=num_train,
         num_test_samples=num_test,
-        initial_state=redact_url(challenge.initial_state),
+        initial_state=redact_url(challenge.config.initial_model_state),
         class_names=list_class_names(recipe),
         metrics=dict(result.challenger),
         parent_metrics=dict(result.champion),

@@ -39,6 +39,7 @@ from flyte_ddp.config.source_code import (
 )
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.recipes.base import Recipe, list_class_names
+from flyte_ddp.storage.weights import pin_state
 
 BUILTIN = {
     "digits": "flyte_ddp.recipes.digits.Digits",
@@ -116,6 +117,12 @@ def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> Trainin
         recipe = get_recipe(name, overrides.get("recipe_options", {}))
     options = {field: getattr(recipe, field) for field in _option_types(recipe)}
     return resolve(recipe.defaults, {**overrides, "recipe_options": options})
+
+
+def pin_initial_state(config: TrainingConfig) -> TrainingConfig:
+    """Return `config` with the checksum of its initial model state, as `pin_state`."""
+    state = pin_state(config.initial_model_state)
+    return dataclasses.replace(config, initial_model_state=state)
 
 
 def get_recipe(name: str | type[Recipe], options: Mapping[str, Any] | None = None) -> Recipe:

@@ -20,6 +20,7 @@ from typing import Any
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.directory import compute_sha256
+from flyte_ddp.storage.urls import redact_url
 
 TORCHVISION = "torchvision:"  # the beginning of an initial state that torchvision publishes
 PINNED = re.compile(r"(.+) \(sha256 ([0-9a-f]{64})\)", re.S)
@@ -48,6 +49,14 @@ def split_pin(state: str) -> tuple[str, str]:
     """Return URL and checksum of what `pin_state` returned; "" for no checksum."""
     match = PINNED.fullmatch(state)
     return (match[1], match[2]) if match else (state, "")
+
+
+def identify_state(state: str) -> str:
+    """Return the checksum of what `pin_state` returned, or its URL, without secrets, if it has
+    none.
+    """
+    url, sha256 = split_pin(state)
+    return sha256 or redact_url(url)
 
 
 def is_same_state(one: str, other: str) -> bool:

@@ -48,7 +48,7 @@ from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import pin_state, split_pin
+from flyte_ddp.storage.weights import identify_state
 from flyte_ddp.studies.results import (
     DONE,
     FAILED,
@@ -123,8 +123,6 @@ class TrialRunner:
     relay: Callable[[str], None] = print_line
     run_name: str = ""  # as given to `open_cluster`
     run: str = ""  # the same for all attempts of the study, see `Job`
-    # URL of the state dict that every trial starts from; "" for fresh weights
-    initial_state: str = ""
     # receives all trials, in order, before the first one starts
     runs: list[TrialRun] = field(default_factory=list)
     # trials that an earlier attempt started in place of drawn ones
@@ -137,7 +135,6 @@ class TrialRunner:
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
-        self.initial_state = pin_state(self.initial_state)
         # of the workers that trials share
         self.pool = None if self.one_at_a_time else Pool(SharedData(Storage(self.storage.url)))
 
@@ -161,12 +158,7 @@ class TrialRunner:
         check_trials(self.recipe, trials, self.cluster)
         self.storage.check_access("checkpoints")
         note = describe_data(self.data)
-        url, sha256 = split_pin(self.initial_state)
-        self.data_version = [
-            note["fingerprint"],
-            note["recipe_version"],
-            *filter(None, [sha256 or url]),
-        ]
+        self.data_version = [note["fingerprint"], note["recipe_version"]]
         for trial in map(self._recall, trials):
             self.runs.append(TrialRun.load(trial, self._place(trial)))
         try:
@@ -330,7 +322,7 @@ class TrialRunner:
         largest = self.runs[0].state.started
         if self.pool is None and not cluster.threads_per_rank and largest:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
-        program = recipe_program(self.recipe, run.trial.config, self.initial_state)
+        program = recipe_program(self.recipe, run.trial.config)
         prefix = "[node 0] " if cluster.num_nodes == 1 else ""
         # A client has only one handler per event topic, so each run has its own.
         address, security = self.client.scheduler.address, self.client.security
@@ -372,7 +364,9 @@ def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> s
     """Return a name unique to recipe, configuration, world size and data: trials are reused only if
     nothing differs.
     """
-    values = [recipe, dataclasses.asdict(trial.config), trial.world_size, data_version]
+    state = identify_state(trial.config.initial_model_state)
+    config = {**dataclasses.asdict(trial.config), "initial_model_state": state}
+    values = [recipe, config, trial.world_size, data_version]
     return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
 

@@ -25,7 +25,7 @@ from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, check_names
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.observers.formats import format_value
-from flyte_ddp.recipes import config_of
+from flyte_ddp.recipes import config_of, pin_initial_state
 
 if TYPE_CHECKING:
     import optuna
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 STOP_EARLY = ("none", "median", "halving")
 SAMPLERS = ("random", "tpe")
 MAX_TRIALS = 1000
+# fields that no grid may vary
+SHARED = ("initial_model_state", "model_artifact")
 OPTION_PREFIX = "recipe_options."  # begins the name of a recipe's option in a grid
 
 # Names in a scaling study's choices that are no fields of a config.
@@ -89,7 +91,7 @@ def build_trials(
         fields = {name: value for name, value in choice.items() if name not in NO_FIELDS}
         if BATCH_SIZE_PER_RANK in choice:
             fields["global_batch_size"] = choice[BATCH_SIZE_PER_RANK] * world_size
-        config = config_of(recipe, _merge_overrides(base, fields))
+        config = pin_initial_state(config_of(recipe, _merge_overrides(base, fields)))
         # The config's own values: 64 and 64.0 are the same batch size.
         overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
         values = {
@@ -131,6 +133,9 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
         raise ConfigError(f"grid: expected a JSON object such as {examples}, got {grid!r}")
     names = [name for each in objects for name in each if not name.startswith(OPTION_PREFIX)]
     check_names(TrainingConfig, dict.fromkeys(names), "grid")
+    for name in SHARED:
+        if name in names:
+            raise ConfigError(f"grid: expected no {name}, which all models share (config)")
     if is_list and num_models:
         raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
     for name, values in () if is_list else grid.items():

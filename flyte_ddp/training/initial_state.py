@@ -51,10 +51,9 @@ def check_same_run(
     url: str,
     config: TrainingConfig,
     data_fingerprint: str,
-    initial_state: str,
     changeable_options: Collection[str] = (),
 ) -> None:
-    """Check that a run of these hyperparameters, data and initial state may resume from
+    """Check that a run of these hyperparameters and data may resume from
     `checkpoint`, read at `url`.
 
     Args:
@@ -92,12 +91,11 @@ def check_same_run(
             f"data: expected the data with which {url} was written, got others; "
             "other data need another place for the checkpoints"
         )
-    started_from, initial_state = redact_values([checkpoint["initial_state"], initial_state])
-    if not is_same_state(started_from, initial_state):
+    started_from, given = theirs.get("initial_model_state", ""), ours["initial_model_state"]
+    if not is_same_state(started_from, given):
         raise ConfigError(
             f"initial_model_state: expected {started_from!r}, from which the run of {url} "
-            "started, got "
-            f"{initial_state!r}; another one needs another place for the checkpoints"
+            f"started, got {given!r}; another one needs another place for the checkpoints"
         )
 
 

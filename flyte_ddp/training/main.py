@@ -37,7 +37,7 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage import Storage, redact_values
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
 from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
@@ -52,7 +52,7 @@ MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stal
 EXPORT_TIMEOUT = 60.0
 
 
-def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = "") -> None:
+def main(recipe: str | type[Recipe], config: TrainingConfig) -> None:
     """Join the other ranks of this process's session, and train a recipe. Arguments as of
     `recipe_program`.
     """
@@ -72,7 +72,7 @@ def main(recipe: str | type[Recipe], config: TrainingConfig, initial_state: str 
             stack.enter_context(
                 process_group(world, config.backend, store, config.collective_timeout)
             )
-        train(recipe, parallelism, initial_state, current)
+        train(recipe, parallelism, current)
 
 
 def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
@@ -96,9 +96,7 @@ def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
     return parallelism
 
 
-def train(
-    name: str | type[Recipe], parallelism: Parallelism, initial_state: str, current: Session
-) -> None:
+def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) -> None:
     """Train the recipe, and report and save its results."""
     config, world = parallelism.config, parallelism.world
     # Data and model: every rank has the same weights, and its own shard of each batch
@@ -128,7 +126,6 @@ def train(
         test,
         current,
         fingerprint,
-        initial_state,
         version,
         facts,
     )
@@ -139,9 +136,7 @@ def train(
     if trainer.progress.step == 0:
         check_contract(recipe, model, train, parallelism, test)
     if parallelism.saves:
-        current.emit_start(
-            initial_state=redact_url(initial_state), **_describe(trainer, data, current.process)
-        )
+        current.emit_start(**_describe(trainer, data, current.process))
         current.emit(
             events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped)
         )
@@ -194,7 +189,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     with log_failures("layers"), unchanged(model, recipe, trainer.test.dataset):
         layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
     return {
-        "config": dataclasses.asdict(config),
+        "config": redact_values(dataclasses.asdict(config)),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "backend": dist.get_backend() if world.world_size > 1 else "none",
         "num_threads": process.node.num_threads,

@@ -68,9 +68,6 @@ class Trainer:
     # of the rank, whose checkpoints are open; the ranks of a split model are their `peers`
     session: Session
     data_fingerprint: str = ""  # noted in checkpoints, so that none is continued on other data
-    # URL, as of `pin_state`, of the state dict from which the run starts if there is no checkpoint
-    # yet; "" leaves the model's own weights. Noted in checkpoints likewise.
-    initial_state: str = ""
     recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
     # of `describe_samples`; noted there as well
     data_facts: Facts = dataclasses.field(default_factory=dict)
@@ -278,7 +275,6 @@ class Trainer:
         state = {
             "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
-            "initial_state": redact_values(self.initial_state),
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "data_facts": self.data_facts,
             "progress": self.progress.to_dict(),
@@ -324,7 +320,6 @@ class Trainer:
                 url,
                 self.config,
                 self.data_fingerprint,
-                self.initial_state,
                 self.recipe.changeable_options,
             )
             ours = [type(self.recipe).__qualname__, self.recipe_version]
@@ -354,11 +349,11 @@ class Trainer:
                 bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
             )
             self.progress = Progress.from_dict(state["progress"])
-        elif self.initial_state:
+        elif self.config.initial_model_state:
             load = functools.partial(
                 load_initial_state,
                 self.model,
-                self.initial_state,
+                self.config.initial_model_state,
                 self.config.store_timeout,
                 self.config.fresh_layers,
                 list_class_names(self.recipe),

@@ -87,14 +87,13 @@ class Run:
         checkpoints="",
         data=None,
         max_restarts=0,
-        initial_state="",
         **config,
     ):
         """Train to the end, or to the error, which is raised; `config` are fields that differ from
         the recipe's.
         """
         self.config = config_of(self.recipe, config)
-        program = recipe_program(self.recipe, self.config, initial_state)
+        program = recipe_program(self.recipe, self.config)
         self.job = Job(program, checkpoints or str(self.checkpoints), time.time())
         place = LocalPlace(num_processes, max_restarts)
         self.result = driver.run(

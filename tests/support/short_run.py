@@ -108,6 +108,12 @@ def run_finished(model_state_url: str = "/state/model.pt") -> RunFinished:
     return RunFinished(12, 4.5, b"", model_state_url, 3, {"test_loss": 0.6667}, 3, 10**8, 2.5)
 
 
+def with_model() -> list[Event]:
+    """A whole run whose model is to be stored."""
+    config = {"epochs": 3, "learning_rate": 0.1, "model_artifact": "model-digits"}
+    return [started(config=config), *whole_run()[1:]]
+
+
 def whole_run() -> list[Event]:
     return [
         started(),

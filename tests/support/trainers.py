@@ -28,7 +28,7 @@ class StoppingLink(Link):
 
 def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
-    config = config_of(run.recipe, config)
+    config = config_of(run.recipe, {"initial_model_state": initial_state, **config})
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
     train_data, test_data = recipe.datasets(run.data(source))
     train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
@@ -39,4 +39,4 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     link.stop_after = stop_after
     session, _ = session_of(checkpoints=run.checkpoints, link=link, kind=Kind.RECIPE)
     session.open_checkpoints(config.checkpoints_to_keep)
-    return Trainer(recipe, parallelism, model, train, test, session, initial_state=initial_state)
+    return Trainer(recipe, parallelism, model, train, test, session)

@@ -25,8 +25,7 @@ from flyte_ddp.config.source_code import files_below, find_packages, list_packag
 from flyte_ddp.config.training import Batch
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.protocol.ranks import TRAINING
-from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of
-from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 COMPILERS = ("g++", "gcc", "clang")
@@ -174,15 +173,12 @@ def check_run_id(run_id: str) -> None:
         )
 
 
-def recipe_program(
-    recipe: str | type[Recipe], config: TrainingConfig, initial_state: str = ""
-) -> Program:
-    """Return the program that trains a recipe.
+def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Program:
+    """Return the program that trains a recipe. What the config's initial state has now counts: see
+    `pin_initial_state`.
 
     Args:
         recipe: by its name, or a class that travels by value.
-        initial_state: path or URL of the state dict that a new run starts from; "" for fresh
-            weights. What it has now counts: see `pin_state`.
 
     Raises:
         ConfigError: an unknown recipe or option of it.
@@ -193,7 +189,7 @@ def recipe_program(
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
     elif config.sync_batch_norm:
         needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
-    training = _Training(recipe, config, pin_state(initial_state))
+    training = _Training(recipe, pin_initial_state(config))
     if isinstance(recipe, str):
         call, packages = pickle.dumps(training), list_packages(path_of(recipe))
     else:
@@ -239,9 +235,8 @@ class _Training:
 
     recipe: str | type[Recipe]
     config: TrainingConfig
-    initial_state: str
 
     def __call__(self) -> bytes:
         module, name = TRAINING
-        getattr(importlib.import_module(module), name)(self.recipe, self.config, self.initial_state)
+        getattr(importlib.import_module(module), name)(self.recipe, self.config)
         return b""

@@ -32,7 +32,8 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
     started, finished = state.started, state.finished
     assert started is not None
     assert finished is not None
-    parent = CHAMPION.search(started.initial_state)
+    initial_state = started.config.get("initial_model_state", "")
+    parent = CHAMPION.search(initial_state)
     sizes = [
         *(len(epoch.rank_losses) for epoch in state.epochs if epoch.rank_losses),
         started.world_size,
@@ -49,7 +50,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "origin": {
             **{name: value for name, value in origin.items() if value},
             "recipe_version": started.recipe_version,
-            "initial_model_state": started.initial_state or None,
+            "initial_model_state": initial_state or None,
             "parent_champion": parent[1] if parent else origin.get("parent_champion") or None,
         },
         "model": {
