@@ -44,7 +44,7 @@ PROFILES = {
 SMALL = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "2Gi", "20Gi", "")}
 DRIVER = {"sandbox": ("1", "2Gi", "4Gi", ""), "gpu": ("1", "8Gi", "20Gi", "")}
 TRAINING = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("16", "64Gi", "50Gi", "4")}
-# hours, of a small task and of one that trains or drives
+# hours, of a small task and of one that trains, predicts or drives
 TIMEOUTS = {"sandbox": (1, 4), "gpu": (6, 48)}
 EVALUATION = {"sandbox": ("2", "4Gi", "4Gi", ""), "gpu": ("4", "16Gi", "50Gi", "1")}
 
@@ -71,6 +71,8 @@ KNOWN = {
     "tasks.retrain.plan_retraining": Expected(SMALL),
     "tasks.retrain.judge_challenger": Expected(EVALUATION, 3, interruptible=True, deck=True),
     "tasks.retrain.keep_champion": Expected(SMALL, deck=True),
+    "tasks.predict.predict_on_one_node": Expected(TRAINING, 3, interruptible=True),
+    "tasks.predict.predict_on_cluster": Expected(DRIVER, 3),
 }
 
 
@@ -253,7 +255,7 @@ def test_every_attempt_of_every_task_has_a_timeout(package):
     """Also in the nodes: Flyte reads it there."""
     small, training = TIMEOUTS[package.profile]
     for name, task in package.tasks.items():
-        trains = name.rpartition(".")[2].startswith(("train_", "run_"))
+        trains = name.rpartition(".")[2].startswith(("train_", "run_", "predict_"))
         assert task.metadata.timeout.seconds == 3600 * (training if trains else small), name
     for spec in package.workflows.values():
         for node in spec.template.nodes:
