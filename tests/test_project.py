@@ -475,8 +475,8 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
         ),
         (
             ["new", "other", "--with", "sweeps"],
-            "error: --with: expected some of names, predict, retrain, scaling, script, sweep, text, "
-            "got 'sweeps' (did you mean sweep?)\n",
+            "error: --with: expected some of names, predict, retrain, scaling, script, sweep, "
+            "text, got 'sweeps' (did you mean sweep?)\n",
         ),
         (
             ["new", "other", "--wheel", "away.whl"],
