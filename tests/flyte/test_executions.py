@@ -221,7 +221,7 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
     where it was.
     """
     (checkout_with_recipes.directory / "recipes/paced.py").write_text(PACED)
-    config = json.dumps({"epochs": 15, "seed": int(unique, 16), "checkpoint_interval": 1000})
+    config = json.dumps({"epochs": 6, "seed": int(unique, 16), "checkpoint_interval": 1000})
     inputs = ("--recipe", "recipes.paced.Paced", "--config", config)
     execution = checkout_with_recipes.train_on_cluster(*inputs, min_nodes=1)
     aborted.append(execution)
@@ -254,7 +254,7 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
         follow.terminate()
         follow.wait()
     outputs = execution.outputs()
-    assert len(outputs["epoch_accuracies"]) == 15
+    assert len(outputs["epoch_accuracies"]) == 6
     told = (tmp_path / "log").read_text()
     assert f"resumed at step {left[1]} of" in told
     (stopped,) = set(re.findall(r"the run was stopped at step (\d+)", told))
