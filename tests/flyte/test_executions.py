@@ -228,6 +228,7 @@ def test_drained_nodes_of_a_worker_and_of_the_driver_cost_no_step(
     driver = execution.pod_of("train-on-cluster")
 
     def has_reached(step: int) -> bool:
+        assert not execution.is_over, execution.sync().error
         return max(map(int, re.findall(r"step (\d+) of", execution.log(driver))), default=0) >= step
 
     with open(tmp_path / "log", "w") as log:
