@@ -7,6 +7,7 @@ from typing import NamedTuple
 import flytekit
 from flytekit.types.directory import FlyteDirectory
 
+from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.flyte.flyte_context import current_execution, share_storage_credentials
 from flyte_ddp.flyte.inputs import (
     OptionalCluster,
@@ -15,7 +16,7 @@ from flyte_ddp.flyte.inputs import (
     given,
     location,
 )
-from flyte_ddp.flyte.task import check_cluster, check_options, check_urls, task_body
+from flyte_ddp.flyte.task import check_cluster, check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.prediction import predict as predictions
 from flyte_ddp.storage import redact_url
@@ -46,8 +47,8 @@ def predict(
     check_requested_gpus()
     fields = given(config)
     check_cluster(cluster)
-    check_urls(model_state=model_state, data=location(data), output=output)
-    check_options(fields.get("recipe_options", {}))
+    places = list_places(fields.get("recipe_options", {}), "recipe_options")
+    check_urls(model_state=model_state, data=location(data), output=output, **places)
     share_storage_credentials()
     execution = current_execution(flytekit.current_context())
     url = output or f"{execution.checkpoints}/predictions"
