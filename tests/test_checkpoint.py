@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from flyte_ddp.checkpoints import stored_steps
-from flyte_ddp.checkpoints.files import portable
+from flyte_ddp.checkpoints.files import portable, save_state
 from flyte_ddp.checkpoints.staging import StagingMemory
-from flyte_ddp.checkpoints.state_file import save_state
 from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
 from flyte_ddp.errors import CheckpointError, ConfigError, RankFailure, StorageUnavailable
 from flyte_ddp.recipes import get_recipe
@@ -116,7 +115,7 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
         (lambda tensors, manifest: tensors.write_bytes(b""), "got 0"),
         (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),
         (lambda tensors, manifest: manifest.write_text("[]"), "TypeError"),
-        (lambda tensors, manifest: manifest.write_text('{"format": 3}'), "KeyError"),
+        (lambda tensors, manifest: manifest.write_text('{"format": 4}'), "KeyError"),
         (lambda tensors, manifest: manifest.write_text("{}"), "KeyError"),
         (lambda tensors, manifest: manifest.write_text('{"files": []}'), "names no file"),
     ],
@@ -171,7 +170,7 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path, monkeypatch):
             return (os.mkdir, (str(tmp_path / "was-run"),))
 
     store = _store(tmp_path / "checkpoints", 3)
-    monkeypatch.setattr("flyte_ddp.checkpoints.store.readable", lambda state, is_part: state)
+    monkeypatch.setattr("flyte_ddp.checkpoints.store.collect", lambda state, _: {"values": state})
     store.save({"model": Harmful()}, 6, best=False)
     store.wait()
 
@@ -200,13 +199,13 @@ def test_remains_of_killed_writers_are_removed_with_the_next_save(tmp_path):
     _files(store, 1)[1].unlink()
     (tmp_path / "step-0000000000.json").write_text("{")
     remains = [
-        f"step-0000000003-0badcafe.pt.{32 * '0'}.tmp",
+        f"step-0000000003-0badcafe-0of1.pt.{32 * '0'}.tmp",
         "step-0000000002-00c0ffee-1of2.pt",
-        "step-0000000004-00c0ffee.pt",
+        "step-0000000004-00c0ffee-0of1.pt",
     ]
     others = [
-        "step-0000000000-0badcafe.pt",  # of a checkpoint that cannot be read
-        "skipped-1-step-0000000001-00c0ffee.pt",
+        "step-0000000000-0badcafe-0of1.pt",  # of a checkpoint that cannot be read
+        "skipped-1-step-0000000001-00c0ffee-0of1.pt",
         *("step-notes.json", "step-5.json", "step-00000000012.json", "step-0000000001.json.tmp"),
         *("step-x.pt.tmp", "step-1.pt", "step-0000000005-notes.pt", "notes.txt"),
     ]
@@ -355,7 +354,9 @@ def test_saves_continue_during_an_outage_with_one_log_line_and_are_announced_whe
 ):
     announced = []
     store = CheckpointStore(
-        memory, 2, on_written=lambda *written: announced.append((*written, _kept(store)))
+        memory,
+        2,
+        report=lambda is_busy, written: written and announced.append((*written, _kept(store))),
     )
     faulty = Faulty(
         monkeypatch,
@@ -430,7 +431,7 @@ def test_states_that_wait_and_are_replaced_or_written_use_the_same_memory(tmp_pa
     kept = {step: store.load(step)["weight"][0].item() for step in _kept(store)}
     assert kept[8] == 8
     assert all(step == value for step, value in kept.items())
-    assert len(store.memory._free) <= 3
+    assert len(store.staging._free) <= 3
 
 
 def test_a_checkpoint_saved_again_is_whole_at_every_moment(tmp_path, monkeypatch):

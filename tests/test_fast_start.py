@@ -37,10 +37,12 @@ for name in ("sgd", "adamw"):
 print("torch._dynamo" in sys.modules)
 """
 CHECK = """
-from flyte_ddp.checkpoints.resharding import assemble
+from flyte_ddp.checkpoints.assembly import assemble
+from flyte_ddp.checkpoints.state import collect
 from flyte_ddp.world import ALONE
 from tests.test_contract import check
-assemble([{"file": "memory"}], lambda _: {"weights": torch.ones(3, 2).t()}, ALONE)
+part = collect({"weights": torch.ones(3, 2).t()})
+assemble([{"file": "memory"}], lambda _: part, ALONE, is_mapped=True)
 check()
 print("sympy" in sys.modules)
 """

@@ -63,7 +63,7 @@ PICTURE = {
 }
 # By which a module reads, writes, waits or starts something. Requests to stop are set by signals.
 DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfile", "threading")
-MAY_DO_IO = ("signals", "memory", "programs")
+MAY_DO_IO = ("signals", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
 MAX_ROOMS, MAX_ARROWS = 22, 104

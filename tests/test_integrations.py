@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import flyte_ddp
 from flyte_ddp import events, session
+from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.launch.control import driver
@@ -25,7 +26,6 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.rank.sharding import is_split
 from tests.support.frameworks import PROGRAMS, Task
 from tests.support.gang import session_of
 

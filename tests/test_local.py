@@ -21,8 +21,8 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent import rank_start, supervisor
 from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
-from flyte_ddp.launch.protocol.memory import UNLIMITED, free_in
 from flyte_ddp.launch.protocol.messages import InspectedRank
+from flyte_ddp.storage.cgroups import UNLIMITED, free_in
 from tests.support.dask_runs import eventually
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 

@@ -15,19 +15,17 @@ import torch
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
-from flyte_ddp.checkpoints.resharding import SHARDS
-from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, save_state
+from flyte_ddp.checkpoints.files import CHECKSUM, check_file, save_state
+from flyte_ddp.checkpoints.memory import NodeMemory, Slots
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol import memory
-from flyte_ddp.launch.protocol.memory import NodeMemory
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks
-from flyte_ddp.rank import memory_states
-from flyte_ddp.rank.copies import Slots
+from flyte_ddp.rank import memory_interval
 from flyte_ddp.rank.link import RankProcess
-from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
+from flyte_ddp.rank.memory_interval import MemoryInterval
+from flyte_ddp.rank.states import load_newest
 from flyte_ddp.world import ALONE
 from tests.support.dask_runs import LOCAL
 from tests.support.lost_ranks import train
@@ -137,6 +135,7 @@ def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
+BOTH = (0, 1)
 NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
 
 
@@ -151,17 +150,17 @@ def node_with(*states, num_parts=2, spoilt=()):
         spoilt: step and number of a part with another checksum than was recorded.
     """
     memory = NodeMemory()
-    memory.begin(NODE)
+    memory.begin(0, BOTH)
     for turn, (step, numbers) in enumerate(states, 1):
         for number in numbers:
-            values = {SHARDS: [([2 * number], torch.full((2,), float(step)))]}
-            if number == 0:
-                values |= {
-                    "progress": {"step": step, "epochs": []},
-                    "model": {"weight": torch.empty(4, device="meta")},
-                }
+            values = {
+                "progress": {"step": step, "epochs": []},
+                "model": {"weight": torch.empty(4, device="meta")},
+            }
+            piece = (0, [2 * number], torch.full((2,), float(step)))
+            part = {"values": values if number == 0 else None, "pieces": [piece]}
             with open(memory.slots_of(number)[turn % 2].path, "r+b") as file:
-                entry = save_state(values, file, with_crc32=False)
+                entry = save_state(part, file, with_crc32=False)
                 file.truncate()
                 if (step, number) == spoilt:
                     file.seek(-9, 2)
@@ -172,7 +171,6 @@ def node_with(*states, num_parts=2, spoilt=()):
     return memory
 
 
-BOTH = (0, 1)
 DAMAGED = "the checksum of part 1 is not the one that was recorded when it was written"
 NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
 
@@ -196,11 +194,12 @@ NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
 def test_the_newest_state_in_memory_that_is_whole_and_right_is_used(
     states, spoilt, job, needed, expected, problem, tmp_path
 ):
-    left = node_with(*states, spoilt=spoilt).begin(dataclasses.replace(NODE, num_restarts=1))
+    left = node_with(*states, spoilt=spoilt).begin(1, BOTH)
     job = dataclasses.replace(JOB, is_in_memory=True, **job)
-    process = RankProcess(job, NODE, 0, None, None, parts=left)
+    link = SimpleNamespace(send=lambda *_: None)
+    process = RankProcess(job, NODE, 0, None, link, parts=left)
     store = CheckpointStore(str(tmp_path), 2)
-    found = load_from_memory(ALONE, process, store, lambda *_: None, lambda state: needed)
+    found = load_newest(ALONE, process, store, lambda *_: None, lambda state: needed)
     if expected is None:
         assert found.state is None
     else:
@@ -212,7 +211,7 @@ def test_the_newest_state_in_memory_that_is_whole_and_right_is_used(
 
 def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     memory = node_with((2, (0, 1)), (4, (0, 1)))
-    left = memory.begin(dataclasses.replace(NODE, num_restarts=1))
+    left = memory.begin(1, BOTH)
     assert sorted(part.step for part in left) == [2, 2, 4, 4]
     # by ranks that never close them
     opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]
@@ -221,7 +220,7 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     values = {"num_parts": 2, "num_bytes": 0, "checksum": ""}
     for number in (0, 1):
         memory.take(turn=1, step=6, number=number, **values)
-    left = memory.begin(dataclasses.replace(NODE, num_restarts=2))
+    left = memory.begin(2, BOTH)
     assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
     # each rank that begins the next knows that the one before is whole
     memory.take(turn=2, step=8, number=0, **values)
@@ -238,11 +237,9 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
             lambda state: [((), SimpleNamespace(is_cuda=True))],
         )
     memory = NodeMemory()
-    memory.begin(NODE)
+    memory.begin(0, BOTH)
 
-    link = SimpleNamespace(send=lambda message: memory.take(**message.part))
-    process = SimpleNamespace(slots=memory.slots_of(0), link=link, node=NODE, rank=0)
-    slots = Slots(process, lambda: None)
+    slots = Slots(memory.slots_of(0), 0, lambda part: memory.take(**part), False, lambda: None)
     store = CheckpointStore(str(tmp_path), 1, slots=slots)
     for step, size in enumerate((9, 3 << 20, 2 << 20, 5, 3 << 20, 1 << 20), 1):
         weight = torch.randn(size, requires_grad=True)
@@ -255,13 +252,16 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
         )
         store.wait()
         if step == 1:
-            assert bool(store.memory._free) is on_gpu  # on a CPU only the store's states are copied
+            assert (
+                bool(store.staging._free) is on_gpu
+            )  # on a CPU only the store's states are copied
         part = max(memory._parts.values(), key=lambda part: part.turn)
         assert check_file(part.file.path) == (part.num_bytes, part.checksum)
         found = torch.load(part.file.path, weights_only=True)
-        assert found["progress"]["step"] == step
-        assert torch.equal(found["weight"], weight)
-        assert not found["weight"].requires_grad
+        ((_, _, values),) = found["pieces"]
+        assert found["values"]["progress"]["step"] == step
+        assert torch.equal(values, weight)
+        assert not values.requires_grad
     assert stored_steps(str(tmp_path)) == [6]
     memory.close()
 
@@ -272,7 +272,7 @@ def test_what_does_not_fit_into_memory_is_not_kept_there_and_one_line_says_so(mo
     )
     # a fifth time for the copy that is written
     for num_bytes, is_kept in ((62 << 20, True), (58 << 20, False)):
-        monkeypatch.setattr(memory, "free_memory", lambda num_bytes=num_bytes: num_bytes)
+        monkeypatch.setattr(memory_interval, "free_memory", lambda num_bytes=num_bytes: num_bytes)
         interval = MemoryInterval(5, process, ALONE, lambda: 12 << 20)
         due = [step for step in range(1, 16) if interval.is_due(step)]
         assert due == ([5, 10, 15] if is_kept else [])
@@ -285,8 +285,8 @@ def test_an_automatic_interval_costs_a_hundredth_of_the_time_and_follows_what_is
     monkeypatch,
 ):
     now = 100.0
-    monkeypatch.setattr(memory_states.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(memory_interval.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(memory_interval, "free_memory", lambda: 1 << 40)
     process = SimpleNamespace(node=NODE, slots=[object()], job=JOB)
     interval, due = MemoryInterval(-1, process, ALONE, lambda: 8), []
     for step in range(1, 400):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from flyte_ddp.checkpoints.assembly import fill
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.split_state import fill
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.metrics import read_figures
 from flyte_ddp.training.progress import Progress
@@ -307,7 +307,7 @@ def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
         save(tmp_path, 1)
-    with pytest.raises(ConfigError, match="expected format 3, got format 99; the file is whole"):
+    with pytest.raises(ConfigError, match="expected format 4, got format 99; the file is whole"):
         CheckpointStore(str(tmp_path), 5).load_latest()
     save(tmp_path, 2, step=2)
     store = CheckpointStore(str(tmp_path), 1)

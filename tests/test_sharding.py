@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
+from flyte_ddp.checkpoints import store as checkpoint_store
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import StopRequested, StorageUnavailable
@@ -45,14 +46,14 @@ STEPS = 9  # per epoch
 
 def train_and_note_reads(world, store, *arguments):
     """Work of a gang: the events, and the names of the files of tensors that this rank has read."""
-    names, read = [], Storage.read
+    names, read = [], checkpoint_store.read_file
 
-    def noting(storage, name):
-        names.append(name)
-        return read(storage, name)
+    def noting(storage, entry):
+        names.append(entry["file"])
+        return read(storage, entry)
 
-    Storage.read = noting
-    return train_recipe(world, store, *arguments), [name for name in names if name.endswith(".pt")]
+    checkpoint_store.read_file = noting
+    return train_recipe(world, store, *arguments), names
 
 
 def train_tiny(directory, num_ranks, **options):
@@ -174,11 +175,14 @@ def test_a_resumed_run_of_shards_has_bitwise_the_weights_of_one_that_was_not_int
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def save_shards(store, rank, step, best=False):
-    state = {"shards": [([2 * rank, 0], torch.full((2, 300), float(step)))]}
-    if rank == 0:
-        state |= {"weight": torch.empty(4, 300, device="meta"), "step": step}
-    store.save(state, step, best)
+def save_shards(store, step, best=False):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rows = torch.full((2, 300), float(step))
+    mesh = store.mesh = getattr(store, "mesh", None) or init_device_mesh("cpu", (2,))
+    weight = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+    store.save({"weight": weight, "step": step}, step, best)
 
 
 def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
@@ -202,10 +206,10 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
 
     Storage.write = slow
     for step in range(1, 9):
-        save_shards(checkpoints, world.rank, step, best=step in (3, 5))
+        save_shards(checkpoints, step, best=step in (3, 5))
         time.sleep(0.05)
     checkpoints.wait()
-    assert len(checkpoints.memory._free) <= 3
+    assert len(checkpoints.staging._free) <= 3
     if world.rank == 1:
         world.all_gather(0.0)
         Storage.write = die
@@ -216,7 +220,7 @@ def save_while_one_rank_is_slow_and_then_killed(world, store, directory):
             if name.endswith(".json")
         }
         world.all_gather(0.0)  # until now the other one is alive
-    save_shards(checkpoints, world.rank, 9)
+    save_shards(checkpoints, 9)
     checkpoints.wait(seconds=1.0)
     again = CheckpointStore(directory, 10)
     state, _, skipped = again.load_latest()

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from flyte_ddp.launch.protocol.memory import MappedFile, MemoryFile
+from flyte_ddp.checkpoints.memory import MappedFile, MemoryFile
 from flyte_ddp.storage import Storage, uncached_file
 from flyte_ddp.storage.uncached_file import BLOCK, DIRECT, UncachedFile
 

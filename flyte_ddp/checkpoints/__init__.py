@@ -1,4 +1,4 @@
-"""Checkpoints: writing, reading and resharding them, and which run owns the place where they are.
+"""Checkpoints: their parts, writing and reading them, and which run owns the place where they are.
 
 Drivers use this file and ownership.py, which import no torch.
 """

@@ -10,18 +10,22 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
+import xxhash
+from torch.utils.serialization import config
 
-from flyte_ddp.checkpoints.state_file import CHECKSUM, check_file, compute_checksum
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.checkpoints.state import Part
+from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage import read_file as fetch
 from flyte_ddp.storage.failures import describe
 from flyte_ddp.storage.weights import from_bytes
 
-FORMAT = 3  # of a checkpoint; another one is refused
+FORMAT = 4  # of a checkpoint; another one is refused
+CHECKSUM = "xxh3_128"  # its name in a manifest
+READ_SIZE = 4 << 20  # bytes that are read at once; more do not fit into a core's cache
 
 Entry = dict[str, Any]  # of a file in a manifest: "file", "bytes" and a checksum
 
@@ -42,7 +46,7 @@ def is_manifest(name: str) -> bool:
 
 def is_tensors(name: str) -> bool:
     """Return whether `name` is that of a file of tensors."""
-    return re.fullmatch(r"step-\d{10}-[0-9a-f]{8}(-\d+of\d+)?\.pt", name) is not None
+    return re.fullmatch(r"step-\d{10}-[0-9a-f]{8}-\d+of\d+\.pt", name) is not None
 
 
 def is_half_written(name: str) -> bool:
@@ -73,20 +77,18 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     raise _foreign(storage, name, f"expected format {FORMAT}, got format {found}")
 
 
-def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, Any]:
+def read_file(storage: Storage, entry: Entry) -> Part:
     """Return the contents of a file of tensors.
 
-    Args:
-        maps: the caller copies the tensors at once. So those of a local file may stay in it, which
-            spares two copies: they are mapped. The file must not go away meanwhile.
+    Those of a local file stay in it, which spares two copies: they are mapped into memory. The
+    caller copies what it keeps.
 
     Raises:
         Damaged: it is missing, or not what was written. The store's errors are raised as they are.
         MemoryError: it is whole, but does not fit into memory.
         ConfigError: it is whole, but this version of torch cannot read it.
     """
-    name = entry["file"]
-    maps = maps and storage.is_local
+    name, maps = entry["file"], storage.is_local
     source: Any = f"{storage.root}/{name}"
     try:
         if maps:
@@ -102,7 +104,7 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
             "another checksum"
         )
     try:
-        state: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
+        part: Part = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except Exception as error:  # of bytes that are those that were written
         what = describe(error)
         # torch has no class for it
@@ -111,7 +113,7 @@ def read_file(storage: Storage, entry: Entry, maps: bool = False) -> dict[str, A
                 f"checkpoints: {storage.join(name)} could not be read for want of memory: {what}"
             ) from None
         raise _foreign(storage, name, what) from error
-    return state
+    return part
 
 
 def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
@@ -146,3 +148,65 @@ def portable(state: Mapping[str, Any]) -> dict[str, Any]:
         name: convert(value) if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
     }
+
+
+def save_state(state: Mapping[str, Any], file: BinaryIO, with_crc32: bool) -> dict[str, Any]:
+    """Write `state` to `file`; return its "bytes" and its checksum, as a manifest has them.
+
+    Args:
+        with_crc32: also have torch put its own checksums in the file, which other tools read.
+
+    Raises:
+        OSError: the file's.
+        CheckpointError: the state cannot be serialized.
+    """
+    stream = _ChecksumStream(file)
+    try:
+        with config.patch({"save.compute_crc32": with_crc32}):  # type: ignore[attr-defined]
+            torch.save(state, cast(BinaryIO, stream))
+    except Exception as error:
+        if stream.error is not None:  # torch hides it behind one of its own
+            raise stream.error from None
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
+    return {"bytes": stream.size, CHECKSUM: stream.checksum.hexdigest()}
+
+
+def compute_checksum(contents: bytes) -> str:
+    """Return the checksum of `contents`, as their entry in a manifest records it."""
+    return str(xxhash.xxh3_128_hexdigest(contents))
+
+
+def check_file(path: str) -> tuple[int, str]:
+    """Return the size and the checksum of a local file, read with little memory."""
+    checksum, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(READ_SIZE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum.update(buffer[:count])
+            size += count
+    return size, checksum.hexdigest()
+
+
+class _ChecksumStream:
+    """A file for `torch.save` that takes the checksum of what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.size = 0
+        self.checksum = xxhash.xxh3_128()
+        self.error: OSError | None = None  # of the file
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        # the core's cache still has a piece for the checksum
+        for begin in range(0, len(data), READ_SIZE):
+            piece = data[begin : begin + READ_SIZE]
+            try:
+                self._file.write(piece)
+            except OSError as error:
+                self.error = error
+                raise
+            self.checksum.update(piece)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Peers:
-    """All ranks of a gang whose states are in shards.
+    """The ranks that save a state together: all of a gang, or this one alone.
 
     Every method raises StorageUnavailable if the store is gone, which is with rank 0's process.
     """
 
     world: World  # for collectives of the training's thread
-    # The rendezvous. Only calls that return at once are made: others would keep the collectives
-    # from it.
-    store: Store
+    # The rendezvous; None for a rank alone. Only calls that return at once are made: others would
+    # keep the collectives from it.
+    store: Store | None = None
 
     def file(self, stem: str) -> str:
         """Return the name of the file that this rank writes."""
@@ -40,14 +40,16 @@ class Peers:
         """Tell the other ranks about the state with this number: rank 0 the beginning of its files'
         names, as it begins to write it, another rank the entry of its part, when that is in place.
         """
-        key = f"flyte_ddp/checkpoint/{self.world.rank}"
-        _try(lambda: self.store.set(key, json.dumps([number, value])))
+        store, key = self.store, f"flyte_ddp/checkpoint/{self.world.rank}"
+        if store is not None:
+            _try(lambda: store.set(key, json.dumps([number, value])))
 
     def announced(self, rank: int) -> tuple[int, Any]:
         """Return what `rank` has announced last; (0, "") for nothing yet."""
-        key = f"flyte_ddp/checkpoint/{rank}"
+        store, key = self.store, f"flyte_ddp/checkpoint/{rank}"
+        assert store is not None  # there is another rank
         # `get` alone would wait for the key.
-        found = _try(lambda: self.store.get(key) if self.store.check([key]) else '[0, ""]')
+        found = _try(lambda: store.get(key) if store.check([key]) else '[0, ""]')
         number, value = json.loads(found)
         return number, value
 

@@ -27,7 +27,6 @@ class Retention:
     num_kept: int  # newest checkpoints that stay; the best one stays besides
     owner: str  # as of `CheckpointStore`
     resumed: str = ""  # the manifest that the run goes on from; older ones are its own
-    keeps_resumed: bool = False  # it stays, because other ranks may still read it
     # the manifests of the run, by name: written or read here, or older than what it goes on from
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -49,8 +48,7 @@ class Retention:
         )
 
     def keep_newest(self, keeps_best: bool) -> bool:
-        """Delete from now on all checkpoints but the newest and one still read; return whether
-        there were others.
+        """Delete from now on all checkpoints but the newest; return whether there were others.
 
         Args:
             keeps_best: the best one stays too.
@@ -73,7 +71,7 @@ class Retention:
         self.own = {name: manifest for name, manifest in self.own.items() if name in names}
         own = sorted(name for name in self.own if name <= newest)
         best = [name for name in own if self.own[name].get("best")]
-        kept = {*own[-self.num_kept :], *best[-1:], *([self.resumed] if self.keeps_resumed else [])}
+        kept = {*own[-self.num_kept :], *best[-1:]}
         # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
         for name in own:
             if name not in kept:

@@ -1,16 +1,14 @@
 """Checkpoints that outlive the process that wrote them: atomic, checksummed, at any fsspec URL.
 
-A checkpoint is two files. `step-0000000123-4f1c88a2.pt` holds the tensors; `step-0000000123.json`,
-the manifest, names that file with its size and checksum. A state in shards has a file of each rank,
-`step-0000000123-4f1c88a2-1of4.pt`, and one manifest. It is written last, so a checkpoint without
-one does not exist.
+A checkpoint is a file of each rank that saves a part, such as `step-0000000123-4f1c88a2-1of4.pt`,
+and the manifest, `step-0000000123.json`, which names these files with their sizes and checksums. It
+is written last, so a checkpoint without one does not exist.
 
 Two rules keep progress safe. Only proven damage is skipped: a store that cannot be reached is
 waited for. And nothing is deleted that no newer checkpoint of this run replaces: what is damaged is
 renamed to `skipped-...`.
 
-Knows nothing of models. Rank 0 writes; of a state in shards every rank writes its own, and rank 0
-the manifest.
+Knows nothing of models. Rank 0 writes, or every rank its part, and rank 0 the manifest.
 """
 
 from __future__ import annotations
@@ -27,9 +25,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
+from flyte_ddp.checkpoints.assembly import BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.files import (
+    CHECKSUM,
     FORMAT,
     Damaged,
     Entry,
@@ -37,19 +37,14 @@ from flyte_ddp.checkpoints.files import (
     is_manifest,
     read_file,
     read_manifest,
+    save_state,
 )
+from flyte_ddp.checkpoints.memory import Slots
 from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.checkpoints.peers import Peers
-from flyte_ddp.checkpoints.resharding import SHARDS, BoxOf, assemble, find_tensors, keep_all
 from flyte_ddp.checkpoints.retention import Retention
-from flyte_ddp.checkpoints.staging import (
-    Buffers,
-    StagingMemory,
-    map_tensors,
-    readable,
-    separate_types,
-)
-from flyte_ddp.checkpoints.state_file import CHECKSUM, save_state
+from flyte_ddp.checkpoints.staging import Buffers, StagingMemory
+from flyte_ddp.checkpoints.state import collect, find_tensors, map_tensors
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
 from flyte_ddp.storage.failures import describe
@@ -82,19 +77,6 @@ class _Write:
         return self.entry["bytes"], self.entry[CHECKSUM]
 
 
-class Slots(Protocol):
-    """Takes this rank's part of a state into the memory of its node: see rank/copies.py."""
-
-    written: dict[int, dict[str, Any]]
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    def write(
-        self, step: int, num_parts: int, save: Callable[[BinaryIO], tuple[int, str]]
-    ) -> None: ...
-
-
 @dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of one run below one URL.
@@ -112,13 +94,11 @@ class CheckpointStore:
     # written, renamed or deleted; "" for a place that nothing else uses.
     owner: str = ""
     # Called with True when a state is about to be written, and with False when none is being
-    # written.
-    on_busy: Callable[[bool], None] = lambda is_busy: None
-    # Called in the writing thread with the step and URL of a checkpoint that the store now has
-    # whole, and whether it is the best. On rank 0 only, where each rank saves a part.
-    on_written: Callable[[int, str, bool], None] = lambda step, url, best: None
-    # that each save a part of every state; None where this process saves whole ones
-    peers: Peers | None = None
+    # written; with step and URL of a checkpoint that the store now has whole, and whether it is the
+    # best, on rank 0 only.
+    report: Callable[[bool, tuple[int, str, bool] | None], None] = lambda is_busy, written: None
+    # who save a state together; all of them make the same calls then
+    peers: Peers = field(default_factory=lambda: Peers(ALONE))
     slots: Slots | None = None  # take states in memory
 
     def __post_init__(self) -> None:
@@ -141,11 +121,11 @@ class CheckpointStore:
         self._failure: Exception | None = None  # final
         self._num_in_memory = 0  # states that are being written to the memory of the node
         self._changed = threading.Condition()
-        self.memory = StagingMemory()
+        self.staging = StagingMemory()
         self._thread: threading.Thread | None = None
 
-    def share_with(self, peers: Peers | None) -> None:
-        """Let each of `peers` save a part of every state from now on. Nothing may be waiting to be
+    def share_with(self, peers: Peers) -> None:
+        """Save every state together with `peers` from now on. Nothing may be waiting to be
         written.
         """
         self.peers = peers
@@ -154,7 +134,7 @@ class CheckpointStore:
     @property
     def _follows(self) -> bool:
         """True where rank 0 chooses the states that this rank writes a part of."""
-        return self.peers is not None and self.peers.world.rank > 0
+        return not self.peers.world.is_first
 
     def save(
         self,
@@ -189,16 +169,10 @@ class CheckpointStore:
             )
             is_ready = self.slots and self.slots.is_ready and not self._num_in_memory
             to_memory = bool(is_ready and (to_store or not waits))
-            if self.peers:
-                to_memory = not self.peers.world.all_reduce(float(not to_memory))[0]
+            to_memory = not self.peers.world.all_reduce(float(not to_memory))[0]
         if not (to_store or to_memory):
             return None
-        try:
-            state = separate_types(readable(state, is_part=SHARDS in state))
-        except RecursionError:
-            raise ConfigError(
-                "save: state: expected containers in containers, got one that contains itself"
-            ) from None
+        part = collect(state, self.peers.world.is_first)
         # A new name even for a step that was saved before: its tensors must stay until this
         # checkpoint is complete.
         self._num_saves += to_store
@@ -206,18 +180,18 @@ class CheckpointStore:
         write = _Write(None, name, step, best, number=self._num_saves)
         if to_store:
             self._make_room(write)
-        on_gpu = any(each.is_cuda for _, each in find_tensors(state))
+        on_gpu = any(each.is_cuda for _, each in find_tensors(part))
         if to_store or on_gpu:
-            write.state, write.buffers = self.memory.copy(state)
+            write.state, write.buffers = self.staging.copy(part)
         if to_memory:
-            self._save_in_memory(replace(write), state, on_gpu)
+            self._save_in_memory(replace(write), part, on_gpu)
         if not to_store:
             return ""
         self._enqueue(write)
         return self.storage.join(checkpoint_name(step) + ".json")
 
-    def _save_in_memory(self, write: _Write, state: Any, on_gpu: bool) -> None:
-        """Write a state to the memory of the node: from a copy that GPUs have made, in a thread, or
+    def _save_in_memory(self, write: _Write, part: Any, on_gpu: bool) -> None:
+        """Write a part to the memory of the node: from a copy that GPUs have made, in a thread, or
         on a CPU at once.
 
         A thread would need a copy there, too, which takes as long on the same cores.
@@ -229,9 +203,7 @@ class CheckpointStore:
             if on_gpu:
                 _yield_cores_to_training()
             try:
-                slots.write(
-                    write.step, self.peers.world.world_size if self.peers else 1, write.save_to
-                )
+                slots.write(write.step, self.peers.world.world_size, write.save_to)
             except (
                 Exception
             ) as error:  # nothing is ready any more, and the store still has its checkpoints
@@ -246,7 +218,7 @@ class CheckpointStore:
         if on_gpu:
             threading.Thread(target=save, name="memory", daemon=True).start()
         else:
-            write.state = map_tensors(state, lambda each: each.detach())
+            write.state = map_tensors(part, lambda each: each.detach())
             save()
 
     def _make_room(self, write: _Write) -> None:
@@ -257,8 +229,7 @@ class CheckpointStore:
             if not self._follows:
                 self._keep([each.number for each in _choose_wanted([*self._queue, write])])
             kept = [each.number for each in (self._current, *self._queue) if each]
-        if self.peers:
-            kept = self.peers.world.broadcast_object(kept)
+        kept = self.peers.world.broadcast_object(kept)
         with self._changed:
             self._keep(kept)
 
@@ -320,7 +291,7 @@ class CheckpointStore:
                 on_wait()
 
     def load_latest(
-        self, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
+        self, world: World = ALONE, box_of: BoxOf = keep_all
     ) -> tuple[dict[str, Any] | None, str, list[str]]:
         """Return the newest checkpoint that is whole, its URL, and a line for each damaged one that
         was skipped.
@@ -331,7 +302,6 @@ class CheckpointStore:
         Args:
             world: the ranks that read it together; each of them calls this.
             box_of: returns what this rank keeps of each tensor.
-            maps: the caller copies the tensors at once, so they may be in files that are mapped.
 
         Returns:
             (state with tensors on the CPU, URL, lines); (None, "", lines) where there is none. The
@@ -353,7 +323,7 @@ class CheckpointStore:
 
         while name := world.broadcast_object(call_together(find, world)):
             try:
-                state = self._read(name, world, box_of, maps)
+                state = self._read(name, world, box_of)
             except Damaged as error:
                 damage = error
             else:
@@ -361,9 +331,7 @@ class CheckpointStore:
                 return state, self.storage.join(name), skipped
         return None, "", skipped
 
-    def load(
-        self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, maps: bool = False
-    ) -> dict[str, Any]:
+    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all) -> dict[str, Any]:
         """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of
         `load_latest`.
 
@@ -373,11 +341,11 @@ class CheckpointStore:
         """
         name = checkpoint_name(step) + ".json"
         try:
-            return self._read(name, world, box_of, maps)
+            return self._read(name, world, box_of)
         except Damaged as damage:
             raise CheckpointError(f"{self.storage.join(name)} cannot be used: {damage}") from damage
 
-    def _read(self, name: str, world: World, box_of: BoxOf, maps: bool) -> dict[str, Any]:
+    def _read(self, name: str, world: World, box_of: BoxOf) -> dict[str, Any]:
         """Return the checkpoint with this manifest. Raises Damaged, on every rank."""
 
         def read() -> dict[str, Any]:
@@ -389,8 +357,12 @@ class CheckpointStore:
         manifest = world.broadcast_object(call_together(read, world))
         if "damage" in manifest:
             raise Damaged(manifest["damage"])
-        state = assemble(
-            manifest["files"], lambda entry: read_file(self.storage, entry, maps), world, box_of
+        state: dict[str, Any] = assemble(
+            manifest["files"],
+            lambda entry: read_file(self.storage, entry),
+            world,
+            box_of,
+            is_mapped=self.storage.is_local,
         )
         self.retention.own[name] = manifest
         return state
@@ -399,7 +371,7 @@ class CheckpointStore:
     # -----------------------------------------------------
 
     def _enqueue(self, write: _Write) -> None:
-        self.on_busy(True)
+        self.report(True, None)
         with self._changed:
             self._queue = self._choose([*self._queue, write])
             self._changed.notify_all()
@@ -419,15 +391,15 @@ class CheckpointStore:
             write: _Write | None = None
             try:
                 write = self._next()
-                self.on_busy(True)
+                self.report(True, None)
                 self._write(write)
             except StorageUnavailable as error:  # the storage has logged it
-                self.on_busy(False)
+                self.report(False, None)
                 self._outage = str(error)
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
                     self._queue, self._current = self._choose(waiting), None
-                if error.is_full and self.peers is None and self._make_space():
+                if error.is_full and self.peers.world.world_size == 1 and self._make_space():
                     continue
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
@@ -437,7 +409,7 @@ class CheckpointStore:
                     error = CheckpointError(f"{place}: a checkpoint could not be written: {why}")
                 with self._changed:
                     self._failure, self._current = error, None
-                    self.on_busy(False)
+                    self.report(False, None)
                     self._changed.notify_all()
                 return
             else:
@@ -445,7 +417,7 @@ class CheckpointStore:
                 write.state, write.buffers = None, None  # the memory is free before the wait ends
                 with self._changed:
                     self._outage, self._current = "", None
-                    self.on_busy(bool(self._queue))
+                    self.report(bool(self._queue), None)
                     self._stuck_since, self._most_stored = 0.0, 0
                     self._changed.notify_all()
 
@@ -458,7 +430,7 @@ class CheckpointStore:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-            number, name = self.peers.announced(0) if self.peers and self._follows else (0, "")
+            number, name = self.peers.announced(0) if self._follows else (0, "")
             with self._changed:
                 if self._follows:  # older ones are not written any more
                     self._keep([each.number for each in self._queue if each.number >= number])
@@ -472,28 +444,25 @@ class CheckpointStore:
             pause = min(2 * pause, MAX_PEER_POLL)  # all followers ask one process
 
     def _write(self, write: _Write) -> None:
-        peers = self.peers if write.has_manifest else None
-        if peers and not self._follows:
-            peers.announce(write.number, write.name)
+        if write.has_manifest and not self._follows:
+            self.peers.announce(write.number, write.name)
         # Not for a local disk, which gets the tensors without a copy of them all: this thread's
         # core is the training's.
         if write.state is not None and not self._sink.is_local:
             write.save_to(buffer := io.BytesIO())
             write.contents, write.state, write.buffers = buffer.getvalue(), None, None
         check_owner(self._sink, self.owner)
-        file = peers.file(write.name) if peers else write.name + ".pt" * write.has_manifest
+        file = self.peers.file(write.name) if write.has_manifest else write.name
         self._sink.write(file, write.contents if write.state is None else write.save_to)
         if not write.has_manifest:
             return
-        entries = [{"file": file, **write.entry}]
-        if peers and self._follows:
-            peers.announce(write.number, entries[0])
+        entry = {"file": file, **write.entry}
+        if self._follows:
+            self.peers.announce(write.number, entry)
             return
-        if peers:
-            entries += self._wait_for_peers(peers, write.number)
         manifest = {
             "format": FORMAT,
-            "files": entries,
+            "files": [entry, *self._wait_for_peers(write.number)],
             "step": write.step,
             "best": write.best,
             "written_at": time.time(),
@@ -502,7 +471,7 @@ class CheckpointStore:
         name = checkpoint_name(write.step) + ".json"
         self._sink.write(name, json.dumps(manifest).encode())
         self.retention.own[name] = manifest
-        self.on_written(write.step, self.storage.join(name), write.best)
+        self.report(True, (write.step, self.storage.join(name), write.best))
         try:
             self.retention.prune(name)
         except (
@@ -541,13 +510,13 @@ class CheckpointStore:
         )
         return True
 
-    def _wait_for_peers(self, peers: Peers, number: int) -> list[Entry]:
+    def _wait_for_peers(self, number: int) -> list[Entry]:
         """Return the other ranks' entries once their files are in place. `check` ends the run if
         none comes.
         """
         entries: list[Entry] = []
-        for rank in range(1, peers.world.world_size):
-            while (announced := peers.announced(rank))[0] != number:
+        for rank in range(1, self.peers.world.world_size):
+            while (announced := self.peers.announced(rank))[0] != number:
                 self._outage = f"the shard of rank {rank} is not in place"
                 time.sleep(PEER_POLL)
             entries.append(announced[1])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.rank.batches import rank_and_world_size
-from flyte_ddp.rank.sharding import is_split
+from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
 
 
 def begin(call: str) -> None:
@@ -49,17 +49,21 @@ def save(
             split.
     """
     if session.is_in_run():
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [each.state_dict() for each in optimizers],
+        }
         generators = _gather(generator_states())
-        session.save(
-            {**_collect_state(model, optimizers), **values, "generators": generators}, step
-        )
+        session.save({**state, **values, "generators": generators}, step)
 
 
 def load_values(is_split: bool) -> dict[str, Any] | None:
     """Return what the newest checkpoint has, of a split model all but weights and optimizer state;
     None without one.
     """
-    return session.current().load_values() if is_split else session.load()
+    if not is_split:
+        return session.load()
+    return session.current().load_state(lambda keys, tensor: [range(0)] * tensor.dim())
 
 
 def load(
@@ -74,36 +78,15 @@ def load(
     Args:
         found: what `load_values` returned for a model that is not split.
     """
-    splits = is_split_model(model)
-    state = load_values(splits) if found is None else dict(found)
-    if state is None:
+    if found is None:
+        places = {("optimizers", number): each for number, each in enumerate(optimizers)}
+        found = session.current().load_state(own_boxes(model, places))
+    if found is None:
         return None
-    was_split = isinstance(state["optimizers"], Mapping)
-    if splits:
-        state = session.load(
-            {**dict.fromkeys(state), **_collect_state(model, optimizers)} if was_split else None
-        )
-        assert state is not None
-    weights, moments = state.pop("model"), state.pop("optimizers")
-    if not (splits or was_split):
-        model.load_state_dict(weights)
-    else:
-        from torch.distributed.checkpoint import state_dict as named
-
-        named.set_model_state_dict(
-            model, weights, options=named.StateDictOptions(full_state_dict=not was_split)
-        )
-    if was_split:
-        named.set_optimizer_state_dict(model, optimizers, moments)
-        return state
-    for optimizer, each in zip(optimizers, moments, strict=True):
-        optimizer.load_state_dict(_split_like(optimizer, each) if splits else each)
-    return state
-
-
-def is_split_model(model: nn.Module) -> bool:
-    """Return whether parameters of the model are split over the ranks."""
-    return any(is_split(each) for each in model.parameters())
+    load_model(model, found["model"])
+    for optimizer, each in zip(optimizers, found["optimizers"], strict=True):
+        load_optimizer(optimizer, each)
+    return {key: each for key, each in found.items() if key not in ("model", "optimizers")}
 
 
 def beat() -> None:
@@ -167,34 +150,3 @@ def _gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def _collect_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    if not is_split_model(model):
-        return {
-            "model": model.state_dict(),
-            "optimizers": [each.state_dict() for each in optimizers],
-        }
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    weights, moments = get_state_dict(model, optimizers)
-    return {"model": weights, "optimizers": moments}
-
-
-def _split_like(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's whole state with what has a parameter's shape split as that is."""
-    from torch.distributed.tensor import distribute_tensor
-
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-
-    def split(value: Any, parameter: Any) -> Any:
-        if not is_split(parameter) or getattr(value, "shape", None) != parameter.shape:
-            return value
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-
-    states = {
-        index: {name: split(value, parameters[index]) for name, value in each.items()}
-        for index, each in state["state"].items()
-    }
-    return {**state, "state": states}

@@ -27,6 +27,7 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
+from flyte_ddp.rank.sharding import is_split_model
 
 SAVE_STEPS = 100  # optimizer steps
 # Of the Trainer's own time and count of work: the run measures these itself.
@@ -73,7 +74,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if session.checkpoints and not args.load_best_model_at_end:
             args.save_strategy = SaveStrategy.NO
         found = self._found = training.load_values(
-            trainer.is_fsdp_enabled or training.is_split_model(trainer.model)
+            trainer.is_fsdp_enabled or is_split_model(trainer.model)
         )
         loaders.check_length(found, trainer.train_dataset)
         total = found["global_batch_size"] if found else self.global_batch_size

@@ -9,19 +9,24 @@ those of the checkpoint that it resumes from.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from flyte_ddp.checkpoints.files import compute_checksum
+from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, isolate_draws
@@ -227,3 +232,112 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return bool(one == other)
+
+
+def function_world() -> tuple[World, float]:
+    """Return this rank's place in the process group that its function has made, and the seconds
+    after which a collective in it that waits for a rank fails; years where the backend has none.
+    """
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    world = World(dist.get_rank(), 0, dist.get_world_size(), device)
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(world.device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", timedelta.max)
+    return world, timeout.total_seconds()
+
+
+def check_save(
+    state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float
+) -> None:
+    """Check that every rank saves the same step in the same place, of a state with the same keys,
+    which are one state.
+
+    A tensor may be split over a part of the ranks, and each group of ranks then has all of it. That
+    these copies are equal is known by their values alone: stages of a pipeline have other values
+    under the same keys.
+
+    By the store, because a collective would wait for a rank that does not call for as long as the
+    others' do.
+
+    Args:
+        number: of the save, the same on all ranks.
+        timeout: seconds for which the other ranks are waited for.
+
+    Raises:
+        ConfigError: they do not; names rank and key.
+    """
+    outline: dict[str, Any] = {"step": step, "in_memory": in_memory}
+    outline |= {f"state: {place}": _describe(each) for place, each in find_tensors(state)}
+    digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
+    call = json.dumps([digest, _checksums(state, world)])
+    # another thread uses the connection of the first one
+    prefix, store = f"flyte_ddp/save-{number}", store.clone()
+    store.set(f"{prefix}/{world.rank}", call)
+    # all have read it: they have begun the one after it
+    store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")
+    for rank in range(world.world_size):
+        key = f"{prefix}/{rank}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError:
+            expected = (
+                "expected a call on every rank, because the state is split, got none on "
+                f"rank {rank}"
+            )
+            raise ConfigError(
+                f"session.save: {expected} for {timeout:g} s, at step {step}"
+            ) from None
+    calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
+    others = [rank for rank in range(world.world_size) if calls[rank][0] != calls[0][0]]
+    if not others:
+        _compare_copies([checksums for _, checksums in calls])
+        return
+    store.set(f"{prefix}/outline-{world.rank}", json.dumps(outline))
+    first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
+    missing = dict.fromkeys([*first, *other], "no tensor")
+    where = " on all ranks, as on rank 0", f" on rank {others[0]}"
+    compare({**missing, **first}, {**missing, **other}, dict, "session.save: ", *where, "")
+    raise ConfigError("session.save: state: expected its keys in one order on all ranks")
+
+
+def _describe(tensor: Tensor) -> str:
+    """Return shape and type of a tensor, and how it is split, over which kind of mesh."""
+    split: Any = tensor
+    what = f"tensor {tuple(tensor.shape)} of {tensor.dtype}"
+    if not is_split(tensor):
+        return f"a {what}"
+    mesh = tuple(split.device_mesh.shape)
+    return f"a split {what}, {list(split.placements)} over {mesh} ranks"
+
+
+def _checksums(state: Any, world: World) -> list[tuple[str, list[tuple[int, int]], str]]:
+    """Return key, box and checksum of this rank's part of each tensor that is split over a part of
+    the ranks.
+    """
+    found = []
+    for place, tensor in find_tensors(state):
+        split: Any = tensor
+        if is_split(tensor) and split.device_mesh.size() < world.world_size and in_mesh(tensor):
+            part = split.to_local().detach().cpu().resolve_conj().resolve_neg().contiguous()
+            contents = part.reshape(-1).view(torch.uint8).numpy().data if part.numel() else b""
+            box = [(each.start, each.stop) for each in own_box(tensor)]
+            found.append((str(place), box, compute_checksum(contents)))
+    return found
+
+
+def _compare_copies(checksums: Sequence[Sequence[tuple[str, Any, str]]]) -> None:
+    """Compare the ranks' `_checksums`, of which each part has one. Raises ConfigError, which names
+    key and ranks.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for rank, parts in enumerate(checksums):
+        for place, box, checksum in parts:
+            first, expected = known.setdefault(f"{place} {box}", (rank, checksum))
+            if checksum != expected:
+                raise ConfigError(
+                    f"session.save: state: {place}: expected one tensor, got other values on rank "
+                    f"{rank} than on rank "
+                    f"{first} for the same part of it; of a pipeline's stages, save tensors that "
+                    "rank 0 has gathered"
+                )

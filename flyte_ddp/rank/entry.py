@@ -39,7 +39,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.errors import StopRequested, StorageUnavailable
-from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
+from flyte_ddp.launch.protocol.messages import Outcome, PartSaved, RaisedError, RankBeat, Returned
 from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind
 from flyte_ddp.launch.protocol.ranks import (
     STOP_SIGNALS,
@@ -252,9 +252,12 @@ def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> No
     """
     while not _has_imported_torch():
         time.sleep(POLL_INTERVAL)
-    from flyte_ddp.rank.copies import receive_copies
+    from flyte_ddp.checkpoints.memory import receive_copies
 
-    receive_copies(process, open_store)
+    source = process.node.rank_away(process.rank, -process.node.copy_distance)
+    receive_copies(
+        process.copies, source, lambda part: process.link.send(PartSaved(part)), open_store
+    )
 
 
 class _Store:

@@ -19,7 +19,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp import events
-from flyte_ddp.launch.protocol.memory import MemoryFile, Part
+from flyte_ddp.checkpoints.memory import MemoryFile, Part
 from flyte_ddp.launch.protocol.messages import (
     Emitted,
     Entered,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -19,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
+from flyte_ddp.checkpoints.memory import Part
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.protocol.memory import Part
+from flyte_ddp.launch.protocol.messages import PartSaved
 from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+    from flyte_ddp.checkpoints.assembly import BoxOf
     from flyte_ddp.checkpoints.peers import Peers
-    from flyte_ddp.checkpoints.resharding import BoxOf
     from flyte_ddp.checkpoints.store import CheckpointStore
     from flyte_ddp.rank.batches import Check, EpochBatches
     from flyte_ddp.rank.step_timer import StepTimer
@@ -68,8 +67,6 @@ class Session:
         self.stop = StopAgreement(process, open_store)
         self.has_trainer = False  # a framework's loop has begun, which the checkpoints are of
         self._store: CheckpointStore | None = None
-        # damaged checkpoints that `load_values` has set aside, for the load that follows
-        self._skipped: list[str] = []
         self._has_warned = False
         self._num_loads = 0
         self._num_split_saves = 0
@@ -109,46 +106,41 @@ class Session:
                 )
             self._has_warned = True
             return
-        if _may_be_split() and self._save_split(state, step, in_memory):
-            return
-        if self._num_split_saves:
+        from flyte_ddp.checkpoints.state import count_bytes, find_tensors, is_split
+        from flyte_ddp.world import ALONE
+
+        world = ALONE
+        if any(is_split(tensor) for _, tensor in find_tensors(state)):
+            world = self._join_save(state, step, in_memory)
+        elif self._num_split_saves:
             raise ConfigError(
                 "session.save: state: expected split tensors, as in the saves before, got none"
             )
-        store = self.open_checkpoints()
-        if self.process.rank == 0:
-            from flyte_ddp.world import ALONE
+        elif self.process.rank > 0:
+            return
+        if in_memory and self._has_memory is None:
+            from flyte_ddp.rank.memory_interval import has_memory
 
-            # until the other ranks have read the one that rank 0 has chosen
-            if store.retention.keeps_resumed:
-                num_readers = int(
-                    self.open_store().add(f"flyte_ddp/load-{self._num_loads}/num_readers", 0)
-                )
-                store.retention.keeps_resumed = num_readers < self.process.node.world_size - 1
-            self._write(
-                {"step": step, "state": state, "position": self._position}, step, in_memory, ALONE
+            num_savers = min(world.world_size, self.process.node.num_ranks)
+            self._has_memory = has_memory(
+                "session.save: in_memory", num_savers * count_bytes(state), self.process, world
             )
+        # From the first state in memory on, what the store gets is kept there as well.
+        if self._has_memory or not in_memory:
+            saved = {"step": step, "state": state, "position": self._position}
+            to_memory = bool(self._has_memory)
+            self.write(saved, step, to_store=not in_memory, to_memory=to_memory)
 
-    def _save_split(self, state: Mapping[str, Any], step: int, in_memory: bool) -> bool:
-        """Write this rank's part of `state`; return False where it is not split."""
+    def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
+        """Return the ranks that save a split state together: those of the function's own group."""
         from flyte_ddp.checkpoints.peers import Peers
-        from flyte_ddp.rank.sharding import split_state
-        from flyte_ddp.rank.split_state import (
-            check_call,
-            collective_timeout,
-            function_world,
-            has_split,
-        )
+        from flyte_ddp.rank.agreement import check_save, function_world
 
-        if not has_split(state):
-            return False
-        world = function_world()
+        world, group_timeout = function_world()
         self._num_split_saves += 1
-        timeout = SAVE_TIMEOUT_SHARE * min(
-            self.process.job.program.stall_timeout, collective_timeout(world)
-        )
-        check_call(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
-        if self.open_checkpoints().peers is None:
+        timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, group_timeout)
+        check_save(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
+        if self.open_checkpoints().peers.store is None:
             if self._has_memory is not None:
                 raise ConfigError(
                     "session.save: state: expected whole tensors, as in memory "
@@ -156,27 +148,7 @@ class Session:
                 )
             self.wait()  # for what rank 0 may have saved whole
             self.open_checkpoints().share_with(Peers(world, self.open_store()))
-        whole = {"step": step, "state": state, "position": self._position}
-        self._write(split_state(whole, world.is_first), step, in_memory, world)
-        return True
-
-    def _write(self, state: Mapping[str, Any], step: int, in_memory: bool, world: World) -> None:
-        """Keep a function's state, which the ranks of `world` save together, in the store or in
-        memory alone.
-
-        From the first state in memory on, what the store gets is kept there as well.
-        """
-        if in_memory and self._has_memory is None:
-            from flyte_ddp.checkpoints.resharding import find_tensors
-            from flyte_ddp.rank.memory_states import has_memory
-
-            own = sum(tensor.nbytes for _, tensor in find_tensors(state) if not tensor.is_meta)
-            num_savers = min(world.world_size, self.process.node.num_ranks)
-            self._has_memory = has_memory(
-                "session.save: in_memory", num_savers * own, self.process, world
-            )
-        if self._has_memory or not in_memory:
-            self.write(state, step, to_store=not in_memory, to_memory=bool(self._has_memory))
+        return world
 
     def write(
         self,
@@ -216,91 +188,54 @@ class Session:
             self._store.wait(self._beat)
 
     def load(self, into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        if not (self.checkpoints or self.process.job.is_in_memory):
-            return None
-        boxes = None  # of what this rank has of each tensor; None where none is split
-        if into is not None and _may_be_split():
-            from flyte_ddp.rank.split_state import has_split, own_boxes
+        if into is None:
+            return self.load_state()
+        from flyte_ddp.checkpoints.assembly import boxes_of, fill
+        from flyte_ddp.checkpoints.state import find_tensors
 
-            boxes = own_boxes(into) if has_split(into) else None
-        found, url = self._find_state(boxes, maps=into is not None)
-        self._emit_loaded(found, url)
-        if found is None:
-            return None
-        self.step, self.can_resume = found["step"], True
-        self._position = self._resumed = found.get("position", {})
-        self._num_sets = self._resumed.get("num_sets", 0)
-        state: dict[str, Any] = found["state"]
-        if into is not None:
-            from flyte_ddp.rank.split_state import fill
+        found = self.load_state(boxes_of(dict(find_tensors(into)).get))
+        return found and fill(into, found)
 
-            state = fill(into, state)
-        return state
-
-    def load_values(self) -> dict[str, Any] | None:
-        """Return what the newest checkpoint has besides split tensors, which it leaves empty. For
+    def load_state(self, box_of: BoxOf | None = None) -> dict[str, Any] | None:
+        """Return the newest state of a function, in memory or in the store; None without one. For
         all ranks together.
-
-        A `load` has to follow where there is one, which counts.
-        """
-
-        def keep_none(_: Any, tensor: Tensor) -> list[range]:
-            return [range(0)] * tensor.dim()
-
-        if not (self.checkpoints or self.process.job.is_in_memory):
-            return None
-        found, url = self._find_state(keep_none, maps=False)
-        if found is None:
-            self._emit_loaded(None, url)
-        values: dict[str, Any] | None = found and found["state"]
-        return values
-
-    def _find_state(self, box_of: BoxOf | None, maps: bool) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest state, in memory or in the store, and where it was. For all ranks
-        together.
 
         Args:
             box_of: returns what this rank keeps of each tensor; None for all of it.
-            maps: the tensors are copied at once.
         """
+        if not (self.checkpoints or self.process.job.is_in_memory):
+            return None
+        from flyte_ddp.checkpoints.assembly import keep_all
+        from flyte_ddp.rank.states import load_newest, meet
+
+        kept = box_of or keep_all
         self._num_loads += 1
-        found, url = self._load_from_memory(box_of)
-        if found is None and box_of:
-            from flyte_ddp.rank.split_state import function_world
-
-            world = function_world()
-            found, url, skipped = self.open_checkpoints().load_latest(world, box_of, maps)
-            self._skipped += skipped
-        elif found is None:
-            found, url = self._load_whole(maps)
-        return found, url
-
-    def _load_from_memory(self, box_of: BoxOf | None) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest state in memory, and where it was, unless the store has a newer one."""
-        key = f"flyte_ddp/memory-load-{self._num_loads}"
-        self._note_saves(f"{key}/saved")
-        if not self.process.job.is_in_memory:
-            self.process.free_parts()
-            return None, ""
-        from flyte_ddp.checkpoints.resharding import keep_all
-        from flyte_ddp.rank.memory_states import load_for_function
-
-        loaded = load_for_function(
-            self.process, self.open_store, key, self.open_checkpoints(), box_of or keep_all
+        world = meet(self.process, self.open_store, f"flyte_ddp/load-{self._num_loads}")
+        self._note_saves(world)
+        loaded = load_newest(
+            world,
+            self.process,
+            self.open_checkpoints(),
+            lambda keys, tensor: kept(keys[1:], tensor),  # below "state"
         )
-        self._skipped += loaded.skipped
-        return loaded.state, loaded.place
+        found = loaded.state
+        step = found["step"] if found else 0
+        self.emit(events.CheckpointLoaded(step, loaded.origin, skipped=loaded.skipped))
+        if found is None:
+            return None
+        self.step, self.can_resume = step, True
+        self._position = self._resumed = found["position"]
+        self._num_sets = self._resumed.get("num_sets", 0)
+        state: dict[str, Any] = found["state"]
+        return state
 
-    def _note_saves(self, key: str) -> None:
+    def _note_saves(self, world: World) -> None:
         """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
         saves.
         """
         self.wait()
+        in_memory, stored = world.broadcast_object([bool(self._has_memory), self._stored_step])
         process = self.process
-        saved = json.dumps([bool(self._has_memory), self._stored_step])
-        if process.rank == 0 and process.node.world_size > 1:
-            self.open_store().set(key, saved)
-        in_memory, stored = json.loads(saved if process.rank == 0 else self.open_store().get(key))
         job = process.job
         process.job = dataclasses.replace(
             job,
@@ -313,29 +248,6 @@ class Session:
             for number, values in written
         ]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
-
-    def _load_whole(self, maps: bool) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest checkpoint in the store, which each rank reads for itself: they may
-        have no process group.
-        """
-        checkpoints, key = self.open_checkpoints(), f"flyte_ddp/load-{self._num_loads}"
-        # Rank 0 chooses: another rank that failed to read the newest would quietly go on from older
-        # weights.
-        if self.process.rank > 0:
-            step = int(self.open_store().get(key))
-            found = checkpoints.load(step, maps=maps) if step >= 0 else None
-            self.open_store().add(f"{key}/num_readers", 1)
-            return found, ""
-        found, url, skipped = checkpoints.load_latest(maps=maps)
-        self._skipped += skipped
-        if self.process.node.world_size > 1:
-            checkpoints.retention.keeps_resumed = found is not None
-            self.open_store().set(key, str(found["step"] if found else -1))
-        return found, url
-
-    def _emit_loaded(self, found: dict[str, Any] | None, url: str) -> None:
-        lines, self._skipped = list(dict.fromkeys(self._skipped)), []
-        self.emit(events.CheckpointLoaded(found["step"] if found else 0, url, skipped=lines))
 
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
         """Yield what is left of an epoch, and note for `save` how much of it is done."""
@@ -520,28 +432,39 @@ class Session:
 
         Args:
             num_kept: newest ones that stay.
-            peers: the ranks, where each of them writes a part of every checkpoint.
+            peers: the ranks that save a checkpoint together; None for this one alone.
         """
+        from flyte_ddp.checkpoints.memory import Slots
+        from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.checkpoints.store import CheckpointStore
-        from flyte_ddp.rank.copies import Slots
+        from flyte_ddp.world import ALONE
 
         if self._store is None:
-            job, is_first = self.process.job, self.process.rank == 0
+            process = self.process
+            slots = Slots(
+                process.slots,
+                process.rank,
+                lambda part: self._link.send(PartSaved(part)),
+                bool(process.node.copy_distance),
+                self.open_store,
+            )
             self._store = CheckpointStore(
                 self.checkpoints or NO_PLACE,
                 num_kept,
-                job.program.store_timeout,
-                job.owner,
-                # An agent waits for rank 0's writing, which ends last: it waits for the other
-                # ranks'.
-                on_busy=self._link.set_writing if is_first else lambda is_busy: None,
-                on_written=lambda step, url, best: self._link.emit(
-                    events.CheckpointWritten(step, url, best)
-                ),
-                peers=peers,
-                slots=Slots(self.process, self.open_store),
+                process.job.program.store_timeout,
+                process.job.owner,
+                self._report_writing,
+                peers or Peers(ALONE),
+                slots,
             )
         return self._store
+
+    def _report_writing(self, is_busy: bool, written: tuple[int, str, bool] | None) -> None:
+        # An agent waits for rank 0's writing, which ends last: it waits for the other ranks'.
+        if self.process.rank == 0:
+            self._link.set_writing(is_busy)
+        if written is not None:
+            self.emit(events.CheckpointWritten(*written))
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
@@ -573,10 +496,3 @@ class Session:
 
     def _beat(self) -> None:
         self._link.beat(self.step)
-
-
-def _may_be_split() -> bool:
-    """Return whether a state can have tensors that are split: their class is imported by whoever
-    splits them.
-    """
-    return "torch.distributed.tensor" in sys.modules

@@ -1,7 +1,5 @@
-"""Tensors that are split over the ranks: what of a state a rank writes, and what it loads.
-
-A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads
-it, split or not (resharding.py). Nothing else in the package knows how a tensor is split.
+"""Models that are split over the ranks, and what of a state is loaded into a model and optimizers,
+split or not.
 """
 
 from __future__ import annotations
@@ -10,13 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.checkpoints.resharding import SHARDS, Box, BoxOf, Place, slices
-from flyte_ddp.checkpoints.staging import map_tensors
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.checkpoints.assembly import BoxOf, boxes_of, slices
+from flyte_ddp.checkpoints.state import Place, is_split, map_tensors, own_box
 
 # options of an optimizer that change no result
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -27,7 +23,13 @@ def is_sharded(model: nn.Module) -> bool:
     is a collective.
     """
     # By the class, because while the weights are gathered the parameters look like any others.
-    return _is_instance(model, "torch.distributed.fsdp", "FSDPModule")
+    module = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it, none is
+    return module is not None and isinstance(model, module.FSDPModule)
+
+
+def is_split_model(model: nn.Module) -> bool:
+    """Return whether parameters of `model` are split, by whatever way."""
+    return any(is_split(each) for each in model.parameters())
 
 
 def reshard(model: nn.Module) -> None:
@@ -65,50 +67,16 @@ def whole_state(state: Any, keep: bool) -> Any:
     return map_tensors(state, gather)
 
 
-def split_state(state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
-    """Return what one rank writes of `state`: its part of every split tensor, and on the first rank
-    all the rest.
-
-    The first rank's has a tensor without contents in the place of each split one. A part that
-    several ranks have is written by the first of them; the others write an empty one.
+def own_boxes(model: nn.Module, optimizers: Mapping[Place, Optimizer]) -> BoxOf:
+    """Return a `BoxOf` for a state with the state dict of `model` at "model", and those of
+    `optimizers` at their places.
     """
-    shards: list[tuple[list[int], Tensor]] = []
-
-    def take_part(tensor: Tensor) -> Tensor:
-        if not is_split(tensor):
-            return tensor
-        if tensor.dim() == 0:  # of which every rank has a copy
-            return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
-        starts, part = [each.start for each in own_box(tensor)], tensor.to_local()  # type: ignore[attr-defined]
-        shards.append(
-            (starts, part if _is_first_copy(tensor) else part.new_empty((0, *tensor.shape[1:])))
-        )
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    outline = map_tensors(state, take_part)
-    return {**(outline if is_first else {}), SHARDS: shards}
-
-
-def own_boxes(model: nn.Module, optimizer: Optimizer) -> BoxOf:
-    """Return a function of a tensor's place in a checkpoint that returns the box of it that this
-    rank keeps.
-    """
-    weights = model.state_dict()
-    parameters = _parameters(optimizer)
-
-    def box_of(place: Place, tensor: Tensor) -> Box | None:
-        own = None
-        if place[0] == "model":
-            own = weights.get(place[1])
-        elif place[:2] == ("optimizer", "state") and place[2] < len(parameters):
-            own = parameters[place[2]]
-        return (
-            own_box(own)
-            if own is not None and is_split(own) and own.shape == tensor.shape
-            else None
-        )
-
-    return box_of
+    targets: dict[Place, Any] = {("model", name): each for name, each in model.state_dict().items()}
+    for place, optimizer in optimizers.items():
+        for number, parameter in enumerate(_parameters(optimizer)):
+            moments = (*place, "state", number)
+            targets[moments] = parameter  # they are split as it is
+    return boxes_of(lambda place: targets.get(place, targets.get(place[:-1])))
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
@@ -171,52 +139,3 @@ def _part_like(value: Any, own: Any) -> Any:
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
     )
-
-
-def own_box(split: Any) -> Box:
-    """Return the part that this rank has of a split tensor, over any mesh; an empty one where the
-    mesh is without it.
-
-    Raises:
-        ConfigError: it is a part of a sum.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(each.is_partial() for each in split.placements):
-        raise ConfigError(
-            "state: expected tensors that are split or copied, got a part of a "
-            f"sum: {split.placements}"
-        )
-    if not in_mesh(split):
-        return [range(0)] * split.dim()
-    shape, starts = compute_local_shape_and_global_offset(
-        split.shape, split.device_mesh, split.placements
-    )
-    assert tuple(split.to_local().shape) == tuple(shape)
-    return [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
-
-
-def _is_first_copy(split: Any) -> bool:
-    """Return whether this rank is the first of those that have the same part."""
-    place = split.device_mesh.get_coordinate()
-    return place is not None and all(
-        coordinate == 0
-        for coordinate, each in zip(place, split.placements, strict=True)
-        if each.is_replicate()
-    )
-
-
-def in_mesh(value: Any) -> bool:
-    """Return whether this rank is one of those over which a tensor is split; True for a whole
-    one.
-    """
-    return not is_split(value) or value.device_mesh.get_coordinate() is not None
-
-
-def is_split(value: Any) -> bool:
-    return _is_instance(value, "torch.distributed.tensor", "DTensor")
-
-
-def _is_instance(value: Any, module: str, name: str) -> bool:
-    # Importing these classes takes 0.6 s, and where nobody has, nothing is split.
-    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))

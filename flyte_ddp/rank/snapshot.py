@@ -26,8 +26,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.rank.frames import LIBRARIES
-from flyte_ddp.rank.sharding import is_sharded, is_split, reshard
+from flyte_ddp.rank.sharding import is_sharded, reshard
 from flyte_ddp.recipes import Recipe
 
 MAX_DATA_BYTES = 64 << 20  # of one array that is no weight: a larger one is data

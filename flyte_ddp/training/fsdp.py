@@ -2,7 +2,8 @@
 (FSDP2).
 
 A checkpoint has one file of each rank with its part of every tensor, and any number of ranks reads
-it, split or not (rank/sharding.py). The trained weights are one file, the same as without shards.
+it, split or not (checkpoints/assembly.py). The trained weights are one file, the same as without
+shards.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.checkpoints.resharding import slices
+from flyte_ddp.checkpoints.assembly import slices
+from flyte_ddp.checkpoints.state import is_split, own_box
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
-from flyte_ddp.rank.sharding import is_split, own_box, reshard, split_state, whole, whole_state
+from flyte_ddp.rank.sharding import reshard, whole, whole_state
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import batch_norm
@@ -107,9 +109,6 @@ class FsdpParallelism(Parallelism):
 
     def gather_state(self, state: Any) -> Any:
         return whole_state(state, keep=self.world.is_first)
-
-    def split_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return split_state(state, self.world.is_first)
 
 
 def _fills_by_tensor(recipe: Recipe) -> bool:

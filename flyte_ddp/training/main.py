@@ -146,7 +146,7 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
     kept, best = trainer.load_model_state(), trainer.best
 
     # Results: predictions to look at, the trained weights, and the run's figures
-    store.memory.clear()  # which rank 0 may need for the whole model
+    store.staging.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if parallelism.saves:

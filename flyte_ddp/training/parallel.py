@@ -187,10 +187,6 @@ class Parallelism:
         """Return nested dicts and lists with whole tensors, which ranks but the first may lack."""
         return state
 
-    def split_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank writes of a checkpoint."""
-        return state
-
 
 def recompute_activations(model: nn.Module, recipe: Recipe, config: TrainingConfig) -> None:
     """Let the backward pass compute each block's activations again, if configured."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flyte_ddp.checkpoints.resharding import find_tensors
+from flyte_ddp.checkpoints.assembly import BoxOf
+from flyte_ddp.checkpoints.state import count_bytes
 from flyte_ddp.config.by_value import is_by_value
 from flyte_ddp.errors import (
     CheckpointError,
@@ -30,9 +31,10 @@ from flyte_ddp.errors import (
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
-from flyte_ddp.rank.memory_states import MemoryInterval, load_from_memory
+from flyte_ddp.rank.memory_interval import MemoryInterval
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
+from flyte_ddp.rank.states import load_newest
 from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
@@ -143,7 +145,7 @@ class Trainer:
         if self.config.model_state == "last" or best is last:
             return last
         try:
-            state = self.store.load(best.step, self.world, own_boxes(self.model, self.optimizer))
+            state = self.store.load(best.step, self.world, self._boxes())
         except CheckpointError as error:
             logger.warning(
                 "the model state is that of epoch %d, and not of the best: %s", last.epoch, error
@@ -272,7 +274,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """Return what this rank writes of a checkpoint."""
-        state = {
+        return {
             "config": redact_values(dataclasses.asdict(self.config)),
             "data_fingerprint": self.data_fingerprint,
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
@@ -281,13 +283,11 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        return self.parallelism.split_state(state)
 
     def _count_bytes(self) -> int:
         """Return the bytes of what the ranks of this node save of a state."""
-        own = sum(each.nbytes for _, each in find_tensors(self._state()) if not each.is_meta)
         num_savers = min(self.parallelism.num_shards, self.session.process.node.num_ranks)
-        return num_savers * own
+        return num_savers * count_bytes(self._state())
 
     def resume(self) -> tuple[str, list[str]]:
         """Go on from the newest state, in memory or in the store, or start from the initial one, if
@@ -305,15 +305,10 @@ class Trainer:
                 another initial state; the initial state is not one of this model.
             StorageUnavailable: the store has been away for `store_timeout`.
         """
-        boxes = own_boxes(self.model, self.optimizer)
-        loaded = load_from_memory(
-            self.world, self.session.process, self.store, boxes, self._needed_step
+        loaded = load_newest(
+            self.world, self.session.process, self.store, self._boxes(), self._needed_step
         )
-        state, url, skipped = loaded.state, loaded.place, loaded.skipped
-        if state is None:
-            state, url, others = self.store.load_latest(self.world, boxes)
-            skipped = [*skipped, *others]
-        self.session.process.free_parts(*loaded.saved)
+        state, url = loaded.state, loaded.origin
         if state is not None:
             check_same_run(
                 state,
@@ -346,7 +341,7 @@ class Trainer:
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self._best_is_unsaved = (
-                bool(loaded.place) and self._needed_step(state) == state["progress"]["step"]
+                loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
             self.progress = Progress.from_dict(state["progress"])
         elif self.config.initial_model_state:
@@ -359,7 +354,10 @@ class Trainer:
                 list_class_names(self.recipe),
             )
             call_together(load, self.world)
-        return url, skipped
+        return url, loaded.skipped
+
+    def _boxes(self) -> BoxOf:
+        return own_boxes(self.model, {("optimizer",): self.optimizer})
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:
         """Return the step of the checkpoint to which a run from `state` will go back at its end; 0

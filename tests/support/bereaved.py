@@ -36,21 +36,22 @@ class Bereaved(Normed):
 
     def meet_in_hand_over(self):
         from flyte_ddp.checkpoints import store
-        from flyte_ddp.launch.protocol.memory import MappedFile
-        from flyte_ddp.rank import memory_states
+        from flyte_ddp.checkpoints.memory import MappedFile
+        from flyte_ddp.rank import states
 
-        read, write = memory_states.assemble, store.save_state
+        read, write = states.assemble, store.save_state
 
         def assemble(*arguments):
             self.meet("read")
             return read(*arguments)
 
         def write_state(state, file, *arguments):
-            if state.get("progress", {}).get("epochs") and not isinstance(file, MappedFile):
+            progress = (state.get("values") or {}).get("progress", {})
+            if progress.get("epochs") and not isinstance(file, MappedFile):
                 self.meet("write")
             return write(state, file, *arguments)
 
-        store.save_state, memory_states.assemble = write_state, assemble
+        store.save_state, states.assemble = write_state, assemble
 
     def generate_sample(self, model):
         return "a sample"

@@ -107,7 +107,7 @@ class Link:
     def ignore(self, *_):
         pass
 
-    set_writing = set_pace = ignore
+    send = set_writing = set_pace = ignore
 
     def stop(self):
         self.stop_requested = True
@@ -117,7 +117,7 @@ class Link:
 def session_of(rank=0, world_size=1, store=None, checkpoints="", link=None, **program):
     """The session of a rank that is alone on its node, and its link."""
     job = Job(Program("train", b"", **program), str(checkpoints), time.time())
-    node = SimpleNamespace(world_size=world_size, num_ranks=1, num_nodes=1, num_restarts=0)
+    node = NodeRanks(0, 1, world_size, "127.0.0.1", 0, "lo", False, 1)
     link = link or Link()
     process = SimpleNamespace(job=job, node=node, rank=rank, link=link, **NO_MEMORY)
     return Session(process, lambda: store), link

@@ -28,11 +28,11 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
-from flyte_ddp.launch.protocol.memory import NodeMemory
 from flyte_ddp.launch.protocol.messages import (
     BEAT_INTERVAL,
     KILL_GRACE,

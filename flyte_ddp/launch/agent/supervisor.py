@@ -26,6 +26,7 @@ from multiprocessing.connection import Pipe, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
+from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -41,7 +42,6 @@ from flyte_ddp.launch.agent.rank_handle import DEATH_GRACE, Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
-from flyte_ddp.launch.protocol.memory import NodeMemory, count_oom_kills
 from flyte_ddp.launch.protocol.messages import (
     POLL_INTERVAL,
     Beat,
@@ -66,6 +66,7 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import find_signal
+from flyte_ddp.storage.cgroups import count_oom_kills
 
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
 # as gloo ends a process
@@ -144,7 +145,7 @@ class _Ranks:
 
     def __post_init__(self) -> None:
         node = self.node
-        self.left_parts = self.memory.begin(node)
+        self.left_parts = self.memory.begin(node.num_restarts, node.ranks_in_memory)
         self.num_oom_kills = count_oom_kills()
         try:
             self.beats = RawArray(RankBeat, node.num_ranks)

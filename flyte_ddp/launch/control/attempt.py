@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp import events
+from flyte_ddp.checkpoints.memory import name_memory
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.control.causes import LIBRARIES, Failure, cause_grace, find_cause
 from flyte_ddp.launch.control.paces import PaceWatch
@@ -37,7 +38,6 @@ from flyte_ddp.launch.control.states import (
     next_state,
 )
 from flyte_ddp.launch.protocol.failures import find_place, first_line
-from flyte_ddp.launch.protocol.memory import name_memory
 from flyte_ddp.launch.protocol.messages import (
     Beat,
     Emitted,

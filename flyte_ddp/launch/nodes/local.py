@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import (
     check_requested_gpus,
@@ -25,7 +26,6 @@ from flyte_ddp.launch.agent.devices import (
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
-from flyte_ddp.launch.protocol.memory import NodeMemory
 from flyte_ddp.launch.protocol.messages import POLL_INTERVAL, Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks

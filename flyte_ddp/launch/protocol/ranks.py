@@ -37,6 +37,14 @@ class NodeRanks:
         """The ranks of this node."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
+    @property
+    def ranks_in_memory(self) -> list[int]:
+        """The ranks whose states this node has in its memory: its own, and those it has copies
+        of.
+        """
+        distances = {0, self.copy_distance}
+        return [self.rank_away(number, -each) for number in self.numbers for each in distances]
+
     def rank_away(self, rank: int, num_nodes: int) -> int:
         """Return the number of the rank that is in the place of `rank`, but so many nodes behind
         it.

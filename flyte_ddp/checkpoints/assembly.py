@@ -1,0 +1,255 @@
+"""Put a state together from the parts of all ranks, for any number of ranks, and fill tensors with
+it.
+
+The ranks read the files in turn, each file once, and pass on what others need of it: of each tensor
+the box that a rank keeps. So no rank holds more than one file besides what it keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.checkpoints.files import Damaged, Entry
+from flyte_ddp.checkpoints.state import (
+    Box,
+    Part,
+    Piece,
+    Place,
+    find_tensors,
+    in_mesh,
+    is_split,
+    map_tensors,
+    own_box,
+)
+from flyte_ddp.errors import CheckpointError, ConfigError
+from flyte_ddp.world import World, call_together
+
+BoxOf = Callable[[Place, Tensor], "Box | None"]
+"""Returns the box that a rank keeps of the tensor at a place, of which it gets the shape.
+
+None is for all of it.
+"""
+
+
+def keep_all(place: Place, tensor: Tensor) -> None:
+    """Keep every tensor whole."""
+
+
+def boxes_of(target_of: Callable[[Place], Any]) -> BoxOf:
+    """Return a `BoxOf` for what is to be loaded into tensors, which `target_of` returns by their
+    places.
+    """
+
+    def box_of(place: Place, tensor: Tensor) -> Box | None:
+        target = target_of(place)
+        return own_box(target) if is_split(target) and target.shape == tensor.shape else None
+
+    return box_of
+
+
+def assemble(
+    entries: Sequence[Entry],
+    read: Callable[[Entry], Part],
+    world: World,
+    box_of: BoxOf = keep_all,
+    readers: Sequence[int] = (),
+    is_mapped: bool = False,
+) -> Any:
+    """Return the state in the files of `entries`, with its tensors on the CPU. Every rank calls it.
+
+    Args:
+        entries: the first is that of rank 0's part.
+        read: returns the contents of a file, or raises Damaged.
+        readers: the rank that reads each file, where not all can; by default the ranks take turns.
+        is_mapped: what `read` returns is mapped into memory, so that nothing of it can be kept.
+
+    Raises:
+        Damaged: on every rank, if a file is damaged.
+    """
+    assembly: _Assembly | None = None
+    readers = readers or [number % world.world_size for number in range(len(entries))]
+    left = list(zip(readers, entries, strict=True))
+    while left:
+        turn = dict(reversed(left))  # the first file that is left of each reader
+        part = _read_together(turn.get(world.rank), read, world)
+        if assembly is None:
+            values = world.broadcast_object(part["values"], readers[0])
+            assembly = _Assembly(values, world, box_of, is_mapped)
+        for reader in sorted(turn):
+            assembly.add(part["pieces"], reader)
+        part["pieces"] = []  # before the next one is read
+        left = [(reader, entry) for reader, entry in left if turn[reader] is not entry]
+    assert assembly is not None  # a manifest names at least one file
+    return assembly.finish()
+
+
+def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: World) -> Part:
+    def read_own() -> tuple[Part, str]:
+        nothing: Part = {"values": None, "pieces": []}
+        try:
+            return (read(entry) if entry else nothing), ""
+        except Damaged as error:
+            return nothing, str(error)
+
+    part, damage = call_together(read_own, world)
+    is_damaged = world.all_gather(float(bool(damage)))
+    if any(is_damaged):
+        raise Damaged(world.broadcast_object(damage, source=is_damaged.index(1.0)))
+    return part
+
+
+class _Assembly:
+    """A state that is being put together."""
+
+    def __init__(self, values: Any, world: World, box_of: BoxOf, is_mapped: bool) -> None:
+        self._values = values
+        self._world = world
+        self._is_mapped = is_mapped
+        found = [(place, each) for place, each in find_tensors(values) if each.is_meta]
+        self._tensors = [tensor for _, tensor in found]  # of which only shapes and types are known
+        boxes = [box_of(place, tensor) for place, tensor in found]
+        self._boxes = [
+            [range(size) for size in tensor.shape] if box is None else box
+            for tensor, box in zip(self._tensors, boxes, strict=True)
+        ]
+        self._kept: list[Tensor | None] = [None] * len(found)
+        # starts and shapes of what was read of each, which several ranks may have
+        self._read: list[set[tuple[tuple[int, ...], ...]]] = [set() for _ in found]
+
+    def add(self, pieces: Sequence[Piece], source: int) -> None:
+        """Add the pieces of a file that rank `source` has read."""
+        world = self._world
+        table = world.broadcast_object(
+            [(number, starts, list(piece.shape)) for number, starts, piece in pieces], source
+        )
+        if not table:
+            return
+        boxes = [
+            [range(start, start + size) for start, size in zip(starts, shape, strict=True)]
+            for _, starts, shape in table
+        ]
+        common = [
+            _overlap(self._boxes[number], box)
+            for (number, _, _), box in zip(table, boxes, strict=True)
+        ]
+        is_needed = [float(world.rank != source and all(each)) for each in common]
+        num_readers = world.all_reduce(*is_needed)
+        for index, (number, starts, shape) in enumerate(table):
+            self._read[number].add((tuple(starts), tuple(shape)))
+            if world.rank == source:
+                piece = pieces[index][2]
+            elif num_readers[index]:
+                piece = self._new(number, boxes[index])
+            else:
+                continue  # at the size that wrote them, each rank has read what it keeps
+            if num_readers[index]:
+                world.broadcast(piece, source)
+            if all(common[index]):
+                may_keep = world.rank != source or not self._is_mapped
+                self._keep(number, piece, boxes[index], common[index], may_keep)
+
+    def _keep(self, number: int, piece: Tensor, box: Box, common: Box, may_keep: bool) -> None:
+        """Keep the common box of what was read; all of it without a copy, if that may be."""
+        own = self._boxes[number]
+        if self._kept[number] is None and may_keep and list(common) == list(own) == list(box):
+            self._kept[number] = piece
+            return
+        kept = self._kept[number]
+        if kept is None:
+            kept = self._kept[number] = self._new(number, own)
+        kept[slices(common, own)] = piece[slices(common, box)]
+
+    def _new(self, number: int, box: Box) -> Tensor:
+        """Return new memory for a box of a tensor; for all of it in the order of the tensor's."""
+        tensor, shape = self._tensors[number], [len(each) for each in box]
+        if shape == list(tensor.shape) and 0 not in tensor.stride():
+            # Not `empty_like`, which imports torch's compiler and SymPy.
+            return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty(shape, dtype=tensor.dtype)
+
+    def finish(self) -> Any:
+        """Return the state. Raises CheckpointError if a piece of a tensor is missing."""
+        for tensor, read in zip(self._tensors, self._read, strict=True):
+            num_values = sum(math.prod(shape) for _, shape in read)
+            if num_values != tensor.numel():
+                expected = f"expected {tensor.numel()} values of a tensor in all files"
+                raise CheckpointError(f"{expected}, got {num_values}")
+        found = (  # a rank may keep nothing of a tensor
+            self._new(number, self._boxes[number]) if kept is None else kept
+            for number, kept in enumerate(self._kept)
+        )
+        return map_tensors(self._values, lambda each: next(found) if each.is_meta else each)
+
+
+def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
+    """Return the index of a box in the whole tensor, or in what is in the box `within`."""
+    starts = [each.start for each in within] if within else [0] * len(box)
+    return tuple(
+        slice(each.start - start, each.stop - start)
+        for each, start in zip(box, starts, strict=True)
+    )
+
+
+def _overlap(ours: Box, theirs: Box) -> Box:
+    starts = [max(our.start, their.start) for our, their in zip(ours, theirs, strict=True)]
+    stops = [min(our.stop, their.stop) for our, their in zip(ours, theirs, strict=True)]
+    return [range(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def fill(into: Any, state: Any, place: Place = ()) -> Any:
+    """Copy `state`, what this rank keeps of a checkpoint, into the tensors of `into`; return it
+    with these.
+
+    Raises:
+        ConfigError: they have other keys or shapes, or a type that cannot hold all values.
+    """
+    if isinstance(state, Mapping) and isinstance(into, Mapping):
+        if missing := [key for key in [*state, *into] if key not in into or key not in state]:
+            where = "the checkpoint" if missing[0] in state else "into"
+            raise ConfigError(
+                f"session.load: {_name(place)}: expected the same keys, only "
+                f"{where} has {missing[0]!r}"
+            )
+        return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)):
+        if len(state) != len(into):
+            sizes = f"expected a list of {len(state)} as in the checkpoint, got one of {len(into)}"
+            raise ConfigError(f"session.load: {_name(place)}: {sizes}")
+        return type(state)(
+            fill(into[index], value, (*place, index)) for index, value in enumerate(state)
+        )
+    if not isinstance(state, Tensor) or not in_mesh(into):
+        return into if isinstance(state, Tensor) else state
+    local = into.to_local() if is_split(into) else into
+    # what does not fit was read whole
+    target = local if getattr(local, "shape", None) == state.shape else into
+    _check(place, target, state)
+    with torch.no_grad():
+        target.copy_(state)
+    return into
+
+
+def _check(place: Place, target: Any, saved: Tensor) -> None:
+    """Check that `target` has the shape of what was saved, and its type or, of floating-point
+    numbers, a wider one.
+    """
+    got: Any = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+    expected: Any = tuple(saved.shape)
+    if got != expected:
+        expected = f"expected a tensor of shape {expected}, as the checkpoint has"
+        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {got}")
+    is_wider = (
+        saved.is_floating_point() and torch.promote_types(saved.dtype, target.dtype) == target.dtype
+    )
+    if saved.dtype != target.dtype and not (is_wider and target.is_floating_point()):
+        expected = f"expected a tensor of {saved.dtype}, as the checkpoint has"
+        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {target.dtype}")
+
+
+def _name(place: Place) -> str:
+    return "into" + "".join(f"[{key!r}]" for key in place)

@@ -1,0 +1,333 @@
+"""The memory of nodes, in which states outlive the ranks that had them. No torch at the top.
+
+A state is in files that are the kernel's, and have no name and no disk (`memfd_create`). The node's
+agent has them open and passes them on to its ranks. The kernel frees them with the last of these
+processes, however they end.
+
+Every few steps each rank writes its part of a state into one of two files in turn, and another node
+has two of its own for it. Of a model that every rank has whole, rank 0 writes the state. A rank
+begins to write the next state only when the one before it is whole: each rank has written its part,
+and the other node has it too. So there is always a whole state on the nodes that are left when one
+is lost. A file that was being overwritten then has another checksum than the one that is recorded.
+
+A copy goes from rank to rank, over a process group that the two have for that alone. It is made
+directly, over the store where all ranks meet: `new_group` would have to be called by all of them,
+in the order of the program's own calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp.storage.uncached_file import copy_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+NUM_FILES = 2  # files of a rank's
+TIMEOUT = timedelta(days=20)  # for the next state to come; in milliseconds it still is a C int
+HEADER_BYTES = 512  # of the fields of a part, pickled
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryFile:
+    """A file in memory. Can be sent to a process at its start, which then has the same file."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("flyte-ddp-state")
+
+    @property
+    def path(self) -> str:
+        """The path at which this process can open it."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"descriptor": reduction.DupFd(self.descriptor)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.descriptor = state["descriptor"].detach()
+
+
+class MappedFile:
+    """A file in memory as one process writes it, again and again: a new page costs more than what
+    is written to it.
+
+    In a `with` block it is written from its beginning, and ends where that has ended.
+    """
+
+    def __init__(self, file: MemoryFile) -> None:
+        self._descriptor = file.descriptor
+        os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        self._pages = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._size = 0  # bytes that are written
+
+    def write(self, data: Any) -> int:
+        begin, self._size = self._size, self._size + len(data)
+        if self._size > len(self._pages):
+            self._pages.resize(self._size)  # the file, too
+        copy_bytes(data, self._pages, begin)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: what was written is in the file."""
+
+    def view(self, num_bytes: int) -> Tensor:
+        """Return so many bytes of the file, to be read or written. The tensor must be gone before
+        `write`.
+        """
+        import torch
+
+        if num_bytes > len(self._pages):
+            self._pages.resize(num_bytes)
+        self._size = num_bytes
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes)
+
+    def __enter__(self) -> MappedFile:
+        os.ftruncate(self._descriptor, len(self._pages))
+        self._size = 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.ftruncate(self._descriptor, self._size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a state."""
+
+    file: MemoryFile
+    attempt: int  # number of the one that saved it
+    turn: int  # counts the states that the attempt has saved in memory, from 1
+    step: int
+    number: int  # of the part: the rank that saved it
+    num_parts: int  # of the state
+    num_bytes: int
+    checksum: str
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Names the state that it is a part of; the newest one's is the largest."""
+        return self.step, self.attempt, self.turn
+
+
+class NodeMemory:
+    """The parts of states in the memory of a node, from one attempt to the next."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._slots: dict[int, list[MemoryFile]] = {}  # of this attempt, by rank
+        self._parts: dict[tuple[int, int, int], Part] = {}  # by attempt, rank and slot
+
+    def begin(self, attempt: int, ranks: Iterable[int]) -> list[Part]:
+        """Make files for the parts of an attempt's ranks, and return the parts that earlier
+        attempts have left.
+        """
+        self._close_unused()
+        self._attempt = attempt
+        # a sandbox may forbid it; macOS has none
+        with contextlib.suppress(OSError, AttributeError):
+            self._slots = {rank: [MemoryFile() for _ in range(NUM_FILES)] for rank in ranks}
+        return list(self._parts.values())
+
+    @property
+    def held(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each part here the three numbers that name its state, its own number, and the number
+        of parts.
+        """
+        return [(*each.state, each.number, each.num_parts) for each in self._parts.values()]
+
+    def slots_of(self, number: int) -> list[MemoryFile]:
+        """Return the files for the parts of a rank; none where there is no such memory."""
+        return self._slots.get(number, [])
+
+    def take(self, **values: Any) -> None:
+        """Note that a file here has a part. `values` are fields of `Part`."""
+        number, turn = values["number"], values["turn"]
+        slot = turn % NUM_FILES
+        part = Part(self._slots[number][slot], self._attempt, **values)
+        self._parts[self._attempt, number, slot] = part
+        if turn > 1:  # else the first state of this attempt would not be whole
+            self._drop(each for each in self._parts.values() if each.attempt != self._attempt)
+
+    def keep_only(self, attempt: int, turn: int) -> None:
+        """Free all that earlier attempts have left but the state from which this one goes on."""
+        others = [
+            each for each in self._parts.values() if (each.attempt, each.turn) != (attempt, turn)
+        ]
+        self._drop(each for each in others if each.attempt != self._attempt)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._close_unused()
+        self._drop(self._parts.values())
+
+    def _close_unused(self) -> None:
+        """Close the files of the attempt that has ended in which there is nothing."""
+        used = {id(each.file) for each in self._parts.values()}
+        for file in [
+            file for files in self._slots.values() for file in files if id(file) not in used
+        ]:
+            file.close()
+        self._slots = {}
+
+    def _drop(self, parts: Iterable[Part]) -> None:
+        for part in list(parts):
+            # ranks may have it open, as what they have gone on from
+            os.ftruncate(part.file.descriptor, 0)
+            part.file.close()
+            self._parts = {key: each for key, each in self._parts.items() if each is not part}
+
+
+class Slots:
+    """The two files in memory that a rank writes its parts of states to, in turn.
+
+    Args:
+        send: sends the fields of a `Part`, but for file and attempt, to the agent.
+        is_copied: another node gets each part, too.
+        open_store: returns the store where the ranks meet. Called where there is another node.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[MemoryFile],
+        rank: int,
+        send: Callable[[dict[str, Any]], None],
+        is_copied: bool,
+        open_store: Callable[[], Store],
+    ) -> None:
+        self._files = [MappedFile(file) for file in files]
+        self._rank = rank
+        self._send = send
+        self._is_copied = is_copied
+        self._open_store = open_store
+        self._turn = 0
+        self._complete_turn = 0  # the newest of which the part is here and where it is copied to
+        # parts that are to be copied
+        self._written: queue.SimpleQueue[dict[str, Any]] | None = None
+        # by file: what was sent of the part in it
+        self.written: dict[int, dict[str, Any]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """True when the last part is here and where it is copied to, so that the one before it may
+        be overwritten.
+        """
+        return bool(self._files) and self._complete_turn == self._turn
+
+    def write(self, step: int, num_parts: int, save: Callable[[Any], tuple[int, str]]) -> None:
+        """Write a part: nothing is ready until it is complete. `save` writes it to a file, and
+        returns its size and checksum.
+        """
+        self._turn += 1
+        with self._files[self._turn % NUM_FILES] as file:
+            num_bytes, checksum = save(file)
+        part = {
+            "turn": self._turn,
+            "step": step,
+            "number": self._rank,
+            "num_parts": num_parts,
+            "num_bytes": num_bytes,
+            "checksum": checksum,
+        }
+        self.written[self._turn % NUM_FILES] = part
+        self._send(part)
+        if not self._is_copied:
+            self._complete_turn = self._turn
+            return
+        if self._written is None:
+            self._written = queue.SimpleQueue()
+            threading.Thread(
+                target=self._send_copies, args=(self._written,), name="copies", daemon=True
+            ).start()
+        self._written.put(part)
+
+    def _send_copies(self, written: queue.SimpleQueue[dict[str, Any]]) -> None:
+        import torch
+
+        try:
+            store = self._open_store().clone()  # other threads use the connection of the first one
+            store.set(_name_copies(self._rank), "")
+            group = _connect(self._rank, 0, store)
+            while True:
+                part = written.get()
+                header = bytearray(pickle.dumps(part).ljust(HEADER_BYTES, b"\0"))
+                group.send([torch.frombuffer(header, dtype=torch.uint8)], 1, 0).wait()
+                group.send(
+                    [self._files[part["turn"] % NUM_FILES].view(part["num_bytes"])], 1, 0
+                ).wait()
+                group.recv([torch.zeros(1)], 1, 0).wait()
+                self._complete_turn = part["turn"]
+        except RuntimeError as error:  # nothing is ready any more
+            reason = str(error).partition("\n")[0]
+            logger.warning(
+                "no more states are kept in memory: they cannot be copied to another node: %s",
+                reason,
+            )
+
+
+def receive_copies(
+    given: Iterable[MemoryFile],
+    source: int,
+    send: Callable[[dict[str, Any]], None],
+    open_store: Callable[[], Store],
+) -> None:
+    """Take the parts of a rank of another node into the memory of this one, for as long as there
+    are any. Arguments as of `Slots`; `source` is that rank.
+    """
+    import torch
+
+    files = [MappedFile(file) for file in given]
+    # one of the two ranks, or that with the store, has ended
+    with contextlib.suppress(RuntimeError):
+        store = open_store().clone()
+        store.wait([_name_copies(source)], TIMEOUT)
+        group = _connect(source, 1, store)
+        while files:
+            header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+            group.recv([header], 0, 0).wait()
+            part = pickle.loads(header.numpy().tobytes())
+            with files[part["turn"] % NUM_FILES] as file:
+                group.recv([file.view(part["num_bytes"])], 0, 0).wait()
+            send(part)
+            group.send([torch.zeros(1)], 0, 0).wait()
+
+
+def _name_copies(source: int) -> str:
+    return f"flyte_ddp/copies-{source}"
+
+
+def _connect(source: int, rank: int, store: Store) -> Any:
+    """Return the process group of the rank `source`, which is rank 0 of it, and of the one that has
+    its copies.
+    """
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+    return ProcessGroupGloo(PrefixStore(f"{_name_copies(source)}/group", store), rank, 2, TIMEOUT)
+
+
+def name_memory(nodes: Iterable[int], num_nodes: int) -> str:
+    """Return, for people, the memory of these nodes of a gang."""
+    if num_nodes == 1:
+        return "this node's memory"
+    *others, last = sorted(set(nodes))
+    return (
+        f"the memory of nodes {', '.join(map(str, others))} and {last}"
+        if others
+        else f"node {last}'s memory"
+    )

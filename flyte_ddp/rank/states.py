@@ -1,0 +1,156 @@
+"""The newest state of a run, in the memory of nodes or in the store, for the ranks that go on from
+it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from flyte_ddp.checkpoints.assembly import BoxOf, assemble
+from flyte_ddp.checkpoints.files import Damaged, check_file, checkpoint_name
+from flyte_ddp.checkpoints.memory import Part, name_memory
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.rank.link import RankProcess
+from flyte_ddp.world import World
+
+
+def meet(process: RankProcess, open_store: Callable[[], Store], key: str) -> World:
+    """Return this rank's place among all, with a process group for a function's load alone: it may
+    have none, or collectives of its own under way. Every rank calls it.
+
+    Args:
+        open_store: returns the store where the ranks meet, in which `key` is this call's alone.
+    """
+    group, world_size = None, process.node.world_size
+    if world_size > 1:
+        # other threads use the connection of the first one
+        store = PrefixStore(key, open_store().clone())
+        timeout = timedelta(seconds=process.job.program.stall_timeout)
+        group = ProcessGroupGloo(store, process.rank, world_size, timeout)
+    return World(process.rank, 0, world_size, torch.device("cpu"), group)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The state that a run goes on from."""
+
+    state: Any  # with tensors on the CPU; None in a new run
+    origin: str  # its URL, or in whose memory it was; "" for none
+    is_in_memory: bool
+    skipped: list[str]  # why newer ones are not used; on rank 0
+
+
+def load_newest(
+    world: World,
+    process: RankProcess,
+    store: CheckpointStore,
+    box_of: BoxOf,
+    needed_step: Callable[[Any], int] = lambda state: 0,
+) -> Loaded:
+    """Return the newest state: of the memory of the nodes unless the store has a newer one. Every
+    rank calls it.
+
+    A store that is away is not waited for where a state is in memory. What it is known to have
+    counts only as the checkpoint of the best epoch.
+
+    Args:
+        box_of: returns what this rank keeps of each tensor.
+        needed_step: returns the step of the checkpoint that a run from this state will ask the
+            store for; 0 for none.
+
+    Raises:
+        StorageUnavailable, StorageDenied: what is in the store could not be found out.
+    """
+    stored = process.job.stored  # as the driver knows: the store may be away
+    newest_stored = max(stored, default=0)
+    skipped: list[str] = []
+    for each in _find_in_memory(process, world) if process.job.is_in_memory else ():
+        if each.step < newest_stored:
+            break
+        nodes = world.all_gather(float(process.node.node_rank))  # of all ranks
+        origin = name_memory((int(nodes[rank]) for rank in each.readers), process.node.num_nodes)
+        try:
+            state = _read(each, process, world, box_of)
+        except Damaged as damage:
+            problem = str(damage)
+        else:
+            needed = needed_step(state)
+            if needed in (0, each.step, *stored):
+                # Older ones are removed as if it were in the store.
+                store.retention.resumed = f"{checkpoint_name(each.step)}.json"
+                process.free_parts(each.attempt, each.turn)
+                return Loaded(state, origin, True, skipped)
+            problem = f"the store has no checkpoint of the best epoch, at step {needed}"
+        skipped.append(f"the state of step {each.step} in {origin} is not used: {problem}")
+    state, url, damaged = store.load_latest(world, box_of)
+    process.free_parts()
+    return Loaded(state, url, False, [*skipped, *damaged])
+
+
+@dataclass(frozen=True)
+class _StateInMemory:
+    """A state of which all parts are in the memory of nodes."""
+
+    step: int
+    attempt: int
+    turn: int
+    readers: list[int]  # the ranks that have its parts, by part
+
+
+def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
+    """Return the whole states in the memory of all nodes, the newest first. Every rank calls it."""
+    if not any(world.all_gather(float(len(process.parts)))):
+        return []
+    found: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    num_parts: dict[tuple[int, int, int], int] = {}
+    own = [(each.state, each.number, each.num_parts) for each in process.parts]
+    for rank in range(world.world_size):
+        for state, number, size in world.broadcast_object(own, rank):
+            found[state][number].append(rank)
+            num_parts[state] = size
+    states = []
+    for state in sorted(found, reverse=True):
+        holders, load, readers = found[state], Counter[int](), []
+        if len(holders) < num_parts[state]:
+            continue
+        for number in range(num_parts[state]):
+            ranks = holders[number]
+            reader = number if number in ranks else min(ranks, key=lambda rank: (load[rank], rank))
+            load[reader] += 1
+            readers.append(reader)
+        states.append(_StateInMemory(*state, readers))
+    return states
+
+
+def _read(state: _StateInMemory, process: RankProcess, world: World, box_of: BoxOf) -> Any:
+    """Return a state, of which each rank reads the parts that are on its node. Every rank calls it.
+
+    Raises:
+        Damaged: on every rank, if a part is damaged.
+    """
+    own = {
+        each.number: each
+        for each in process.parts
+        if each.state == (state.step, state.attempt, state.turn)
+    }
+    numbers = [{"number": number} for number in range(len(state.readers))]
+    return assemble(
+        numbers, lambda each: _read_part(own[each["number"]]), world, box_of, state.readers, True
+    )
+
+
+def _read_part(part: Part) -> Any:
+    """Return the contents of a part of a state. Raises Damaged if they are not what was written."""
+    if check_file(part.file.path) != (part.num_bytes, part.checksum):
+        raise Damaged(
+            f"the checksum of part {part.number} is not the one that was recorded when "
+            "it was written"
+        )
+    return torch.load(part.file.path, map_location="cpu", weights_only=True, mmap=True)
