@@ -261,6 +261,8 @@ def test_each_walk_through_the_code_names_what_is_there():
     for path, name in sum(steps.values(), []):
         code = (REPOSITORY / "flyte_ddp" / path).read_text()
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
+    assert len({path for path, _ in steps["A killed rank's state, out and in again"]}) <= 10
+    assert len(steps["`session.save` of a function"]) <= 9 + 1  # with the call back up
     title = next(each for each in walks if each.startswith("SIGTERM on a worker"))
     assert len({path for path, _ in steps[title]}) <= 12
     assert len(re.findall(r"^\d+\. ", walks[title], re.MULTILINE)) - 1 <= 7  # hops
