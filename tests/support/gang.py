@@ -130,6 +130,6 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)
-    train(recipe, choose_parallelism(config, world), "", session)
+    train(recipe, choose_parallelism(config, world), session)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
     return [events.to_dict(event) for event in link.events]
