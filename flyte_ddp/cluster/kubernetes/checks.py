@@ -8,6 +8,7 @@ collects. An API server that does not answer is no finding: ClusterError.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     POLICY_GROUP,
     POLICY_PLURAL,
     VERSION,
+    merge_pod,
 )
 from flyte_ddp.cluster.kubernetes.resources import (
     add,
@@ -67,6 +69,7 @@ OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its lab
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
+TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
 # of the cluster that the doctor asks about; its secret has the same one, which policies compare
 DOCTOR_NAME = "ddp-doctor-00000000"
 ENDED = ("Succeeded", "Failed")  # phases of a pod
@@ -99,8 +102,12 @@ class Setup:
     account: str = ""
     # requests of the driver's pod; none where it is not in `namespace`
     driver: Mapping[str, Decimal] = field(default_factory=dict)
+    # requests of tasks' pods by class; for doctor
+    tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # the table of settings.toml; None: not known, or checked by the task itself
     allowed: Allowed | None = None
+    # that Flyte's default-pod-template-name names; "": as a ConfigMap of Flyte's says
+    pod_template: str = ""
 
 
 Check = Callable[[Setup], Iterator[Finding]]
@@ -278,21 +285,28 @@ def _check_references(setup: Setup) -> Iterator[Finding]:
 
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
     """Compare with the whole of each quota, because what other runs have used of it comes back."""
-    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
-    need = add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
-    need[f"count/{PLURAL}.{GROUP}"] = Decimal(1)
+    who = "this run with its driver" if setup.driver else "this run"
+    needs = {f"a task ({name})": quantities(task) for name, task in setup.tasks.items()}
+    needs[who] = {**_sum_run(setup), f"count/{PLURAL}.{GROUP}": Decimal(1)}
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         # one with scopes may not be about these pods
         is_scoped = quota.spec.scopes or quota.spec.scope_selector
-        for resource, limit in {} if is_scoped else (quota.spec.hard or {}).items():
+        hard = {} if is_scoped else quota.spec.hard or {}
+        for (resource, limit), (who, need) in itertools.product(hard.items(), needs.items()):
             # requests and limits of all pods are the same
             amount = need.get(re.sub(r"^(requests|limits)\.", "", resource), Decimal(0))
             if amount > quantity(limit):
                 yield Finding(
                     f"quota {quota.metadata.name} of namespace {setup.namespace} allows "
-                    f"{resource} up to {limit}, and this run needs {short(amount)}; request less, "
-                    "or have the quota raised"
+                    f"{resource} up to {limit}, and {who} needs {short(amount)}; request less, or "
+                    "have the quota raised"
                 )
+
+
+def _sum_run(setup: Setup) -> dict[str, Decimal]:
+    """Return what a run needs at least: its scheduler, workers and driver."""
+    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
+    return add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
 
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:
@@ -320,10 +334,23 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
         for room, reason in zip(rooms, reasons, strict=True)
         if not reason
     )
+    what = f"{num_workers} workers of {describe(requests)}"
+    need, has = _sum_run(setup), add(rooms)
     if places < num_workers:
         yield Finding(
-            f"the nodes that may run workers have room for {places} of {num_workers} workers of "
-            f"{describe(requests)}, while nothing else runs on them; {remedy}",
+            f"the nodes that may run workers have room for {places} of {what}, while nothing "
+            f"else runs on them; {remedy}",
+            passes=NODES,
+        )
+    elif lacking := [
+        f"{short(has.get(resource, Decimal(0)))} {resource} of {short(amount)}"
+        for resource, amount in need.items()
+        if amount > has.get(resource, Decimal(0))
+    ]:
+        others = "a scheduler and the task's own pod" if setup.driver else "and a scheduler"
+        yield Finding(
+            f"the nodes are too small together for {what}, {others}: they have "
+            f"{', '.join(lacking)}; {remedy}",
             passes=NODES,
         )
 
@@ -363,14 +390,19 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     """
     if not setup.account:
         return
+    template, setting = _task_template(setup)
+    pods = {f"a {role}'s pod": setup.spec[role]["spec"] for role in ("scheduler", "worker")}
+    for name, task in (setup.tasks or {"any": {}}).items():
+        pods[f"a task's pod ({name})"] = _task_pod(setup.account, task, template)
+    create = ("CoreV1Api", "create_namespaced_pod", setup.namespace)
     meta = {"metadata": {"name": DOCTOR_NAME}}
-    for role in ("scheduler", "worker"):
-        body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": setup.spec[role]["spec"]}
-        if refusal := _dry_run("CoreV1Api", "create_namespaced_pod", setup.namespace, body):
-            yield Finding(
-                f"the API server would refuse a {role}'s pod: {refusal}; request more or less, "
-                "correct `pod_template`, or wait for other runs to end"
-            )
+    for what, pod in pods.items():
+        body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": pod}
+        if refusal := _dry_run(*create, body):
+            remedy = "request more or less, correct `pod_template`, or wait for other runs to end"
+            if "violates PodSecurity" in refusal and what.startswith("a task"):
+                remedy = setting
+            yield Finding(f"the API server would refuse {what}: {refusal}; {remedy}")
     body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", **meta, "spec": setup.spec}
     request = ("create_namespaced_custom_object", GROUP, VERSION, setup.namespace, PLURAL, body)
     # whether policies admit an image that is not known cannot be known
@@ -395,6 +427,54 @@ def _dry_run(*request: Any) -> str:
         is_known = error.status == 404 or "serviceaccount" in str(error)
         return "" if is_known else " ".join(str(error).split())
     return ""
+
+
+def _task_pod(
+    account: str, requests: Mapping[str, str], template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the specification of a task's pod as Flyte makes it: one container, merged over its
+    default template.
+    """
+    defaults = {each["name"]: each for each in template.get("containers", [])}.get("default", {})
+    container = {
+        "name": "task",
+        "image": UNKNOWN_IMAGE,
+        "args": ["pyflyte-execute"],
+        "resources": {"requests": dict(requests), "limits": dict(requests)},
+    }
+    return {
+        **template,
+        "containers": [merge_pod(defaults, container)],
+        "restartPolicy": "Never",
+        "serviceAccountName": account,
+    }
+
+
+def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
+    """Return the pod specification that Flyte merges into its tasks, and how to make it one that is
+    not refused.
+    """
+    from kubernetes.client import ApiClient
+
+    name = setup.pod_template or next(
+        (
+            found[1]
+            for each in call("CoreV1Api", "list_config_map_for_all_namespaces").items
+            for text in (each.data or {}).values()
+            if (found := TEMPLATE_SETTING.search(text))
+        ),
+        "",
+    )
+    request = ("CoreV1Api", "read_namespaced_pod_template", name, setup.namespace)
+    if name and (template := find(*request)):
+        pod = ApiClient().sanitize_for_serialization(template.template.spec)
+        return pod, f"correct the PodTemplate {name}, as in deploy/pod-template.yaml"
+    return {}, (
+        "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp` (deploy/README.md, "
+        "section 5; without it the template does nothing), pass --pod-template flyte-ddp if no "
+        f"ConfigMap shows it, and apply it: kubectl --namespace {setup.namespace} apply -f "
+        "deploy/pod-template.yaml"
+    )
 
 
 def _check_policies(setup: Setup) -> Iterator[Finding]:
