@@ -33,7 +33,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
-from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError
+from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError, RankFailure
 from flyte_ddp.flyte.training import pod_failure
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
@@ -855,7 +855,12 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     ended: dict[str, str] = {}
     monkeypatch.setattr(api, "pod_end", lambda config, pod: api.PodEnd(ended.get(pod, "Error")))
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
-    monkeypatch.setattr(driver._Driver, "drive", lambda self: None)
+
+    def look_back(run: driver._Driver, failure: RankFailure | None) -> None:
+        if failure:
+            run._look_back(failure)
+
+    monkeypatch.setattr(driver._Driver, "drive", look_back)
 
     def begin(pod: str) -> None:
         driver.run(job, LocalPlace(1), earlier_failure=pod_failure(pod))
