@@ -16,6 +16,7 @@ from flyteidl.core.execution_pb2 import WorkflowExecution
 from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.cluster.config import GRACE_VARIABLE
+from flyte_ddp.flyte import register
 
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -440,3 +441,19 @@ def test_bad_settings_are_refused_at_registration(name, value, expected, monkeyp
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
         registration._inputs(retrain_wf, load_settings(environment={name: value}).retrain_inputs)
     assert expected in str(caught.value)
+
+
+def test_a_registration_says_how_many_files_are_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("workflows/train.py", "recipes/flowers.py", "settings.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "call", lambda *command, **options: 0)
+    arguments = ["--image", IMAGE]
+
+    assert (register.main(arguments), capfd.readouterr().err) == (0, "")  # no repository
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    assert register.main(arguments) == 0
+    assert capfd.readouterr().err == "note: 3 files that are not committed are registered too\n"

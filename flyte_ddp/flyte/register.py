@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:  # also of the settings
         sys.stderr.write(f"error: {error}\n")
         return 2
+    if changed := count_uncommitted():
+        sys.stderr.write(f"note: {changed} files that are not committed are registered too\n")
     copy, version = "all", options.version
     if options.dry_run:  # which must not need a Flyte: pyflyte uploads what it packs
         copy, version = "none", version or "dry-run"
@@ -65,6 +67,18 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--activate-launchplans"] if options.activate else []
     command += ["--dry-run"] if options.dry_run else []
     return subprocess.call([*command, "workflows"], env={**os.environ, "IMAGE": image})
+
+
+def count_uncommitted() -> int:
+    """Count the files below the working directory that git would show as changed or new; 0 without
+    a repository or git.
+    """
+    try:
+        command = ["git", "status", "--porcelain", "--untracked-files=all", "."]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return len(listed.stdout.splitlines())
 
 
 def check_shipped(settings: Settings) -> None:
