@@ -165,9 +165,9 @@ def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
         wrapped = ExceptionWrapper((LookupError, error, frames), "in DataLoader worker process 0")
     with pytest.raises(LookupError) as caught:
         wrapped.reraise()
-    name, message, text, _ = entry._describe(caught.value)
-    assert (name, message) == ("LookupError", "no image: 7.png")
-    lines = shorten_traceback(text).splitlines()
+    described = entry._describe(caught.value)
+    assert (described.name, described.message) == ("LookupError", "no image: 7.png")
+    lines = shorten_traceback(described.trace).splitlines()
     assert lines == [
         "Traceback (most recent call last):",
         (

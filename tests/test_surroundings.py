@@ -136,8 +136,10 @@ def test_a_shared_memory_that_loader_processes_cannot_use_is_named(raised, monke
     monkeypatch.setattr(
         entry.traceback, "format_exception", lambda *arguments: [f"Traceback\n{raised}\n"]
     )
-    name, message, trace, is_consequence = entry._describe(RuntimeError(raised))
-    assert (name, trace, is_consequence) == ("ConfigError", "", False)
+    described = entry._describe(RuntimeError(raised))
+    message = described.message
+    assert (described.name, described.trace) == ("ConfigError", "")
+    assert not described.is_consequence
     assert message.startswith(
         "data_workers: expected a /dev/shm that loader processes can write batches to: give "
         "the "
@@ -248,7 +250,10 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(
 def test_a_limit_of_the_shell_is_named_where_there_is_one(message, expected, monkeypatch):
     error = RuntimeError(message)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
-    assert entry._describe(error)[:2] == ("RuntimeError", message)
+    described = entry._describe(error)
+    assert (described.name, described.message) == ("RuntimeError", message)
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (12, 12))
-    name, text = entry._describe(error)[:2]
-    assert (name, text.startswith(expected), message in text) == ("ConfigError", True, True)
+    described = entry._describe(error)
+    assert described.name == "ConfigError"
+    assert described.message.startswith(expected)
+    assert message in described.message
