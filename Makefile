@@ -41,7 +41,7 @@ $(INSTALLED): requirements.txt | $(UV)
 	@touch $@
 
 $(TESTED): requirements-dev.txt $(INSTALLED)
-	$(INSTALL) -r requirements-dev.txt
+	$(INSTALL) -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
 .uv/bin/uv: requirements.txt
