@@ -49,7 +49,7 @@ Take = Callable[[Tensor], Any]  # returns what is saved in a tensor's place
 
 
 class Part(TypedDict):
-    """What one rank saves of a state, which is the contents of a file."""
+    """One rank's part of a state: the contents of a file."""
 
     values: Any  # None on all ranks but the first
     pieces: list[Piece]

@@ -59,7 +59,7 @@ DECK_NAME = "Retraining"
 
 @dataclass(frozen=True)
 class Retraining:
-    """What all tasks of a retraining need to know of it."""
+    """The facts that all tasks of a retraining share."""
 
     recipe: str
     champion: str  # URL of the champion and its predecessors

@@ -1,6 +1,4 @@
-"""What a process that predicts has to know, and the names of the files that it writes. Imports no
-torch.
-"""
+"""The job of a process that predicts, and the names of the files that it writes. Imports no torch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def stop_grace() -> float:
 
 
 class Kind(str, enum.Enum):
-    """Who leads a program's ranks."""
+    """The code that a program runs in its ranks: this library's, or the user's."""
 
     # The training loop of this library: it emits its start with what it knows of the run, saves its
     # state whenever it has to end, never ends its process, and would repeat an exception.
