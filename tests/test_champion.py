@@ -385,6 +385,11 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
             "--max-age: expected a number with s, m, h or d, such as 90m, got '26'",
         ),
         (lambda store: store.storage.delete("last_run.json"), [], "no retraining has ended yet"),
+        (
+            lambda store: store.storage.write("last_run.json", b"{"),
+            [],
+            "no retraining has ended yet",
+        ),
         (lambda store: store.record_run("refused", "", False), [], "until data, recipe or config"),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
         (

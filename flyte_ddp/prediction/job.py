@@ -1,4 +1,4 @@
-"""The job of a process that predicts, and the names of the files that it writes. Imports no torch."""
+"""The job of a process that predicts, and the names of its files. Imports no torch."""
 
 from __future__ import annotations
 

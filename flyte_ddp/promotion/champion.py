@@ -268,7 +268,9 @@ class ChampionStore:
             raise ChampionError(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
     def last_challenge(self) -> dict[str, Any]:
-        """Return the record that `record_challenge` wrote last; empty if there is none."""
+        """Return the record that `record_challenge` wrote last; empty if there is none, or a
+        damaged one.
+        """
         return self._read_record(LAST_CHALLENGE)
 
     def record_challenge(self, record: dict[str, Any]) -> None:
@@ -276,7 +278,9 @@ class ChampionStore:
         self.storage.write(LAST_CHALLENGE, _json(record))
 
     def last_run(self) -> dict[str, Any]:
-        """Return the record that `record_run` wrote last; empty if there is none."""
+        """Return the record that `record_run` wrote last; empty if there is none, or a damaged
+        one.
+        """
         return self._read_record(LAST_RUN)
 
     def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
@@ -324,8 +328,12 @@ class ChampionStore:
 
     def _read_record(self, name: str) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.storage.read(name)))
+            contents = self.storage.read(name)
         except FileNotFoundError:
+            return {}
+        try:  # apart from the read, because a store that refuses raises a ValueError too
+            return dict(json.loads(contents))
+        except (ValueError, TypeError):
             return {}
 
     def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
