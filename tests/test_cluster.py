@@ -152,7 +152,7 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
             time.sleep(0.05)
         address = json.loads(text)["address"]
         processes.append(start("worker", address))
-        with connect.closing(connect._connect(address, time.monotonic() + 60, security)) as client:
+        with connect.closing(connect.connect(address, time.monotonic() + 60, security)) as client:
             client.wait_for_workers(1, timeout=60)
             (worker,) = client.scheduler_info(n_workers=-1)["workers"]
             assert worker.startswith("tls://")
@@ -165,7 +165,7 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
                 (None, address.replace("tls", "tcp")),
             ):
                 with pytest.raises(ClusterError, match="is not a Dask scheduler|cannot be reached"):
-                    connect._connect(target, time.monotonic() + 1, other)
+                    connect.connect(target, time.monotonic() + 1, other)
     finally:
         for process in processes:
             process.terminate()

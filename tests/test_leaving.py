@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 
 import cloudpickle
@@ -155,10 +156,15 @@ def test_a_scheduler_that_is_told_to_go_costs_no_step_and_no_restart(
         for index in (3, 4):
             start_worker(address, f"node-{index}")
 
-        def tell():
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
+        def replace():
+            process.wait()
+            time.sleep(1)  # in which the client tries to connect again
             targets[0] = scheduler
+
+        def tell():
+            targets[0] = ""
+            process.send_signal(signal.SIGTERM)
+            threading.Thread(target=replace).start()
 
         config = dataclasses.replace(config, scheduler_address=address, min_nodes=0)
         run = train(tmp_path, program_of("ddp", str(slow)), config, at_steps=[(5, tell)])

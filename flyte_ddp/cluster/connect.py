@@ -81,7 +81,7 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
                     "scheduler_address: expected an address such as tcp://10.0.0.7:8786, here or "
                     f"in {ADDRESS_VARIABLE}, got ''"
                 )
-        client = stack.enter_context(closing(_connect(address, deadline, security)))
+        client = stack.enter_context(closing(connect(address, deadline, security)))
         if kind == "kubernetes":
             stack.enter_context(lifecycle.keep_alive(client, config.kubernetes.idle_timeout))
         _wait_for_workers(client, config, run_name, deadline)
@@ -117,7 +117,12 @@ def closing(client: Client) -> Iterator[Client]:
             client.close(timeout=CLIENT_CLOSE_TIMEOUT)
 
 
-def _connect(address: str, deadline: float, security: Security | None) -> Client:
+def connect(address: str, deadline: float, security: Security | None) -> Client:
+    """Return a client of the scheduler at `address`.
+
+    Raises:
+        ClusterError: no scheduler answers until `deadline` (monotonic).
+    """
     from distributed import Client, Security
 
     security = security or Security()

@@ -132,9 +132,10 @@ def start_scheduler(directory):
 @contextlib.contextmanager
 def front_of(*addresses):
     """An address, as that of a Service of Kubernetes: whoever connects gets to the first of the
-    list that it yields.
+    list that it yields. Where that is empty, a connection stays without an answer forever, as one
+    to a pod that has just ended.
     """
-    targets = list(addresses)
+    targets, silent = list(addresses), []
 
     async def pump(reader, writer):
         with contextlib.suppress(OSError):
@@ -143,6 +144,9 @@ def front_of(*addresses):
         writer.close()
 
     async def take(reader, writer):
+        if not targets[0]:
+            silent.append(writer)
+            return
         host, port = targets[0].removeprefix("tcp://").split(":")
         behind, to_behind = await asyncio.open_connection(host, int(port))
         await asyncio.gather(pump(reader, to_behind), pump(behind, writer))

@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING
 from distributed import Client
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
+from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import explain
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
-from flyte_ddp.launch.nodes.dask.calls import ANSWER_TIMEOUT, call_workers, listed_workers
+from flyte_ddp.launch.nodes.dask.calls import (
+    ANSWER_TIMEOUT,
+    call_workers,
+    listed_workers,
+    scheduler_id,
+)
 from flyte_ddp.launch.nodes.dask.data import SharedData, check_same_directory, packed_code
 from flyte_ddp.launch.nodes.dask.growth import GrowthWatch
 from flyte_ddp.launch.nodes.dask.leaving import CLOSE_RESERVE
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 class DaskPlace:
     """The ranks of a run on the workers of a Dask cluster, of which each is a node."""
 
-    client: Client  # from `cluster.open_cluster`
+    client: Client  # from `cluster.open_cluster`, later one of our own if it loses its scheduler
     config: ClusterConfig
     run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
     # Shared with other runs that train on the cluster at the same time, each on one node and with a
@@ -54,6 +60,7 @@ class DaskPlace:
     # addresses of workers that have the directory of the checkpoints
     _checked: set[str] = field(default_factory=set)
     _grown_at: float = -math.inf  # monotonic: when a gang last ended to grow
+    _clients: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of our own
 
     def __post_init__(self) -> None:
         config = self.config
@@ -105,6 +112,28 @@ class DaskPlace:
             self.pool.release(run.name)
         elif self._data:
             self._data.close()
+        self._clients.close()
+
+    def _is_connected(self) -> bool:
+        """Return whether the scheduler answers, by a new client if this one's stream of events may
+        have ended with another scheduler.
+
+        Dask's own reconnection may wait for minutes on an address at which nobody answers any more,
+        and holds back for as long what is submitted.
+        """
+        if self._latest is None or self._roll_call is None:
+            return True
+        if not (now := scheduler_id(self.client)):
+            return False
+        if now != self._latest.scheduler_id or self.client.status != "running":
+            deadline = time.monotonic() + self.config.start_timeout
+            try:
+                client = connect(self.client.scheduler.address, deadline, self.client.security)
+            except ClusterError:
+                return False
+            self.client = self._roll_call.client = self._clients.enter_context(closing(client))
+            self._latest.scheduler_id = now
+        return True
 
     def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
         """Return the addresses of workers that the next gang may have at once, and how long all are
@@ -147,7 +176,8 @@ class DaskPlace:
         begun = time.monotonic()
         while True:
             run.check_stop()
-            workers = self._roll_call.present_workers()
+            is_connected = self._is_connected()
+            workers = self._roll_call.present_workers() if is_connected else []
             if self.pool is None:
                 workers = [each for each in workers if not each.is_busy]
             else:
@@ -160,14 +190,14 @@ class DaskPlace:
             waited = time.monotonic() - begun
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
                 return workers
-            if waited > max(patience, self.config.start_timeout) or self.client.status == "closed":
+            if waited > max(patience, self.config.start_timeout):
                 break
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited))  # at first they are about to be idle
         message = (
             f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
             f"{waited:.0f} s"
         )
-        if is_gone := self.client.status == "closed":
+        if not is_connected:
             message = "the Dask scheduler is gone"
         if reason := explain(self.config, self.run_name):
             message += f". {reason.rstrip('.')}"
@@ -175,7 +205,7 @@ class DaskPlace:
             raise ClusterError(message)
         because = (
             ""
-            if is_gone or not previous.failure
+            if not is_connected or not previous.failure
             else f". The gang had to restart, because {previous.failure}"
         )
         raise WorkersLost(f"{message}{because}") from previous.failure
