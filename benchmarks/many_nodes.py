@@ -32,6 +32,7 @@ import psutil
 from benchmarks.measure import machine, show_rows
 from flyte_ddp.cluster.config import DASK_CONFIG, ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import AttemptStarted, Event, Reported
 from flyte_ddp.launch.agent.devices import num_cores
@@ -40,7 +41,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.protocol.messages import POLL_INTERVAL, Beat, End, Outcome
+from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 

@@ -157,7 +157,7 @@ def test_with_a_runs_certificate_only_those_who_have_its_key_reach_scheduler_and
             (worker,) = client.scheduler_info(n_workers=-1)["workers"]
             assert worker.startswith("tls://")
             assert client.submit(sum, [1, 2]).result(timeout=30) == 3
-            monkeypatch.setattr(connect, "FOREIGN_SERVER_TIMEOUT", 0.0)
+            monkeypatch.setattr(connect, "API_PATIENCE", 0.0)
             stranger = Security.temporary()
             for other, target in (
                 (stranger, address),

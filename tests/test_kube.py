@@ -694,9 +694,9 @@ def api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiS
     monkeypatch.setattr(
         "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
     )
-    monkeypatch.setattr(api, "MAX_RETRY_DELAY", 0.1)
-    monkeypatch.setattr(lifecycle, "OPERATOR_TIMEOUT", 0.5)
-    monkeypatch.setattr(lifecycle, "REPORT_INTERVAL", 0.1)
+    monkeypatch.setattr(api, "BEAT_INTERVAL", 0.1)
+    monkeypatch.setattr(lifecycle, "API_PATIENCE", 0.5)
+    monkeypatch.setattr(lifecycle, "LINE_INTERVAL", 0.1)
     api._api.cache_clear()
     yield server
     api._api.cache_clear()
@@ -834,7 +834,7 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
 def test_a_lost_workers_end_is_read_from_its_pods_status(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pod: dict[str, Any] | None, reason: str
 ) -> None:
-    monkeypatch.setattr(api, "END_TIMEOUT", 0.5)
+    monkeypatch.setattr(api, "ANSWER_TIMEOUT", 0.5)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     read = json.loads(json.dumps(pod).replace('"now"', f'"{now}"'))
     api_server.answers |= {

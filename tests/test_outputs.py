@@ -201,7 +201,7 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
 
 
 def test_a_store_that_takes_no_more_is_named_and_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_main, "EXPORT_TIMEOUT", 0.1)
+    monkeypatch.setattr(rank_main, "SHORT_TIMEOUT", 0.1)
     (tmp_path / "export").write_text("no directory")
     results = export_model(get_recipe(TINY), {"weight": torch.ones(2)}, str(tmp_path))
     assert results["exported"] == []

@@ -271,7 +271,7 @@ def test_a_run_owns_its_place_and_a_second_one_starts_no_process(tmp_path):
 
 def test_the_end_of_a_run_does_not_wait_for_a_store_that_hangs(tmp_path, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(ownership, "RELEASE_TIMEOUT", 0.2)
+    monkeypatch.setattr(ownership, "ANSWER_TIMEOUT", 0.2)
     with owns(str(tmp_path)):
         monkeypatch.setattr(Storage, "replace", lambda *arguments: answers.wait(60))
         ended = time.monotonic()

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from flyte_ddp.checkpoints import WRITE_GRACE
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost, RankFailure
 from flyte_ddp.launch.control.causes import (
     CAUSE_GRACE,
     ECHO_GRACE,
-    END_GRACE,
     cause_grace,
     find_cause,
 )
 from flyte_ddp.launch.control.states import (
     KILL_TIMEOUT,
-    LEAVE_RESERVE,
     Departure,
     Ended,
     Facts,
@@ -133,7 +132,7 @@ WRITING, ENDING = {"is_writing": True}, {"is_ending": True}
     ("failures", "facts", "cause", "seconds"),
     [
         ([RAISED], {}, RAISED, CAUSE_GRACE),
-        ([RAISED], ENDING, RAISED, END_GRACE),
+        ([RAISED], ENDING, RAISED, ECHO_GRACE),
         ([RAISED], WRITING, RAISED, WRITE_GRACE),  # the checkpoint is worth more than the time
         ([MINE], WRITING, MINE, WRITE_GRACE),
         ([MINE], ENDING, MINE, 0.0),
@@ -206,7 +205,7 @@ def test_whatever_happens_a_gang_only_goes_towards_its_end_and_gets_there(steps)
                 assert state.deadline <= before.deadline  # never later
         if isinstance(state, Stopping) and state.why is Why.NODES_LEAVE and state != before:
             gone_at = min(each.gone_at for each in facts.departures)
-            assert state.deadline - KILL_TIMEOUT <= max(facts.now, gone_at - LEAVE_RESERVE)
+            assert state.deadline - KILL_TIMEOUT <= max(facts.now, gone_at - BEAT_INTERVAL)
         if None not in facts.outcomes:
             assert isinstance(state, Ended)
         facts = dataclasses.replace(facts, now=facts.now + seconds)

@@ -370,7 +370,7 @@ from flyte_ddp.observers import weights_and_biases
 from tests.support.short_run import epoch_of_events, replay, started
 from tests.test_weights_and_biases import KEY
 
-weights_and_biases.FINISH_TIMEOUT = 1.0
+weights_and_biases.SHORT_TIMEOUT = 1.0
 say = lambda line: print(line, flush=True)
 listener = weights_and_biases.Wandb("project", "run-1", sys.argv[1], keys={"WANDB_API_KEY": KEY}, say=say)
 listener.handle(started())

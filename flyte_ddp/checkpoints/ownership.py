@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
 from flyte_ddp.storage import Storage, redact_url
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
-LOOK_INTERVAL = 2.0  # seconds between two looks at another run's lease
-RETRY_INTERVAL = 1.0  # seconds between two tries to put a new token, for which ranks may wait
-RELEASE_TIMEOUT = 5.0  # seconds to release a place in
+# seconds between two looks at another run's lease, or two tries to put a new token
+LOOK_INTERVAL = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Ownership:
         self._has_ended = True
         self._wakes.set()
         # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
-        self._thread.join(RELEASE_TIMEOUT)
+        self._thread.join(ANSWER_TIMEOUT)
 
     def _put(self, storage: Storage, replaced: bytes, released: bool = False) -> None:
         owner = dataclasses.replace(
@@ -166,7 +166,7 @@ class Ownership:
         """
         is_over = False
         while not is_over:
-            self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else RETRY_INTERVAL)
+            self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else LOOK_INTERVAL)
             self._wakes.clear()
             is_over = self._has_ended
             # Rank 0 finds out as well before it writes, and reports it.

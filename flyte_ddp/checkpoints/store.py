@@ -45,14 +45,13 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory
 from flyte_ddp.checkpoints.state import collect, find_tensors, map_tensors
+from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.storage.directory import FIRST_PAUSE, MAX_PAUSE
 from flyte_ddp.storage.failures import describe
 from flyte_ddp.world import ALONE, World, call_together
 
-FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries to write
-POLL = 0.2  # seconds between looks at the writer while something waits for it
-PEER_POLL, MAX_PEER_POLL = 0.05, 1.0  # seconds between two looks at the other ranks' writers
 WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
 
 logger = logging.getLogger(__name__)
@@ -285,7 +284,7 @@ class CheckpointStore:
                     self._queue or self._current or self._num_in_memory
                 ):
                     return
-                self._changed.wait(0 if self._failure else POLL)
+                self._changed.wait(0 if self._failure else POLL_INTERVAL)
             self.check()
             if on_wait:
                 on_wait()
@@ -425,7 +424,7 @@ class CheckpointStore:
         """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0
         has begun.
         """
-        pause = PEER_POLL
+        pause = POLL_INTERVAL
         while True:
             with self._changed:
                 while not self._queue:
@@ -441,7 +440,7 @@ class CheckpointStore:
                     return write
                 self._changed.notify_all()
             time.sleep(pause)
-            pause = min(2 * pause, MAX_PEER_POLL)  # all followers ask one process
+            pause = min(2 * pause, BEAT_INTERVAL)  # all followers ask one process
 
     def _write(self, write: _Write) -> None:
         if write.has_manifest and not self._follows:
@@ -518,7 +517,7 @@ class CheckpointStore:
         for rank in range(1, self.peers.world.world_size):
             while (announced := self.peers.announced(rank))[0] != number:
                 self._outage = f"the shard of rank {rank} is not in place"
-                time.sleep(PEER_POLL)
+                time.sleep(POLL_INTERVAL)
             entries.append(announced[1])
             self._stuck_since = time.monotonic()
         return entries

@@ -16,20 +16,17 @@ from collections.abc import Iterator
 
 from flyte_ddp.cluster.config import ADDRESS_VARIABLE, ClusterConfig, dask_config
 from flyte_ddp.cluster.kubernetes import api, lifecycle
-from flyte_ddp.cluster.kubernetes.lifecycle import POLL_INTERVAL, REPORT_INTERVAL
+from flyte_ddp.cluster.kubernetes.api import API_PATIENCE, POLL_INTERVAL
 from flyte_ddp.config.main_module import hide_main_module
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError
 
 if typing.TYPE_CHECKING:
     from distributed import Client, LocalCluster, Security
 
-# seconds; of the 30 that Kubernetes gives a pod to end, most belong to a last checkpoint
-CLIENT_CLOSE_TIMEOUT = 3.0
 # Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be
 # the driver alone: it asks the ranks for a last checkpoint.
 LEAVE_PROCESS_GROUP = "import os\nos.setpgrp()\n"
-# seconds in which a server other than Dask may still answer at a scheduler's address
-FOREIGN_SERVER_TIMEOUT = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +111,7 @@ def closing(client: Client) -> Iterator[Client]:
         yield client
     finally:
         with contextlib.suppress(OSError, TimeoutError):
-            client.close(timeout=CLIENT_CLOSE_TIMEOUT)
+            client.close(timeout=ANSWER_TIMEOUT)
 
 
 def connect(address: str, deadline: float, security: Security | None) -> Client:
@@ -153,7 +150,7 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
         comm = await connect(address, timeout=timeout, **security.get_connection_args("client"))
         await comm.close()
 
-    foreign_until = min(deadline, time.monotonic() + FOREIGN_SERVER_TIMEOUT)
+    foreign_until = min(deadline, time.monotonic() + API_PATIENCE)
     # In a thread of its own, because the caller's may have an event loop that runs.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         while True:
@@ -172,7 +169,7 @@ def _wait_for_workers(
 ) -> None:
     while True:
         rest = deadline - time.monotonic()
-        timeout = max(POLL_INTERVAL, min(rest, REPORT_INTERVAL))
+        timeout = max(POLL_INTERVAL, min(rest, LINE_INTERVAL))
         with contextlib.suppress(TimeoutError):
             client.wait_for_workers(config.num_nodes, timeout=timeout)
             return
@@ -181,7 +178,7 @@ def _wait_for_workers(
             f"{num_workers} of {config.num_nodes} workers connected (start_timeout: "
             f"{config.start_timeout:g} s). {api.explain(config, run_name)}"
         ).rstrip()
-        if rest > REPORT_INTERVAL:
+        if rest > LINE_INTERVAL:
             logger.info(message)
         elif num_workers < config.enough_nodes:
             raise ClusterError(message)

@@ -12,6 +12,7 @@ from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.reports.page import Page
 
@@ -24,7 +25,7 @@ class DeckPublisher:
 
     It publishes when a run starts, then at most every `interval` seconds, and at the end. Outside a
     task with Decks it does nothing. A failure to publish is logged once and never raised. A store
-    that hangs delays an event by at most `MAX_DELAY`: the listeners behind this one show that very
+    that hangs delays an event by at most a second: the listeners behind this one show that very
     trouble.
 
     Args:
@@ -34,8 +35,6 @@ class DeckPublisher:
     """
 
     SHARE_OF_TIME = 0.05
-    # seconds that an event waits for the upload, which otherwise goes on beside the events
-    MAX_DELAY = 2.0
 
     def __init__(
         self, report: Page, interval: float = 15.0, clock: Callable[[], float] = time.monotonic
@@ -75,7 +74,7 @@ class DeckPublisher:
                     )
                     self._upload.start()
                     self._deck.is_rendered.wait()  # the report changes with the next event
-            self._join_upload(self.MAX_DELAY)
+            self._join_upload(BEAT_INTERVAL)
         now = self._clock()
         self._due_at = now + max(self._interval, self.SHARE_OF_TIME * (now - self._started_at))
 

@@ -39,11 +39,10 @@ from flyte_ddp.events import (
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.streams import print_line
-from flyte_ddp.storage import fetch_file, read_file, redact_url, write_file
+from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, read_file, redact_url, write_file
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
-FILE_TIMEOUT = 60.0  # seconds, of a file to or from a store
 MAX_METRICS = 900  # that wait for a request; MLflow takes 1000 in one
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
@@ -182,14 +181,14 @@ class Mlflow(Recorder):
                 # Not in memory: weights may be larger than that of this process.
                 file = Path(directory, "model", name)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                fetch_file(f"{finished.export_url}/{name}", file, timeout=FILE_TIMEOUT)
+                fetch_file(f"{finished.export_url}/{name}", file, timeout=SHORT_TIMEOUT)
             if scheme in ("mlflow-artifacts", "http", "https"):
                 self._client.log_artifacts(self._id, directory)
             # else the server's own disk, of which this process knows nothing
             elif scheme not in ("", "file"):
                 for file in filter(Path.is_file, Path(directory).rglob("*")):
                     url = f"{uri}/{file.relative_to(directory).as_posix()}"
-                    write_file(url, file, timeout=FILE_TIMEOUT)
+                    write_file(url, file, timeout=SHORT_TIMEOUT)
 
     def _hint(self) -> str:
         words = (

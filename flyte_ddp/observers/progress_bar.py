@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from flyte_ddp.config.waits import LINE_INTERVAL
 from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
 from flyte_ddp.observers.formats import format_count
 from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
-
-PLAIN_STEP_INTERVAL = 10.0  # seconds between lines about steps if the output is not a terminal
 
 # Of figures, where it is not the name and five digits.
 FORMATS = {
@@ -130,7 +129,7 @@ class ProgressBar:
             self._bar.set_description(epoch, refresh=False)
             self._bar.set_postfix_str(values, refresh=False)
         elif (now := time.monotonic()) >= self._next_step_line:
-            self._next_step_line = now + PLAIN_STEP_INTERVAL
+            self._next_step_line = now + LINE_INTERVAL
             step = f"step {figures.step:,}{self._total_steps()}"
             self._print(", ".join(filter(None, [epoch, step])) + (f": {values}" if values else ""))
         if self._bar is not None and figures.step is not None:

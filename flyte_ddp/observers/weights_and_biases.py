@@ -34,11 +34,10 @@ from flyte_ddp.events import (
     RunStarted,
 )
 from flyte_ddp.observers.recorder import Recorder
-from flyte_ddp.storage import fetch_file, redact_url, write_file
+from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, redact_url, write_file
 
-# Seconds for W&B, together less than the launcher waits for its listeners at the end.
+# seconds for W&B to answer at a start; with all others less than the launcher waits for at the end
 INIT_TIMEOUT = 30.0
-FINISH_TIMEOUT = 60.0  # for uploading what is left at the end
 # in which W&B's own process writes the last of an offline run's files, after `finish`
 WRITE_SECONDS = 5.0
 
@@ -64,7 +63,7 @@ class Wandb(Recorder):
     """
 
     service, label = "W&B", "W&B run"
-    close_timeout = INIT_TIMEOUT + FINISH_TIMEOUT + WRITE_SECONDS
+    close_timeout = INIT_TIMEOUT + SHORT_TIMEOUT + WRITE_SECONDS
 
     project: str  # created if missing
     run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
@@ -93,7 +92,7 @@ class Wandb(Recorder):
                 f"{directory}/{files.name}", "zip", files.parent, files.name
             )
             url = f"{self.offline_url.rstrip('/')}/{files.name}.zip"
-            write_file(url, Path(archive).read_bytes(), timeout=FINISH_TIMEOUT)
+            write_file(url, Path(archive).read_bytes(), timeout=SHORT_TIMEOUT)
         self.say(
             f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, "
             f"unzip, then: wandb sync {files.name}"
@@ -180,7 +179,7 @@ class Wandb(Recorder):
                 console="off",  # does not capture this process's output
                 silent=True,
                 init_timeout=INIT_TIMEOUT,
-                finish_timeout=FINISH_TIMEOUT,
+                finish_timeout=SHORT_TIMEOUT,
                 finish_timeout_raises=True,
             ),
         )
@@ -237,7 +236,7 @@ class Wandb(Recorder):
             return
         # Beside W&B's own files of the run, because an offline run is uploaded long after this.
         local = Path(self._run.settings.sync_dir) / "model.pt"
-        fetch_file(event.model_state_url, local, timeout=FINISH_TIMEOUT)
+        fetch_file(event.model_state_url, local, timeout=SHORT_TIMEOUT)
         metadata = {"step": event.step, "epoch": event.model_state_epoch, "best": event.best}
         name = re.sub(r"[^\w.-]", "-", self.model_artifact)
         artifact = wandb.Artifact(name, type="model", metadata=metadata)

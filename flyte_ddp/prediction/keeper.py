@@ -14,8 +14,9 @@ from typing import Any
 from distributed import get_worker
 from distributed.comm import get_address_host
 
+from flyte_ddp.config.waits import POLL_INTERVAL
+
 PROCESS = "flyte_ddp.prediction.process"
-CHECK_INTERVAL = 0.2  # seconds between two looks at the processes
 
 
 def keep_processes(
@@ -65,7 +66,7 @@ def keep_processes(
                         f"last with exit code {process.returncode}"
                     )
                 processes[index] = start(variables[index])
-            time.sleep(CHECK_INTERVAL)
+            time.sleep(POLL_INTERVAL)
     finally:
         for process, connection in processes:
             process.kill()

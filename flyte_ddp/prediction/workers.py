@@ -26,6 +26,7 @@ from distributed.scheduler import KilledWorker, NoValidWorkerError
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import by_value
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
 from flyte_ddp.errors import ClusterError
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import ByValue, call_workers, listed_workers
@@ -41,8 +42,6 @@ cloudpickle.register_pickle_by_value(keeper)
 # What predictions survive, in one place: how often the process or the node of one part may be lost,
 # and how many processes of one node. Dask's own count is the cluster's, 0 where it also trains.
 MAX_LOSSES = 3
-END_TIMEOUT = 5.0  # seconds for the processes of a node to be killed
-ROLL_CALL_INTERVAL = 1.0  # seconds between two checks of which nodes are there
 AHEAD = 2  # parts submitted for each process, so that none waits for its next one
 
 
@@ -70,7 +69,7 @@ class PredictionWorkers:
         call_workers(self.client, self._roll_call.known, worker.uninstall, self.name)
         for future in self._keepers.values():  # which ends without its plugin
             with contextlib.suppress(CancelledError, TimeoutError):
-                future.exception(timeout=END_TIMEOUT)
+                future.exception(timeout=ANSWER_TIMEOUT)
         self.data.close()
 
     def run(self, method: str, inputs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
@@ -101,7 +100,7 @@ class PredictionWorkers:
                 pending[future] = given
                 future.add_done_callback(ended.put)
             try:
-                future = ended.get(timeout=ROLL_CALL_INTERVAL)
+                future = ended.get(timeout=BEAT_INTERVAL)
             except queue.Empty:
                 continue
             given = pending.pop(future)
@@ -136,7 +135,7 @@ class PredictionWorkers:
         self._start_missing()
         names = listed_workers(self.client).values()
         self._num_processes = sum(name.startswith(f"{self.name}-") for name in names)
-        self._check_at = time.monotonic() + ROLL_CALL_INTERVAL
+        self._check_at = time.monotonic() + BEAT_INTERVAL
         if self._num_processes:
             self._seen_at = time.monotonic()
         elif time.monotonic() > self._seen_at + self.config.start_timeout:

@@ -12,6 +12,7 @@ from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ChampionError
 from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
+from flyte_ddp.storage import SHORT_TIMEOUT
 
 COMMANDS = {
     "show": "print the manifest of the version in use, and how the last challenge ended",
@@ -27,7 +28,6 @@ COMMANDS = {
     ),
     "prune": "delete all versions but the newest --keep, the one in use and its parent",
 }
-STORE_TIMEOUT = 30.0  # seconds to wait for a store that is away: a person is waiting too
 
 
 def main(arguments: Sequence[str]) -> str:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> str:
                 "--keep", type=int, default=10, help="newest versions to keep (default 10)"
             )
     options = parser.parse_args(arguments)
-    store = ChampionStore(options.url, STORE_TIMEOUT)
+    store = ChampionStore(options.url, SHORT_TIMEOUT)
     if options.command == "show":
         shown = {
             "champion": dataclasses.asdict(store.manifest()),

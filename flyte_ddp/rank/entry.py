@@ -38,6 +38,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import errors, events, session
 from flyte_ddp.config.main_module import show_working_directory
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.protocol.messages import Outcome, PartSaved, RaisedError, RankBeat, Returned
 from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind
@@ -58,10 +59,8 @@ from flyte_ddp.storage.urls import redact_url
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-STORE_TIMEOUT = 600.0  # seconds that a rank waits for the store to be served
 MAX_RETURNED_BYTES = 64 << 20
 ENDED = "flyte_ddp/num_ended"  # the store's counter of calls that have returned
-POLL_INTERVAL = 0.05  # seconds
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 KEPT_BYTES, RETURNED_BYTES = 1 << 30, 1 << 20
 
@@ -280,7 +279,7 @@ class _Store:
         self._is_needed.set()
         with self._lock:
             if self._store is None:
-                self._store = self._process.open_store(STORE_TIMEOUT)
+                self._store = self._process.open_store()
         return self._store
 
     def wait_until_all_ended(self) -> None:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socket
@@ -179,22 +178,20 @@ class RankProcess:
         self.link.send(Resumed(attempt, turn))
         self.parts = [each for each in self.parts if (each.attempt, each.turn) == (attempt, turn)]
 
-    def open_store(self, timeout: float) -> TCPStore:
+    def open_store(self) -> TCPStore:
         """Return the store where the ranks meet, which rank 0's process serves. Call it once on
-        rank 0.
-
-        Args:
-            timeout: seconds that an operation waits for the other ranks.
+        rank 0. An operation waits for the other ranks as long as one of torchrun's store.
         """
         # torch.distributed's own, which it does not export for type checkers
         from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.constants import default_pg_timeout
 
         return TCPStore(
             self.node.host,
             self.node.port,
             self.node.world_size,
             is_master=self.listener is not None,
-            timeout=timedelta(seconds=timeout),
+            timeout=default_pg_timeout,
             wait_for_workers=False,
             master_listen_fd=None if self.listener is None else self.listener.detach(),
         )

@@ -3,6 +3,7 @@ torch.
 """
 
 from flyte_ddp.storage.directory import (
+    SHORT_TIMEOUT,
     STORE_TIMEOUT,
     Storage,
     compute_sha256,
@@ -19,6 +20,7 @@ from flyte_ddp.storage.filesystem import check_url, open_filesystem
 from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
 
 __all__ = [
+    "SHORT_TIMEOUT",
     "STORE_TIMEOUT",
     "Storage",
     "adopt_storage_environment",

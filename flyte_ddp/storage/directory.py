@@ -31,7 +31,8 @@ T = TypeVar("T")
 UPLOAD_PART = 8 << 20  # bytes of one request
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
 STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
-ACCESS_CHECK_TIMEOUT = 60.0  # seconds; nothing has been started yet that would be lost
+# seconds where no training is lost: before a run, after its model is safe, for a person's command
+SHORT_TIMEOUT = 60.0
 
 logger = logging.getLogger(__name__)
 _jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training
@@ -89,9 +90,9 @@ class Storage:
 
         Raises:
             StorageDenied: this process may not; in one line, with the remedy.
-            StorageUnavailable: the store could not be reached for `ACCESS_CHECK_TIMEOUT` seconds.
+            StorageUnavailable: the store could not be reached for `SHORT_TIMEOUT` seconds.
         """
-        probe = Storage(self.url, field or self.field, min(self.timeout, ACCESS_CHECK_TIMEOUT))
+        probe = Storage(self.url, field or self.field, min(self.timeout, SHORT_TIMEOUT))
         name = f".probe-{uuid.uuid4().hex}"
         try:
             probe.write(name, b"written to see that it can be")

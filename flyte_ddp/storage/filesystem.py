@@ -24,8 +24,8 @@ from flyte_ddp.storage.urls import redact_url
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT = 10.0  # seconds
-READ_TIMEOUT = 30.0  # seconds without a byte
+CONNECT_TIMEOUT = 10.0  # seconds, enough for another continent
+READ_TIMEOUT = 30.0  # seconds without a byte: a connection that was cut without notice is given up
 # seconds in which a store puts the parts of a file together, perhaps without a byte
 SERVER_WORK_TIMEOUT = 300.0
 MIN_UPLOAD_RATE = 128 << 10  # bytes per second of each of the parts on their way at once

@@ -24,6 +24,7 @@ from distributed import Client
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import closing
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     ClusterError,
     ConfigError,
@@ -42,7 +43,6 @@ from flyte_ddp.launch.nodes.dask.calls import call_scheduler
 from flyte_ddp.launch.nodes.dask.data import SharedData
 from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 from flyte_ddp.launch.nodes.dask.pool import Pool
-from flyte_ddp.launch.protocol.messages import POLL_INTERVAL
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import print_line

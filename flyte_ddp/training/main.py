@@ -25,8 +25,10 @@ from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
+from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.rank.fast_start import call_around_compilations
@@ -37,7 +39,7 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.storage import Storage, redact_values
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_values
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
 from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
@@ -45,11 +47,8 @@ from flyte_ddp.training.parallel import Parallelism, choose_parallelism
 from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World, process_group
 
-# seconds between two reports of progress during an operation that reports none itself
-BEAT_INTERVAL = 1.0
-MAX_OPERATION_SECONDS = 1800.0  # after which such an operation counts as a stall
-# seconds for a store that is away, or a disk that is full: the model state is safe already
-EXPORT_TIMEOUT = 60.0
+# seconds after which an operation that reports no progress counts as a stall, as a function's
+MAX_OPERATION_SECONDS = Program.stall_timeout
 
 
 def main(recipe: str | type[Recipe], config: TrainingConfig) -> None:
@@ -219,7 +218,7 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
     Args:
         checkpoints: URL of the directory beside whose files they are kept.
     """
-    storage = Storage(f"{checkpoints}/{EXPORT}", timeout=EXPORT_TIMEOUT)
+    storage = Storage(f"{checkpoints}/{EXPORT}", timeout=SHORT_TIMEOUT)
     written: list[str] = []
     problems: list[str] = []
 

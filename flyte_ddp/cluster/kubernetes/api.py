@@ -31,15 +31,16 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     cluster_name,
 )
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
-REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server
-API_PATIENCE = 60.0  # seconds for which a request is repeated while the API server is away
-MAX_RETRY_DELAY = 5.0  # seconds between two tries
+REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server, which may ask a webhook
+# seconds for an API server or an operator that restarts, and for each node to know a new Service
+API_PATIENCE = 60.0
+POLL_INTERVAL = 0.25  # seconds between two questions for what starts or ends: each is a request
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
 # mounted into every pod that may use the API
 POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-END_TIMEOUT = 3.0  # seconds until the kubelet has reported a container's end
 END_MAX_AGE = 120.0  # seconds; an older end belongs to an earlier failure
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def call(
     ignored: Sequence[int] = (),
     **kwargs: Any,
 ) -> Any:
-    """Send one request; repeat it with back-off for `patience` seconds while the API server is
+    """Send one request; repeat it every second for `patience` seconds while the API server is
     away.
 
     Args:
@@ -93,7 +94,7 @@ def call(
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
 
-    deadline, delay = time.monotonic() + patience, 0.5
+    deadline, has_warned = time.monotonic() + patience, False
     while True:
         try:
             return getattr(_api(api), method)(*args, _request_timeout=REQUEST_TIMEOUT, **kwargs)
@@ -109,18 +110,18 @@ def call(
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise ApiRefused(_describe(error)) from error
             failure = error
-        if time.monotonic() + delay > deadline:
+        if time.monotonic() + BEAT_INTERVAL > deadline:
             raise ClusterError(
                 f"the Kubernetes API server does not answer: {_describe(failure)}"
             ) from failure
-        if delay == 0.5:
+        if not has_warned:
             logger.warning(
                 "the Kubernetes API server does not answer (%s); trying again for %g s",
                 _describe(failure),
                 patience,
             )
-        time.sleep(delay)
-        delay = min(2 * delay, MAX_RETRY_DELAY)
+        has_warned = True
+        time.sleep(BEAT_INTERVAL)
 
 
 def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> Any:
@@ -164,14 +165,14 @@ def pod_end(config: ClusterConfig, name: str, num_lines: int = 0) -> PodEnd:
     """Return how the container of a lost worker, or of an earlier attempt, ended, and its last
     lines.
 
-    Takes up to three seconds, for the kubelet reports a container's end later than Dask notices it.
+    Takes a moment, for the kubelet reports a container's end later than Dask notices it.
 
     Args:
         config: of the cluster; for kinds other than kubernetes nothing is known.
         name: of the pod. A worker's name is that of its pod.
         num_lines: of a worker's log.
     """
-    deadline = time.monotonic() + END_TIMEOUT
+    deadline = time.monotonic() + ANSWER_TIMEOUT
     try:
         namespace = target_namespace(config) if config.resolved_kind == "kubernetes" else ""
         while namespace:
@@ -181,7 +182,7 @@ def pod_end(config: ClusterConfig, name: str, num_lines: int = 0) -> PodEnd:
             is_deleted = not pod or pod.metadata.deletion_timestamp is not None
             if reason or is_deleted or time.monotonic() > deadline:
                 return PodEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
-            time.sleep(0.25)
+            time.sleep(POLL_INTERVAL)
     except Exception as error:  # of any kind: a diagnosis must not hide what it is about
         logger.debug("how pod %s ended is unknown: %s", name, error)
     return PodEnd()

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import (
+    API_PATIENCE,
+    POLL_INTERVAL,
     ApiRefused,
     call,
     driver_pod,
@@ -46,6 +48,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     scheduler_name,
 )
 from flyte_ddp.cluster.kubernetes.preflight import preflight, warn_if_unenforced
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, PreflightError
 
 if TYPE_CHECKING:
@@ -53,11 +56,6 @@ if TYPE_CHECKING:
 
 # distinguishes the cluster that this process made from another of the same name
 TOKEN_ANNOTATION = "flyte-ddp/token"
-POLL_INTERVAL = 0.25  # seconds
-REPORT_INTERVAL = 15.0  # seconds between two log lines about what a start waits for
-OPERATOR_TIMEOUT = 60.0  # seconds until the operator must have reacted to the new cluster
-# seconds; after a SIGTERM Kubernetes gives the driver 30, most of them for a last checkpoint
-DELETE_PATIENCE = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +218,7 @@ def _read_token(cluster: Mapping[str, Any]) -> str:
 def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadline: float) -> Any:
     """Return the scheduler's pod when it is ready."""
     started = time.monotonic()
-    report_at = min(started + REPORT_INTERVAL, deadline)
+    report_at = min(started + LINE_INTERVAL, deadline)
     while True:
         pods = []
         try:
@@ -232,11 +230,11 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
             return schedulers[0]
         now = time.monotonic()
         if now > report_at:
-            report_at = min(now + REPORT_INTERVAL, deadline)
+            report_at = min(now + LINE_INTERVAL, deadline)
             why = explain(config, name)
             # An operator that ends after its first look at the cluster makes no pods, and nothing
             # says why.
-            if not pods and not why and now > min(started + OPERATOR_TIMEOUT, deadline):
+            if not pods and not why and now > min(started + API_PATIENCE, deadline):
                 raise ClusterError(
                     f"the Dask operator did not react to cluster {name} within "
                     f"{now - started:.0f} s: it is not running, or does not watch namespace "
@@ -286,7 +284,7 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
     minute.
     """
     try:
-        cluster = read_cluster(name, namespace, patience=DELETE_PATIENCE)
+        cluster = read_cluster(name, namespace, patience=ANSWER_TIMEOUT)
         if cluster is not None and _read_token(cluster) == token:
             uid = cluster["metadata"]["uid"]
             request = ("delete_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, name)
@@ -294,7 +292,7 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
                 "CustomObjectsApi",
                 *request,
                 body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}},
-                patience=DELETE_PATIENCE,
+                patience=ANSWER_TIMEOUT,
                 ignored=(404, 409),  # gone, or another's by now
             )
             logger.info("Dask cluster %s is being deleted", name)

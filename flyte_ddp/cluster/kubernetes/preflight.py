@@ -14,12 +14,12 @@ from typing import Any
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.checks import BAD, NODES, STARTING, Setup, run_checks
 from flyte_ddp.cluster.kubernetes.manifest import DASHBOARD_PORT, Driver
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ClusterError, PreflightError
 
 ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # from 0
 # of a scheduler's pod, and not one of those that its policy opens to the driver
 CLOSED_PORT = DASHBOARD_PORT + 2
-PROBE_TIMEOUT = 2.0  # seconds; a policy that is enforced lets the probe wait until then
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> None:
     """
     try:
         with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
-            socket.create_connection((address, port), timeout=PROBE_TIMEOUT).close()
+            socket.create_connection((address, port), timeout=ANSWER_TIMEOUT).close()
     except OSError:  # a timeout, or a network that says so: the policy is enforced
         return
     logger.warning(

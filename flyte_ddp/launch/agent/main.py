@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
+from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.config.background import call_in_background
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.protocol.messages import (
-    BEAT_INTERVAL,
     KILL_GRACE,
     End,
     Failed,
@@ -44,8 +45,8 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file
 
-# seconds without an attempt, as after the driver's death, after which this process ends
-IDLE_TIMEOUT = 300.0
+# seconds without an attempt, as after the driver's death, after which this ends, as a cluster
+IDLE_TIMEOUT = KubernetesConfig.idle_timeout
 
 
 class DriverLink(Link):

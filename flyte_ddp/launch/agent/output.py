@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-REDRAW_INTERVAL = 10.0  # seconds between two lines for a progress bar that a rank draws
+from flyte_ddp.config.waits import LINE_INTERVAL
 
 
 class LogTail:
@@ -39,7 +39,7 @@ class LogTail:
         if at_end and self.rest:
             lines, self.rest = [*lines, self.rest], b""
         elif is_redrawn and time.monotonic() >= self._next_redrawn:
-            self._next_redrawn = time.monotonic() + REDRAW_INTERVAL
+            self._next_redrawn = time.monotonic() + LINE_INTERVAL
             lines.append(self.rest)
         if b"\r" in contents:
             lines = [_as_drawn(line) for line in lines]

@@ -14,10 +14,6 @@ from typing import Any
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.protocol.messages import Outcome
 
-# seconds for the kernel to end killed processes, and for their new parent to reap them
-DEATH_GRACE = 2.0
-
-
 # what the kernel's letters mean for a process that something outside keeps from running
 HALTED = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.config.main_module import hide_main_module
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
@@ -38,12 +39,12 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
-from flyte_ddp.launch.agent.rank_handle import DEATH_GRACE, Rank
+from flyte_ddp.launch.agent.rank_handle import Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
-    POLL_INTERVAL,
+    DEATH_GRACE,
     Beat,
     Device,
     Emitted,
@@ -75,8 +76,6 @@ INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's own choice, which ranks are give
 LOG_TAIL = 20  # lines of a dead rank's output in the error
 MAX_MESSAGE = 6  # lines of an exception's own message
 NUM_STACK_LOOKS = 10
-# at most, for the ranks to write their stacks, and to send which collectives they have entered
-STACK_SECONDS = 5.0
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 # has the heartbeats, and named semaphores, which macOS does not list
 SHARED_MEMORY = Path("/dev/shm")
@@ -337,7 +336,7 @@ class _Ranks:
             rank.groups = None
             rank.send(question)
         for look in range(NUM_STACK_LOOKS):
-            time.sleep(STACK_SECONDS / NUM_STACK_LOOKS)
+            time.sleep(ANSWER_TIMEOUT / NUM_STACK_LOOKS)
             for rank in self.ranks:
                 if not rank.pipe.closed:
                     self._read(rank)
@@ -352,7 +351,7 @@ class _Ranks:
         for rank, beat in zip(self.ranks, self.beats, strict=True):
             how = halted.get(rank.number, "")
             stacks = self._stacks_of(rank) or (
-                f"  no stack: {how or f'none was written within {STACK_SECONDS:g} s'}"
+                f"  no stack: {how or f'none was written within {ANSWER_TIMEOUT:g} s'}"
             )
             # The threads are listed from the newest to the oldest, which is the main thread.
             stack = stacks.strip("\n").split("\n\n")[-1].splitlines()

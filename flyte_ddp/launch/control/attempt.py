@@ -13,6 +13,7 @@ from typing import Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints.memory import name_memory
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import NodeLost, RankFailure, TrainingStopped
 from flyte_ddp.launch.control.causes import LIBRARIES, Failure, cause_grace, find_cause
 from flyte_ddp.launch.control.paces import PaceWatch
@@ -57,7 +58,7 @@ from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 
 # seconds for the answers about ranks that stand still: what an agent takes at most, and the network
-INSPECT_TIMEOUT = 8.0
+INSPECT_TIMEOUT = ANSWER_TIMEOUT + 3.0
 
 
 @dataclass

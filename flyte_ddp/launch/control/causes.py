@@ -11,11 +11,10 @@ from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, NodeLost, RankFailure
 LIBRARIES = re.compile("gloo|NCCL")  # whose errors say that a peer is gone
 # no failure of another rank ends a rank in these ways
 NEVER_CONSEQUENCES = ("SIGKILL", OUT_OF_MEMORY)
-# seconds in which the cause of a failure that looks like another node's consequence may be reported
+# seconds in which the cause of a failure that looks like another node's consequence may be
+# reported; and for a rank that has raised to call exit handlers and to write what its files hold
 ECHO_GRACE = 3.0
 CAUSE_GRACE = 0.5  # seconds in which a second failure may turn out to be the cause of the first
-# seconds for a rank that has raised to call exit handlers and to write what its files hold back
-END_GRACE = 3.0
 
 Failure = RankFailure | NodeLost
 
@@ -35,9 +34,8 @@ def cause_grace(
         return WRITE_GRACE
     if any(each.is_user_error for each in failures):
         return 0.0
-    if num_nodes > 1 and all(_rank(each) > 1 for each in failures):
-        return ECHO_GRACE
-    return END_GRACE if is_ending else CAUSE_GRACE
+    is_echo = num_nodes > 1 and all(_rank(each) > 1 for each in failures)
+    return ECHO_GRACE if is_echo or is_ending else CAUSE_GRACE
 
 
 def find_cause(failures: Sequence[Failure]) -> Failure:

@@ -27,6 +27,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config.background import call_in_background
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     FailureKind,
@@ -42,15 +43,15 @@ from flyte_ddp.errors import (
 from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
-from flyte_ddp.launch.protocol.messages import POLL_INTERVAL
 from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
 from flyte_ddp.observers.weights_and_biases import Wandb
-from flyte_ddp.storage import Storage, redact_errors, redact_url, redact_values
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
-CLOSE_TIMEOUT = 120.0  # seconds for listeners to finish what they have begun, such as an upload
+# seconds for listeners to finish what they have begun: W&B's and MLflow's last files
+CLOSE_TIMEOUT = 2 * SHORT_TIMEOUT
 
 T = TypeVar("T")
 

@@ -20,12 +20,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.launch.protocol.messages import KILL_GRACE, Outcome
 
 # of a leaving node's time, for training until its replacement is there; the rest is for the save
 TRAINING_SHARE = 0.5
-# seconds before a node is gone in which its ranks, if they have not ended, are killed
-LEAVE_RESERVE = 1.0
 # seconds for the nodes to confirm that their ranks are gone: what an agent takes, and the network
 KILL_TIMEOUT = KILL_GRACE + 2.0
 
@@ -154,7 +153,8 @@ def _must_leave(after: Stopping | None, facts: Facts) -> bool:
 def _leave(after: Stopping | None, facts: Facts) -> Stopping:
     leaving = facts.departures
     reason = f"{leaving[0].node} leaves" if len(leaving) == 1 else f"{len(leaving)} nodes leave"
-    ends_at = max(facts.now, min(each.gone_at for each in leaving) - LEAVE_RESERVE)
+    # ranks that have not ended are killed a beat before the first node is gone
+    ends_at = max(facts.now, min(each.gone_at for each in leaving) - BEAT_INTERVAL)
     deadline = min(ends_at + KILL_TIMEOUT, after.deadline if after else ends_at + KILL_TIMEOUT)
     return Stopping(Why.NODES_LEAVE, reason, deadline, len(leaving))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import (
     check_requested_gpus,
@@ -26,7 +27,7 @@ from flyte_ddp.launch.agent.devices import (
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
-from flyte_ddp.launch.protocol.messages import POLL_INTERVAL, Outcome
+from flyte_ddp.launch.protocol.messages import Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from flyte_ddp.launch.control.policy import Ended
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_TIMEOUT = 5.0  # seconds for a connection to this machine itself
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
         if host == LOOPBACK:
             try:
                 probe = stack.enter_context(socket.create_server((host, 0)))
-                stack.enter_context(socket.create_connection(probe.getsockname(), LOOPBACK_TIMEOUT))
+                stack.enter_context(socket.create_connection(probe.getsockname(), ANSWER_TIMEOUT))
             except OSError as error:
                 raise ConfigError(
                     f"{host}: expected a loopback interface that is up (ip link set lo up), by "

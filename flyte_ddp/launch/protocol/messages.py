@@ -38,12 +38,10 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
-KILL_GRACE = 5.0  # seconds for an agent to end its ranks; a process that hangs takes 2 of them
-# seconds between two beats, in either direction: 20 of them are lost before a node counts as lost
-BEAT_INTERVAL = 1.0
-# seconds between two looks at what sends no message: a stop, a log, the beats of ranks; nobody who
-# waits for it notices
-POLL_INTERVAL = 0.1
+# seconds for the kernel to end killed processes, and for their new parent to reap them
+DEATH_GRACE = 2.0
+# seconds for an agent to notice that it has to end its ranks, and to do it
+KILL_GRACE = DEATH_GRACE + 3.0
 # of a rank's own time in a step; the last: the whole of it
 PHASES = ("data", "forward", "backward", "step")
 

@@ -23,6 +23,7 @@ from flyte_ddp.cluster.config import termination_grace
 from flyte_ddp.config import TrainingConfig, by_value
 from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
 from flyte_ddp.config.training import Batch
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.protocol.ranks import TRAINING
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
@@ -30,8 +31,8 @@ from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 COMPILERS = ("g++", "gcc", "clang")
 CUDA_OUT_OF_MEMORY = "OutOfMemoryError"  # class name of torch.cuda.OutOfMemoryError
-# seconds of a pod's grace for what follows the last checkpoint, such as the deletion of a cluster
-END_RESERVE = 10.0
+# seconds of a pod's grace after the last checkpoint: for closing a client and deleting a cluster
+END_RESERVE = 2 * ANSWER_TIMEOUT
 SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the directory of a script
 # in ranks: the node's directory for a script's outputs, removed after the run
 OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.config.fields import finite_number
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.protocol.programs import stop_grace
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
-
-LOOP_TIMEOUT = 10.0  # seconds for a loop of asyncio to call a function in
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ def _call_in_main_thread(function: Callable[[], object]) -> bool:
     for loop in running:
         with contextlib.suppress(RuntimeError):  # it has just ended
             loop.call_soon_threadsafe(call)
-    concurrent.futures.wait([called], LOOP_TIMEOUT if running else 0)
+    concurrent.futures.wait([called], ANSWER_TIMEOUT if running else 0)
     return not called.cancel()
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError, StorageDenied
 from flyte_ddp.recipes.contents import IMAGE, kind_of
 from flyte_ddp.storage import Storage, has_password
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
 # seconds that a file waits for a store that cannot be reached; below the default stall_timeout
-STORE_TIMEOUT = 240.0
+STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 CONCURRENT_READS = 8  # of each process
 HEAD = 512  # bytes that tell an image from another file
 MAX_LOOKS = 10_000  # files of a store whose beginnings are read, for half a minute

@@ -14,10 +14,9 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
 
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.launch.agent import devices
 from flyte_ddp.launch.nodes.dask import leaving, worker
-
-ANSWER_TIMEOUT = 5.0  # seconds for a worker to answer before it counts as absent
 
 # Pickle code for the workers by value: they may have no such module, or an older one.
 for module in (worker, leaving, devices):

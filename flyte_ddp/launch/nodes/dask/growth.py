@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
-
-WATCH_INTERVAL = 0.5  # seconds between two looks at the workers outside the gang
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class GrowthWatch:
         self._is_over.set()
 
     def _run(self) -> None:
-        while not self._is_over.wait(WATCH_INTERVAL):
+        while not self._is_over.wait(BEAT_INTERVAL):
             try:
                 if self.leaving or len(self.gang) < self.sizes[0]:
                     self.members = self._find_members()

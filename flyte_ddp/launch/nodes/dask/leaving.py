@@ -21,9 +21,9 @@ import cloudpickle  # type: ignore[import-untyped]
 from distributed import Nanny, Scheduler, Worker
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, GRACE_VARIABLE
+from flyte_ddp.config.waits import POLL_INTERVAL
 
 CLOSE_RESERVE = 5.0  # seconds of the grace that the worker and its nanny need to close
-POLL_INTERVAL = 0.05  # seconds between two looks whether the ranks have ended
 
 
 async def announce_departures(dask_worker: Worker) -> None:

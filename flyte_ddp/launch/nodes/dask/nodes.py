@@ -24,11 +24,11 @@ from distributed.client import ClosedClientError
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
-    ANSWER_TIMEOUT,
     ByValue,
     call_workers,
     run_on_scheduler,
@@ -40,8 +40,6 @@ from flyte_ddp.launch.nodes.dask.leaving import hold_scheduler
 from flyte_ddp.launch.nodes.dask.placement import DaskNode
 from flyte_ddp.launch.protocol.failures import shorten
 from flyte_ddp.launch.protocol.messages import (
-    BEAT_INTERVAL,
-    POLL_INTERVAL,
     End,
     Failed,
     Leaving,

@@ -18,10 +18,10 @@ from distributed import Client
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import explain
+from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
-    ANSWER_TIMEOUT,
     call_workers,
     listed_workers,
     scheduler_id,
@@ -33,7 +33,7 @@ from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
-from flyte_ddp.launch.protocol.messages import BEAT_INTERVAL, NodeJob
+from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 

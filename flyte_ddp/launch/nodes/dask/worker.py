@@ -33,10 +33,12 @@ from distributed.comm import get_address_host
 
 from flyte_ddp.launch.agent.devices import visible_gpus
 from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
+from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
 
 NODE = "flyte_ddp.launch.agent.main"  # by name: the worker may have no such module
-END_GRACE = 10.0  # seconds for an agent whose pipe was closed to kill its ranks and exit
+# seconds for an agent whose pipe was closed to kill its ranks and exit
+END_GRACE = 2 * KILL_GRACE
 
 # Set by Dask for tasks that share a process with others; a rank has its share of the cores to
 # itself.
