@@ -11,8 +11,6 @@ BIN := $(VENV)/bin
 # The image in settings.toml; if it names none, a local name for tests on a cluster.
 IMAGE ?= $(or $(shell $(BIN)/python -m flyte_ddp.flyte image 2>/dev/null),flyte-ddp:dev)
 BUILDER ?= docker build
-# A run ends with its summary, on standard error; on standard output pyflyte repeats all outputs, with each epoch's numbers.
-QUIET := > /dev/null
 # uv from the path, or installed beside the environment by its pin. It takes seconds where pip takes minutes. It compiles no
 # bytecode: the first run does that for what it imports, a fifth of all.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
@@ -52,12 +50,12 @@ $(TESTED): requirements-dev.txt $(INSTALLED)
 
 train: $(INSTALLED)  ## train RECIPE (digits) with PROCESSES (2) DDP processes; CONFIG='{"epochs": 3}', DATA=directory
 	$(BIN)/pyflyte run workflows/single_node.py single_node_training_wf --recipe $(RECIPE) \
-	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)') $(QUIET)
+	  --num_processes $(PROCESSES) --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
 train-multi-node: $(INSTALLED)  ## train RECIPE (pet_names) on two Dask workers on this machine, without Kubernetes
 	$(BIN)/pyflyte run workflows/multi_node.py multi_node_training_wf \
 	  --recipe $(MULTI_NODE_RECIPE) \
-	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)') $(QUIET)
+	  --cluster '{"kind": "local", "num_nodes": 2}' --config '$(CONFIG)' $(if $(DATA),--data '$(DATA)')
 
 image: $(INSTALLED)  ## the image for tasks, driver, scheduler and workers, as settings.toml or IMAGE names it; BASE=, COMPILER=1, BUILDER='podman build'
 	$(BUILDER) $(foreach name,IMAGE BASE COMPILER,$(if $($(name)),--build-arg $(name)=$($(name)))) -t $(IMAGE) .

@@ -187,9 +187,9 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
         for files in (results["exported"], ["model_state.safetensors"]):
             finished = replace(state.finished, exported=files)
             with open_frame(
-                Report(), TINY, str(tmp_path / "c"), output=str(tmp_path / "out")
+                Report(), TINY, str(tmp_path / "c"), output_directory=tmp_path / "out"
             ) as frame:
-                (tmp_path / "out" / "export").mkdir(exist_ok=True)
+                (tmp_path / "out" / "export").mkdir(parents=True, exist_ok=True)
                 (tmp_path / "out" / "export" / "mine.txt").touch()
                 frame.exported(
                     finished,

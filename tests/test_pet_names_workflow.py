@@ -94,9 +94,8 @@ def test_one_pyflyte_run_generates_names(state_file):
 
 
 @pytest.mark.slow
-def test_one_pyflyte_run_trains_and_generates():
-    names = names_of_pyflyte_run(
-        "train_and_generate_names_wf", "--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo"
-    )
+def test_one_pyflyte_run_trains_and_generates(tmp_path):
+    flags = ["--config", '{"epochs": 1}', "--count", "7", "--prefix", "Mo", "--output", tmp_path]
+    names = names_of_pyflyte_run("train_and_generate_names_wf", *flags)
     assert len(names) == 7
     assert all(name.startswith("Mo") for name in names)

@@ -716,7 +716,7 @@ def test_bad_input_is_refused_before_anything_is_trained(retrain, inputs, expect
 
 
 def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
-    monkeypatch.setattr("flyte_ddp.flyte.task.is_flyte_task", lambda: True)
+    monkeypatch.setattr("flyte_ddp.flyte.outputs.is_flyte_task", lambda: True)
     with pytest.raises(
         Exception, match="output: expected none in a run on Flyte, .* got 'runs/first'"
     ):

@@ -39,18 +39,22 @@ def pyflyte_run(*arguments, **environment):
 
 
 @pytest.fixture(scope="module")
-def temporary(tmp_path_factory):
-    return tmp_path_factory.mktemp("temporary")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture(scope="module")
-def local_run(temporary):
-    """Two epochs of digits on two ranks, through `pyflyte run`."""
+def local_run(place):
+    """Two epochs of digits on two ranks, through `pyflyte run`, in a directory with a run's
+    outputs.
+    """
+    (place / "runs" / "digits").mkdir(parents=True)
+    (place / "temporary").mkdir()
     run = subprocess.run(
-        [BIN / "pyflyte", "run", *WORKFLOW, "--config", json.dumps(SMALL), "--num_processes", "2"]
-        + ["--output", temporary / "flyte-output"],
-        cwd=REPOSITORY,
-        env={**os.environ, "WANDB_MODE": "disabled", "COLUMNS": "200", "TMPDIR": str(temporary)},
+        [BIN / "pyflyte", "run", REPOSITORY / WORKFLOW[0], WORKFLOW[1]]
+        + ["--config", json.dumps(SMALL), "--num_processes", "2"],
+        cwd=place,
+        env={**os.environ, "WANDB_MODE": "disabled", "TMPDIR": str(place / "temporary")},
         capture_output=True,
         text=True,
     )
@@ -58,41 +62,31 @@ def local_run(temporary):
     return run
 
 
-def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run):
+def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run, place):
     import torch
 
     from flyte_ddp.recipes import get_recipe
 
-    outputs = re.search(
-        r"TrainingOutputs\(epoch_accuracies=\[(.+?)\], epoch_metrics=\{.*?\}, "
-        r"model_state=(\S+), report=(\S+), history=(\S+), export=(\S+)\)",
-        local_run.stdout.replace("\n", " "),
-    )
-    assert outputs, local_run.stdout
-    accuracies = [float(accuracy) for accuracy in outputs[1].split(",")]
-    assert len(accuracies) == 2
-    assert accuracies[1] > 0.8
-    get_recipe("digits").model().load_state_dict(torch.load(outputs[2], weights_only=True))
-    assert "1,437 training and 360 held-out images" in Path(outputs[3]).read_text()
-    kinds = [json.loads(line)["event"] for line in Path(outputs[4]).read_text().splitlines()]
+    assert local_run.stdout == "Running Execution on local.\n"
+    *_, accuracies, state, report, history, export = local_run.stderr.splitlines()
+    directory = place / "runs" / "digits-2"
+    values = json.loads((directory / "outputs.json").read_text())["epoch_accuracies"]
+    assert len(values) == 2
+    assert values[1] > 0.8
+    assert accuracies == f"accuracy per epoch  {values[0]:.2%}  {values[1]:.2%}".replace("%", " %")
+    assert [line.split()[-1] for line in (state, report, history, export)] == [
+        f"runs/digits-2/{name}"
+        for name in ("model_state.pt", "report.html", "history.jsonl", "export")
+    ]
+    weights = torch.load(directory / "model_state.pt", weights_only=True)
+    get_recipe("digits").model().load_state_dict(weights)
+    assert "1,437 training and 360 held-out images" in (directory / "report.html").read_text()
+    text = (directory / "history.jsonl").read_text()
+    kinds = [json.loads(line)["event"] for line in text.splitlines()]
     assert kinds[:3] == ["AttemptStarted", "RunStarted", "CheckpointLoaded"]
     assert kinds.count("EpochFinished") == 2
     assert kinds[-1] == "TimeSpent"
     assert "RunFinished" in kinds[-3:]
-
-
-def test_a_local_run_leaves_its_outputs_in_the_directory_that_the_user_gave(local_run, temporary):
-    names = ["export", "history.jsonl", "model_state.pt", "outputs.json", "report.html"]
-    assert sorted(path.name for path in (temporary / "flyte-output").iterdir()) == names
-    accuracies = json.loads((temporary / "flyte-output" / "outputs.json").read_text())[
-        "epoch_accuracies"
-    ]
-    assert len(accuracies) == 2
-    assert str(accuracies[1]) in local_run.stdout
-    assert (
-        f"model state         {temporary}/flyte-output/model_state.pt"
-        in local_run.stdout + local_run.stderr
-    )
 
 
 class InterruptAfterEpoch:
@@ -131,8 +125,10 @@ def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkey
     assert f"resumed at step {step} of 27" in output
 
 
-def test_a_local_run_leaves_only_flytekits_directory_with_its_outputs(local_run, temporary):
-    assert [path.name for path in temporary.iterdir() if not path.name.startswith("flyte")] == []
+def test_a_local_run_leaves_only_its_outputs_and_flytekits_directory(local_run, place):
+    left = [*place.iterdir(), *(place / "runs").iterdir(), *(place / "temporary").iterdir()]
+    names = sorted(path.name for path in left if not path.name.startswith("flyte"))
+    assert names == ["digits", "digits-2", "runs", "temporary"]
 
 
 def test_the_help_explains_every_flag():
@@ -222,8 +218,9 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     assert type(config.recipe_options["width"]) is int
 
 
-def test_nan_loss_is_one_line_with_its_step():
-    code, output = pyflyte_run("--recipe", "tests.support.recipes.Tiny", FAULT="nan 0 3")
+def test_nan_loss_is_one_line_with_its_step(tmp_path):
+    flags = ("--recipe", "tests.support.recipes.Tiny", "--output", tmp_path)
+    code, output = pyflyte_run(*flags, FAULT="nan 0 3")
     assert code != 0
     assert re.search(r"the loss is nan at step 3 \(epoch 1\) on rank 0", output)
 

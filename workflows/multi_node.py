@@ -37,7 +37,7 @@ def multi_node_training_wf(
             own by default
         checkpoints: directory or URL for checkpoints that all nodes reach; an unfinished run found
             there resumes; by default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
     prepared = prepare(
         recipe=recipe,

@@ -77,7 +77,7 @@ def train_and_generate_names_wf(
         data: CSV, JSON or text file, or its URL, with names; by default the recipe's own
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
         count: names to generate
         temperature: above 0; below 1 the names are more common than the training list, above 1 more
             unusual

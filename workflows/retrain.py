@@ -63,7 +63,7 @@ def retrain_wf(
         min_share: likewise, as a share of what the champion was trained on
         checkpoints: directory or URL for the challenger's checkpoints; by default a place of the
             execution's own
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
     planned = plan_retraining(
         kickoff_time=kickoff_time,

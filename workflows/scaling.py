@@ -57,7 +57,7 @@ def scaling_wf(
         checkpoints: directory or URL for checkpoints that all nodes reach; trials that an earlier
             study has finished there are not repeated; by default a place of the execution's own,
             which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
     checked = check_scaling(
         recipe=recipe,

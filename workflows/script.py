@@ -39,7 +39,7 @@ def script_wf(
             flyte_ddp/cluster/config.py lists all fields with units
         checkpoints: directory or URL for session.save that all nodes reach; by default a place of
             the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
     return run_script(
         script=script,

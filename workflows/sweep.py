@@ -56,7 +56,7 @@ def sweep_wf(
         checkpoints: directory or URL for checkpoints that all workers reach; models that an earlier
             sweep has trained there are not trained again; by default a place of the execution's
             own, which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
     checked = check_sweep(
         recipe=recipe,

@@ -71,7 +71,7 @@ def train_and_generate_text_wf(
         data: file, directory or URL of text or Parquet; by default the topics that come with Python
         checkpoints: directory or URL for checkpoints; an unfinished run found there resumes; by
             default a place of the execution's own, which its retries share
-        output: directory in which a local run leaves its outputs; by default a temporary one
+        output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
         prompt: beginning of the text; "" lets the model begin
         max_tokens: after which the text ends, if the model does not end it before
         temperature: 0 or more; 0 takes the likeliest token each time, 1 draws them as the training

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import (
-    ConfigError,
     RankFailure,
     StorageDenied,
     StorageUnavailable,
@@ -60,7 +58,7 @@ from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
-OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory that the user gave
+OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
 # a file beside the checkpoints, so that `max_hours` counts all attempts
 FIRST_START = "first-start.json"
 WANDB_SECRET = Secret(group="wandb", key="api_key")
@@ -88,7 +86,7 @@ class Frame:
     opened_at: float  # seconds since the epoch
     # server and experiment, if it records the runs and not W&B
     mlflow: tuple[str, str] | None = None
-    output_directory: Path | None = None  # of a local run's outputs, if the user gave one
+    output_directory: Path | None = None  # of a local run's outputs; None for the task's own
     bar: ProgressBar = field(default_factory=ProgressBar)
 
     def __post_init__(self) -> None:
@@ -236,7 +234,7 @@ class Frame:
         return self.output("report.html")
 
     def keep_values(self, **outputs: Any) -> None:
-        """Write the outputs that are no files to the user's directory, if there is one."""
+        """Write the outputs that are no files to their directory, if there is one."""
         if self.output_directory:
             with log_failures(OUTPUTS):
                 text = json.dumps(plain(outputs), indent=1, default=repr, allow_nan=False)
@@ -264,7 +262,8 @@ class Frame:
         """Print where the outputs are: their URLs in a pod, their paths in a local run."""
         for name, file in outputs.items():
             url = file.remote_directory if isinstance(file, FlyteDirectory) else file.remote_path
-            self.say(f"{name.replace('_', ' '):<20}{url or file.path}")
+            place = url or str(file.path).removeprefix(f"{os.getcwd()}/")
+            self.say(f"{name.replace('_', ' '):<20}{place}")
         if not self.is_local:
             page = self.execution.url or "Flyte's console"
             self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
@@ -305,7 +304,7 @@ def open_frame(
     checkpoints: str = "",
     wandb_project: str = "",
     hides_key: bool = True,
-    output: str = "",
+    output_directory: Path | None = None,
     mlflow: tuple[str, str] | None = None,
 ) -> Iterator[Frame]:
     """Open the frame of the current task.
@@ -315,7 +314,7 @@ def open_frame(
         checkpoints: URL that the user gave; "" for the execution's own.
         wandb_project: "" for a task whose runs W&B does not record.
         hides_key: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
-        output: directory for the outputs of a local run; "" leaves them in the task's own.
+        output_directory: of a local run's outputs; None leaves them in the task's own.
         mlflow: server and experiment of MLflow, if that records the runs and not W&B.
 
     Raises:
@@ -330,7 +329,6 @@ def open_frame(
     attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"
     with flyte_errors(), _keys(hides_key) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
-        kept_in = make_output_directory(output) if output else None
         frame = Frame(
             report,
             execution,
@@ -341,7 +339,7 @@ def open_frame(
             wandb_project,
             opened_at,
             mlflow,
-            kept_in,
+            output_directory,
         )
         try:
             storage.check_access("checkpoints")  # the W&B run's id is the first file there
@@ -356,22 +354,6 @@ def open_frame(
                 raise reason from None  # it has the text of `error`
             raise
         frame.close(None)
-
-
-def make_output_directory(output: str) -> Path:
-    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if
-    it takes no files.
-    """
-    try:
-        directory = Path(output).expanduser().resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return directory
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"output: expected a directory that this process may write, got {output!r}: {reason}"
-        ) from None
 
 
 @contextlib.contextmanager

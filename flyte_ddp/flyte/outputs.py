@@ -1,15 +1,29 @@
-"""The typed outputs of the training workflows."""
+"""The typed outputs of the training workflows, and the place of a local run's."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import click
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.flyte.flyte_context import is_flyte_task
+from flyte_ddp.observers.command_line import make_run_directory
+from flyte_ddp.observers.streams import print_line
+
+# The beginnings of the outputs that a summary on the terminal has said.
+SUMMARIZED = tuple(
+    f"{name}Outputs(" for name in ("Training", "Retraining", "Sweep", "Scaling", "Script")
+)
 
 
 class TrainingOutputs(NamedTuple):
@@ -53,3 +67,62 @@ class RetrainingOutputs(NamedTuple):
     report: FlyteFile  # the HTML page that the Deck shows too
     # of the challenger, as of `TrainingOutputs`; none where nothing was trained
     export: FlyteDirectory | None
+
+
+def open_output_directory(output: str, name: str) -> Path | None:
+    """Return the directory of a local run's outputs: `output`; by default in `pyflyte run` a new
+    one, runs/NAME, for all tasks of the command, and else None, for the task's own.
+
+    Raises:
+        ConfigError: a directory that takes no files, or one for a run on Flyte.
+    """
+    if is_flyte_task():
+        if output:
+            raise ConfigError(
+                "output: expected none in a run on Flyte, which keeps the outputs "
+                f"itself, got {output!r}"
+            )
+        return None
+    command = click.get_current_context(silent=True)
+    if command is not None and __name__ not in command.meta:  # in the first task of the command
+        command.with_resource(contextlib.redirect_stdout(_WithoutOutputs(sys.stdout)))
+        if not output:
+            output = str(make_run_directory(name.rpartition(".")[2]))
+            print_line(f"outputs: {output}")
+        command.meta[__name__] = output
+    if command is not None:
+        output = command.meta[__name__]
+    return _make_directory(output) if output else None
+
+
+def _make_directory(output: str) -> Path:
+    """Return the directory that a user gave for the outputs of a local run. Raises ConfigError if
+    it takes no files.
+    """
+    try:
+        directory = Path(output).expanduser().resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"output: expected a directory that this process may write, got {output!r}: {reason}"
+        ) from None
+
+
+class _WithoutOutputs:
+    """The standard output of `pyflyte run` without the one line of all outputs that flytekit prints
+    last, with every epoch's numbers. It has no option for that; outputs.json has the numbers.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if text.startswith(SUMMARIZED):
+            return len(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -24,7 +24,6 @@ from flyte_ddp.flyte.flyte_context import (
     current_execution,
     share_storage_credentials,
 )
-from flyte_ddp.flyte.frame import make_output_directory
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     ConfigTransformer,
@@ -32,10 +31,10 @@ from flyte_ddp.flyte.inputs import (
     OptionalOverrides,
     OptionalSource,
 )
-from flyte_ddp.flyte.outputs import RetrainingOutputs
+from flyte_ddp.flyte.outputs import RetrainingOutputs, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.resources import code_version
-from flyte_ddp.flyte.task import check_output, check_urls, task_body
+from flyte_ddp.flyte.task import check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
@@ -102,7 +101,8 @@ def plan_retraining(
     Where it does not start from a champion, it starts as its config says.
     """
     check("train_on", train_on, str, Limits(choices=(ONE_NODE, CLUSTER)))
-    check_output(output)
+    if output:  # by default it is made when there is something to keep
+        open_output_directory(output, recipe)
     check_urls(champion=champion)
     execution = _execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
@@ -148,8 +148,7 @@ def judge_challenger(
     Args:
         export: the challenger's; a promoted version keeps the run card, and the retraining returns
             all of it.
-        output: directory of a local run's outputs, where the challenger's are already; "" for a
-            temporary one.
+        output: directory of a local run's outputs, where the challenger's are already.
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
@@ -235,11 +234,8 @@ def _outputs(
     page = RetrainingReport(store, retraining.recipe, result, execution.url)
     page.close(None)
     Deck(DECK_NAME, page.render_fragment())
-    directory = (
-        make_output_directory(output)
-        if output
-        else Path(flytekit.current_context().working_directory)
-    )
+    kept_in = open_output_directory(output, retraining.recipe)
+    directory = kept_in or Path(flytekit.current_context().working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     report = directory / "retraining.html"
     page.write(report)
@@ -254,10 +250,10 @@ def _outputs(
         }
         | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
     }
-    if output:
+    if kept_in:
         with log_failures("retraining.json"):
             text = json.dumps(plain(values), indent=1, allow_nan=False)
-            (directory / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
+            (kept_in / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
 
 

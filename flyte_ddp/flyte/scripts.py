@@ -50,7 +50,7 @@ def run_script(
     afterwards.
 
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
-    `output` is the directory in which a local run leaves its outputs; by default a temporary one.
+    `output` is the directory in which a local run leaves its outputs; by default runs/NAME.
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)

@@ -19,7 +19,8 @@ from flyte_ddp.config.source_code import extend_path
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.flyte.frame import Frame, make_output_directory, open_frame
+from flyte_ddp.flyte.frame import Frame, open_frame
+from flyte_ddp.flyte.outputs import open_output_directory
 from flyte_ddp.flyte.resources import (
     MLFLOW,
     WANDB_ENVIRONMENT,
@@ -64,25 +65,13 @@ def task_body(function: Callable[P, T]) -> Callable[P, T]:
 def open_task_frame(
     report: Page, name: str, checkpoints: str, output: str = ""
 ) -> AbstractContextManager[Frame]:
-    """Check the URL of the checkpoints, and open the frame of the current task as `open_frame`
+    """Check the places that the user gave, and open the frame of the current task as `open_frame`
     does.
     """
     check_urls(checkpoints=checkpoints)
-    check_output(output)
+    directory = open_output_directory(output, name)
     project = WANDB_ENVIRONMENT["WANDB_PROJECT"]
-    return open_frame(report, name, checkpoints, project, output=output, mlflow=MLFLOW)
-
-
-def check_output(output: str) -> None:
-    """Raise ConfigError for a directory of outputs that takes no files, or in a run on Flyte."""
-    if not output:
-        return
-    if is_flyte_task():
-        raise ConfigError(
-            "output: expected none in a run on Flyte, which keeps the outputs "
-            f"itself, got {output!r}"
-        )
-    make_output_directory(output)
+    return open_frame(report, name, checkpoints, project, output_directory=directory, mlflow=MLFLOW)
 
 
 def describe_origin(frame: Frame) -> dict[str, str]:

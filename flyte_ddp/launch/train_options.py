@@ -5,9 +5,7 @@ torch.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,10 +20,16 @@ from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.protocol.programs import check_run_id, slow_imports
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.run_options import check_place, end_as_shell
+from flyte_ddp.observers.command_line import (
+    RUNS,
+    add_observer_options,
+    make_observers,
+    make_run_directory,
+    resume_command,
+)
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.storage import check_url
 
-RUNS = "runs"  # where the directory of a run is made
 HISTORY, REPORT = "history.jsonl", "report.html"
 USAGE = "flyte-ddp train RECIPE [--FIELD VALUE ...] [OPTION ...]"
 
@@ -63,7 +67,6 @@ def main(arguments: Sequence[str]) -> int:
 def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, directory: Path) -> int:
     from flyte_ddp import events
     from flyte_ddp.launch.train import train_recipe
-    from flyte_ddp.observers.command_line import make_observers, resume_command
     from flyte_ddp.observers.progress_bar import ProgressBar
 
     resume = resume_command("" if options.checkpoints else str(directory))
@@ -96,24 +99,6 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
         }
         sys.stdout.write("".join(f"{name:<14}{place}\n" for name, place in places.items()))
     return status
-
-
-def make_run_directory(name: str) -> Path:
-    """Make the directory of a run, runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is
-    not there. Raises ConfigError if it cannot be made.
-    """
-    try:
-        os.makedirs(RUNS, exist_ok=True)
-        for number in itertools.count(1):
-            directory = Path(RUNS, name if number == 1 else f"{name}-{number}")
-            if not directory.exists():
-                directory.mkdir()
-                break
-    except OSError as error:
-        raise ConfigError(
-            f"{RUNS}: expected a directory that this process may write, got {error}"
-        ) from None
-    return directory
 
 
 def read_fields(words: Sequence[str]) -> dict[str, Any]:
@@ -156,8 +141,6 @@ def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the run, and the words that name fields of its config."""
-    from flyte_ddp.observers.command_line import add_observer_options
-
     fields = "\n".join(f"  --{line}" for line in describe_fields(TrainingConfig))
     parser = argparse.ArgumentParser(
         "flyte-ddp train",

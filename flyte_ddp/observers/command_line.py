@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
@@ -17,6 +18,7 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import Storage
 
+RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
 RUN_ID = "wandb-run-id"
 
@@ -46,6 +48,24 @@ def resume_command(checkpoints: str = "") -> str:
     return shlex.join(
         [*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])]
     )
+
+
+def make_run_directory(name: str) -> Path:
+    """Make the directory of a run, runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is
+    not there. Raises ConfigError if it cannot be made.
+    """
+    try:
+        os.makedirs(RUNS, exist_ok=True)
+        for number in itertools.count(1):
+            directory = Path(RUNS, name if number == 1 else f"{name}-{number}")
+            if not directory.exists():
+                directory.mkdir()
+                break
+    except OSError as error:
+        raise ConfigError(
+            f"{RUNS}: expected a directory that this process may write, got {error}"
+        ) from None
+    return directory
 
 
 def keep_run_id(storage: Storage, new: str) -> str:
