@@ -147,7 +147,7 @@ def test_the_batch_per_rank_is_the_share_of_ranks_and_micro_batches():
             -1.0,
             "stall_timeout: expected a finite number above 0 (seconds), got -1.0",
         ),
-        ("optimizer", "lbfgs", "optimizer: expected one of sgd, adam, adamw, got 'lbfgs'"),
+        ("optimizer", "lbfgs", "optimizer: expected one of sgd, adam, adamw, own, got 'lbfgs'"),
         ("compile", "yes", "compile: expected true or false, got 'yes'"),
     ],
 )

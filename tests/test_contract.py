@@ -288,7 +288,8 @@ def test_correct_recipes_of_other_shapes_pass(name):
 OTHER_NAMES = {
     name: meant
     for meant, names in {
-        "optimizer_groups": ("optimizer_group", "configure_optimizers", "optimizer_grups"),
+        "optimizer": ("configure_optimizers",),
+        "optimizer_groups": ("optimizer_group", "optimizer_grups"),
         "losses": ("loss", "training_step", "Losses", "lossses"),
         "metrics": ("metric", "validation_step", "compute_metrics"),
         "class_names": ("class_name", "classNames"),

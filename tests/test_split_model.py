@@ -18,7 +18,7 @@ from flyte_ddp.config import TrainingConfig, resolve
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank.sharding import whole_state
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.contract import open_model
 from flyte_ddp.training.fsdp import FsdpParallelism
@@ -172,13 +172,13 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     world = World(0, 0, num_ranks, torch.device("cuda", 0))
     refused = pytest.raises(ConfigError, match=f"^parallel: expected {expected}")
     with refused if expected else contextlib.nullcontext():
-        choose_parallelism(config, world).place(model)
+        choose_parallelism(config, world).place(model, Recipe())
 
 
 @pytest.mark.parametrize(("parallel", "is_contiguous"), [("ddp", False), ("fsdp", True)])
 def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes(parallel, is_contiguous):
     config, world = TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu"))
-    model = choose_parallelism(config, world).place(nn.Conv2d(3, 8, 3))
+    model = choose_parallelism(config, world).place(nn.Conv2d(3, 8, 3), Recipe())
     assert model.weight.is_contiguous() is is_contiguous
 
 

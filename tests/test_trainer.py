@@ -26,7 +26,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.rank.data import epoch_order
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.training.optim import learning_rate_factor
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
@@ -302,7 +302,7 @@ def test_one_sample_is_normalized_by_running_statistics_or_to_the_bias(
 
 
 def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
-    placed = Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3))
+    placed = Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3), Recipe())
 
     assert (
         placed.weight.stride()
@@ -310,7 +310,9 @@ def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels
     )
     assert placed.weight.is_leaf
     assert (
-        Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv3d(1, 4, 3)).weight.is_contiguous()
+        Parallelism(TrainingConfig(), ALONE)
+        .place(torch.nn.Conv3d(1, 4, 3), Recipe())
+        .weight.is_contiguous()
     )
 
 

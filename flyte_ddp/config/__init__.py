@@ -2,6 +2,6 @@
 travels.
 """
 
-from flyte_ddp.config.training import PARALLELISMS, Monitor, TrainingConfig, resolve
+from flyte_ddp.config.training import OWN, PARALLELISMS, Monitor, TrainingConfig, resolve
 
-__all__ = ["PARALLELISMS", "Monitor", "TrainingConfig", "resolve"]
+__all__ = ["OWN", "PARALLELISMS", "Monitor", "TrainingConfig", "resolve"]

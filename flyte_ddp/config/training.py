@@ -21,6 +21,8 @@ PARALLELISMS = {
     "fsdp": "flyte_ddp.training.fsdp:FsdpParallelism",
 }
 
+OWN = "own"  # the choice of a field that a method of the recipe makes
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -96,7 +98,11 @@ class TrainingConfig:
         ),
     )
     evaluation_batch_size: int = field(1000, minimum=1, help="samples per rank and forward pass")
-    optimizer: str = field("adamw", choices=("sgd", "adam", "adamw"), help="sgd has momentum")
+    optimizer: str = field(
+        "adamw",
+        choices=("sgd", "adam", "adamw", OWN),
+        help="sgd has momentum; own: what Recipe.optimizer returns, where a recipe defines it",
+    )
     learning_rate: float = field(1e-3, above=0, help="the schedule's peak")
     momentum: float = field(0.9, minimum=0, below=1, help="of sgd")
     weight_decay: float = field(
@@ -104,8 +110,9 @@ class TrainingConfig:
     )
     schedule: str = field(
         "cosine",
-        choices=("constant", "cosine", "one_cycle"),
-        help="cosine: warm-up, then to zero; one_cycle: up for 30 %, then to zero",
+        choices=("constant", "cosine", "one_cycle", OWN),
+        help="cosine: warm-up, then to zero; one_cycle: up for 30 %, then to zero; own: what "
+        "Recipe.schedule returns, where a recipe defines it",
     )
     warmup_steps: int = field(
         0, minimum=0, help="optimizer steps of linear warm-up of constant and cosine"

@@ -17,7 +17,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prediction.job import PredictionJob, part_name
 from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import map_tensors
-from flyte_ddp.recipes import get_recipe, list_class_names, locate
+from flyte_ddp.recipes import Recipe, get_recipe, list_class_names, locate
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import class_names_of
@@ -116,7 +116,7 @@ def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:
 class OneDevice(Parallelism):
     """A process that holds the whole model, and trains nothing."""
 
-    def check_memory(self, model: nn.Module) -> None:
+    def check_memory(self, model: nn.Module, recipe: Recipe) -> None:
         """Raise ConfigError if the weights need more than one GPU."""
         if self.world.device.type != "cuda":
             return

@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config import OWN, TrainingConfig, resolve
 from flyte_ddp.config.by_value import is_by_value, pickle
 from flyte_ddp.config.extras import EXTRAS, how_to_install
 from flyte_ddp.config.fields import check, suggest
@@ -49,12 +49,14 @@ BUILTIN = {
     "text": "flyte_ddp.recipes.text.recipe.Text",
 }
 REQUIRED = ("prepare", "datasets", "model")  # methods that a recipe defines itself
+CHOICES = ("optimizer", "schedule")  # fields of the config that a method of that name takes over
 # Names by which other frameworks call what a recipe defines.
 _OF_OTHERS = {
     "losses": "loss loss_fn compute_loss criterion training_step train_step",
     "metrics": "validation_step test_step compute_metrics configure_metrics",
-    "optimizer_groups": "configure_optimizers create_optimizer optimizer optimizers param_groups "
-    "get_optimizer",
+    "optimizer": "configure_optimizers create_optimizer optimizers get_optimizer",
+    "optimizer_groups": "param_groups",
+    "schedule": "configure_schedulers create_scheduler lr_scheduler scheduler get_scheduler",
     "model": "forward configure_model build_model get_model model_init",
     "datasets": "train_dataloader val_dataloader test_dataloader collate_fn setup train_dataset "
     "eval_dataset get_train_dataloader get_eval_dataloader",
@@ -116,7 +118,33 @@ def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> Trainin
     with edits:
         recipe = get_recipe(name, overrides.get("recipe_options", {}))
     options = {field: getattr(recipe, field) for field in _option_types(recipe)}
-    return resolve(recipe.defaults, {**overrides, "recipe_options": options})
+    config = resolve(
+        {**recipe.defaults, **_own_choices(recipe, overrides)},
+        {**overrides, "recipe_options": options},
+    )
+    if config.schedule == OWN and config.warmup_steps:
+        raise ConfigError(
+            f"warmup_steps: expected 0 beside {locate(recipe, 'schedule')}, which has the whole "
+            f"schedule, got {config.warmup_steps}"
+        )
+    return config
+
+
+def _own_choices(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of the config that the recipe's own methods take over. Raises ConfigError
+    if one is given as well.
+    """
+    own = {name: OWN for name in CHOICES if getattr(type(recipe), name) != getattr(Recipe, name)}
+    for name in CHOICES:
+        given = overrides.get(name, own.get(name))
+        if name in own and given != OWN:
+            expected = f"none beside {locate(recipe, name)}, which takes its place"
+        elif name not in own and given == OWN:
+            expected = f"a recipe with a method {name}"
+        else:
+            continue
+        raise ConfigError(f"{name}: expected {expected}, got {given!r}")
+    return own
 
 
 def pin_initial_state(config: TrainingConfig) -> TrainingConfig:

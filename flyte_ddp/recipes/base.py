@@ -18,7 +18,11 @@ from flyte_ddp.events import EpochFinished, Prediction
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
+
+    from flyte_ddp.config import TrainingConfig
 
 
 IGNORED = -100  # target that torch's cross-entropy leaves out
@@ -165,6 +169,31 @@ class Recipe:
         `torch.optim.lr_scheduler.LambdaLR` does.
         """
         return [{"params": list(model.parameters())}]
+
+    def optimizer(self, model: nn.Module, config: TrainingConfig) -> Optimizer:
+        """Return an optimizer of the trained parameters of `model`, in place of the configured one.
+
+        Optional. Any of `torch.optim` that steps without a closure, or one of your own; with `fsdp`
+        one that treats each value by itself. `model` is the one that `model` returned, with split
+        parameters under `fsdp`. It is also called with a model without contents, to measure the
+        state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define optimizer")
+
+    def schedule(
+        self, optimizer: Optimizer, config: TrainingConfig, num_steps: int
+    ) -> LRScheduler | Callable[[int], float]:
+        """Return the schedule of the learning rates, in place of the configured one.
+
+        Optional. It is a scheduler of torch, which takes a step after each optimizer step
+        (`ReduceLROnPlateau` after each epoch, with the config's `monitor`), or a function of the
+        optimizer step, from 0, that returns the factor of each group's own `lr`.
+
+        Args:
+            num_steps: optimizer steps of the whole run. An earlier state of a scheduler goes on
+                with the number of its run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define schedule")
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks that `model` repeats, such as the layers of a Transformer, in their

@@ -107,7 +107,7 @@ def open_model(recipe: Recipe, parallelism: Parallelism) -> nn.Module:
     with parallelism.building(recipe):
         model = check_model(recipe, recipe.model())
     freeze_layers(model, parallelism.config.frozen_layers)
-    return parallelism.place(model)
+    return parallelism.place(model, recipe)
 
 
 def check_contract(

@@ -22,7 +22,7 @@ from flyte_ddp.rank.data import open_samples, take_sample
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.contract import open_datasets, open_model
-from flyte_ddp.training.optim import build_optimizer
+from flyte_ddp.training.optim import open_optimizer
 from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_parameters
 from flyte_ddp.training.passes import forward
 from flyte_ddp.world import World, single_process_world
@@ -73,7 +73,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     inputs, targets = next(iter(samples.batches([first], epoch=1)))
     model = open_model(recipe, alone).train()
     alone.shard(model, recipe)
-    optimizer = build_optimizer(model, config, recipe.optimizer_groups(model))
+    optimizer = open_optimizer(recipe, model, config)
     saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,11 @@ class FsdpParallelism(Parallelism):
         is_filled = recipe.copies_from_first and not self.world.is_first
         return torch.device("meta") if is_filled or _fills_by_tensor(recipe) else nullcontext()
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def place(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Leave `model` on the CPU, because the device need not hold all of it, and in the order of
         its dimensions, as FSDP takes it.
         """
-        self.check_memory(model)
+        self.check_memory(model, recipe)
         return batch_norm.adapt(model, self.config, self.world)
 
     def shard(self, model: nn.Module, recipe: Recipe) -> tuple[Any, Any]:

@@ -1,19 +1,78 @@
-"""The optimizer and its learning rate. Knows nothing of ranks."""
+"""The optimizer and its learning rates. Knows nothing of ranks."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from inspect import signature
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flyte_ddp.config import TrainingConfig
+from flyte_ddp.checkpoints.state import is_split
+from flyte_ddp.config import OWN, TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished
+from flyte_ddp.recipes import Recipe, locate
+
+# Optimizers of torch whose step needs whole matrices, of which a rank has a part under fsdp.
+OF_WHOLE_MATRICES = ("Adafactor", "Muon")
+
+
+def open_optimizer(
+    recipe: Recipe, model: nn.Module, config: TrainingConfig, has_fused_sgd: bool = True
+) -> Optimizer:
+    """Return the optimizer of the trained parameters of `model`: the recipe's own, or the
+    configured one.
+
+    Raises:
+        ConfigError: a trained parameter is in no group, or what the recipe returned is no such
+            optimizer.
+    """
+    if config.optimizer != OWN:
+        return build_optimizer(model, config, recipe.optimizer_groups(model), has_fused_sgd)
+    place, optimizer = locate(recipe, "optimizer"), recipe.optimizer(model, config)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{place}: expected an optimizer of torch's, got {optimizer!r:.80}")
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise ConfigError(f"{place}: expected an lr in each group, got one without")
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise ConfigError(
+            f"{place}: expected an optimizer that steps without a closure, got {name}, which "
+            "computes the loss again"
+        )
+    _check_parameters(model, optimizer.param_groups, place)
+    if name in OF_WHOLE_MATRICES and any(map(is_split, model.parameters())):
+        raise ConfigError(
+            f'{place}: expected with "parallel": "fsdp" an optimizer that treats each value by '
+            f"itself, got {name}, which needs whole matrices"
+        )
+    return optimizer
+
+
+def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) -> int:
+    """Return the bytes of the optimizer's state, measured by a step of a model without contents."""
+    tensors = (*model.parameters(), *model.buffers())
+    empty: dict[int, Any] = {}
+    for each in tensors:
+        empty[id(each)] = value = each.detach().to("meta")
+        if isinstance(each, nn.Parameter):
+            empty[id(each)] = nn.Parameter(value, each.requires_grad)
+    optimizer = open_optimizer(recipe, copy.deepcopy(model, empty), config)
+    for group in optimizer.param_groups:
+        group["fused"] = False  # whose kernels need a device
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    values = [each for state in optimizer.state.values() for each in state.values()]
+    return sum(each.nbytes for each in values if isinstance(each, torch.Tensor))
 
 
 def build_optimizer(
@@ -39,13 +98,7 @@ def build_optimizer(
         {**group, "params": [each for each in group["params"] if each.requires_grad]}
         for group in given
     ]
-    grouped = {id(parameter) for group in trained for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in grouped:
-            raise ConfigError(
-                "optimizer_groups: expected every trained parameter of the model, "
-                f"got none with {name}"
-            )
+    _check_parameters(model, trained, "optimizer_groups")
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
         return torch.optim.SGD(
@@ -53,6 +106,21 @@ def build_optimizer(
         )
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
+
+
+def _check_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Check that `groups` have every trained parameter of the model, and no others."""
+    grouped = {id(each): each for group in groups for each in group["params"]}
+    for name, parameter in model.named_parameters():
+        if grouped.pop(id(parameter), None) is None and parameter.requires_grad:
+            raise ConfigError(
+                f"{place}: expected every trained parameter of the model, got none with {name}"
+            )
+    for other in grouped.values():
+        raise ConfigError(
+            f"{place}: expected parameters of the model it was given, got one of shape "
+            f"{tuple(other.shape)} that is none of them"
+        )
 
 
 def _check_group(group: Any) -> None:
@@ -66,8 +134,8 @@ def _check_group(group: Any) -> None:
             f"got {group!r:.80}"
         )
     settings = {
-        *signature(torch.optim.SGD).parameters,
-        *signature(torch.optim.AdamW).parameters,
+        *inspect.signature(torch.optim.SGD).parameters,
+        *inspect.signature(torch.optim.AdamW).parameters,
         "name",
     }
     for name in group:
@@ -81,6 +149,92 @@ def _check_group(group: Any) -> None:
         raise ConfigError(
             f"optimizer_groups: lr: expected a finite number of at least 0, got {rate!r}"
         )
+
+
+class Schedule:
+    """The learning rates of an optimizer's groups, from step to step: the recipe's own, or the
+    configured ones.
+    """
+
+    def __init__(
+        self, recipe: Recipe, optimizer: Optimizer, config: TrainingConfig, num_steps: int
+    ) -> None:
+        self.monitor, self.optimizer = config.monitor, optimizer
+        # which a factor scales; a scheduler of torch changes those of the groups
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._place = "schedule"
+        self._scheduler: LRScheduler | None = None
+        self._factor: Callable[[int], float] = lambda step: learning_rate_factor(
+            config, step, num_steps
+        )
+        found: Any = None
+        if config.schedule == OWN:
+            self._place = locate(recipe, "schedule")
+            found = recipe.schedule(optimizer, config, num_steps)
+            if isinstance(found, LRScheduler):
+                self._scheduler = found
+            elif callable(found):
+                self._factor = found
+            else:
+                raise ConfigError(
+                    f"{self._place}: expected a scheduler of torch's, or a function of the step, "
+                    f"got {found!r:.80}"
+                )
+        if isinstance(found, ReduceLROnPlateau) and found.mode != self.monitor.mode:
+            raise ConfigError(
+                f"{self._place}: expected a ReduceLROnPlateau of mode {self.monitor.mode!r}, as "
+                f"{self.monitor.metric} is monitored, got {found.mode!r}"
+            )
+        for step in range(0, num_steps, max(1, num_steps // 100)):
+            self._rates_at(step)
+
+    @property
+    def _is_by_epoch(self) -> bool:
+        return isinstance(self._scheduler, ReduceLROnPlateau)
+
+    def begin_step(self, step: int) -> float:
+        """Set the rates of optimizer step `step`, from 0; return that of the first group.
+
+        Raises:
+            ConfigError: one is no finite number of at least 0.
+        """
+        rates = self._rates_at(step)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return float(rates[0])
+
+    def end_step(self) -> None:
+        """Let a scheduler know that the optimizer has taken a step."""
+        if self._scheduler and not self._is_by_epoch:
+            self._scheduler.step()
+
+    def end_epoch(self, finished: EpochFinished) -> None:
+        """Let a ReduceLROnPlateau know the figure that the config monitors."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(finished.figures().values[self.monitor.metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; nothing of a function of the step."""
+        return self._scheduler.state_dict() if self._scheduler else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state, whose optimizer has been loaded."""
+        if self._scheduler:
+            self._scheduler.load_state_dict(state)
+
+    def _rates_at(self, step: int) -> list[Any]:
+        if self._scheduler:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+        else:
+            factor = self._factor(step)
+            rates = [rate * factor for rate in self._rates]
+        for rate in rates:
+            if not 0 <= rate < math.inf:
+                raise ConfigError(
+                    f"{self._place}: expected finite learning rates of at least 0, got "
+                    f"{float(rate)} at step {step}"
+                )
+        return rates
 
 
 def learning_rate_factor(config: TrainingConfig, step: int, num_steps: int) -> float:

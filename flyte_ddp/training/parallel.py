@@ -24,11 +24,11 @@ from flyte_ddp.rank.fast_start import avoid_importing_dynamo
 from flyte_ddp.rank.step_timer import BACKWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import batch_norm
+from flyte_ddp.training.optim import count_state_bytes
 from flyte_ddp.world import World
 
 MIN_BLOCK_PARAMETERS = 1 << 16  # smaller modules are gathered with the one around them
 FP32_BYTES = 4
-OPTIMIZER_STATES = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of the parameters' size
 # of a GPU's memory that weights, gradients and optimizer may take; activations come on top
 MEMORY_SHARE = 0.9
 
@@ -82,14 +82,14 @@ class Parallelism:
         """Return the context in which `recipe.model` is called."""
         return nullcontext()
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def place(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return `model` on the rank's device, in the configured memory format and with the
         configured BatchNorm.
 
         Raises:
             ConfigError: the model cannot fit into the device's memory.
         """
-        self.check_memory(model)
+        self.check_memory(model, recipe)
         model = batch_norm.adapt(model.to(self.world.device), self.config, self.world)
         if self.config.channels_last:
             # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D
@@ -116,7 +116,7 @@ class Parallelism:
         """Return what averages the gradients of `model` over the ranks in its backward pass."""
         return model
 
-    def check_memory(self, model: nn.Module) -> None:
+    def check_memory(self, model: nn.Module, recipe: Recipe) -> None:
         """Check that weights, gradients and optimizer state fit into the memory of a GPU.
 
         Raises:
@@ -125,15 +125,14 @@ class Parallelism:
         if self.world.device.type != "cuda":
             return
         available = torch.cuda.get_device_properties(self.world.device).total_memory
-        optimizer = self.config.optimizer
-        num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        num_values = count_parameters(model) + num_trained * (1 + OPTIMIZER_STATES[optimizer])
-        needed, allowed = FP32_BYTES * num_values, MEMORY_SHARE * available
+        weights = (each.numel() * (1 + each.requires_grad) for each in model.parameters())
+        needed = FP32_BYTES * sum(weights) + count_state_bytes(recipe, model, self.config)
+        allowed = MEMORY_SHARE * available
         if needed / self.num_shards > allowed:
             remedy = "on more GPUs or nodes" if self.is_collective else 'with "parallel": "fsdp"'
             raise ConfigError(
                 f"parallel: expected at least {-(-needed // int(allowed))} ranks, {remedy}: "
-                f"weights, gradients and the state of {optimizer} take "
+                f"weights, gradients and the optimizer's state take "
                 f"{needed / self.num_shards / 2**30:.1f} GiB per rank, got a device with "
                 f"{available / 2**30:.1f} GiB"
             )

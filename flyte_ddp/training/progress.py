@@ -30,6 +30,7 @@ class Progress:
     loss_sum: float = 0.0
     num_targets: float = 0.0  # likewise
     seconds: float = 0.0  # likewise, wall-clock
+    learning_rate: float = 0.0  # of the optimizer's first group, in the last step
     epochs: list[EpochFinished] = field(default_factory=list)
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""

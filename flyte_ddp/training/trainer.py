@@ -43,7 +43,7 @@ from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.evaluation import Evaluation, evaluate, sample_utilization, share_buffers
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
 from flyte_ddp.training.metrics import check_monitor, read_figures
-from flyte_ddp.training.optim import build_optimizer, learning_rate_factor
+from flyte_ddp.training.optim import Schedule, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.training.progress import MetricSums, Progress
@@ -82,10 +82,8 @@ class Trainer:
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.progress = Progress()
         self.evaluated_model, self.replica = parallelism.shard(model, recipe)
-        groups = recipe.optimizer_groups(model)
-        self.optimizer = build_optimizer(model, config, groups, parallelism.has_fused_sgd)
-        # which the schedule scales
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
+        self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
         self.timer = StepTimer(self.session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
         self.sample_utilization = sample_utilization(recipe, model, config, world)
@@ -191,7 +189,9 @@ class Trainer:
             if is_logged or self.world.device.type == "cpu":
                 self._check_loss(log_sums)
             norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
-            self._step_optimizer()
+            progress.learning_rate = self.schedule.begin_step(progress.step)
+            self.optimizer.step()
+            self.schedule.end_step()
             epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             progress.step += 1
             progress.batch += 1
@@ -282,6 +282,7 @@ class Trainer:
             "progress": self.progress.to_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
         }
 
     def _count_bytes(self) -> int:
@@ -340,6 +341,7 @@ class Trainer:
                 check_checkpoint(self.recipe, self.data_facts, read, state, url)
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
+            self.schedule.load_state_dict(state.get("schedule", {}))
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
@@ -369,13 +371,6 @@ class Trainer:
     def beat(self) -> None:
         """Report that this rank makes progress."""
         self.session.beat(self.progress.step)
-
-    def _step_optimizer(self) -> None:
-        """Set each group's learning rate by the schedule, and change the weights."""
-        factor = learning_rate_factor(self.config, self.progress.step, self.num_steps)
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-        self.optimizer.step()
 
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
@@ -417,11 +412,6 @@ class Trainer:
                     f"{progress.epoch}); {REMEDY}"
                 )
 
-    def _last_learning_rate(self) -> float:
-        """Return the rate of the last optimizer step, also if an earlier attempt took it."""
-        factor = learning_rate_factor(self.config, self.progress.step - 1, self.num_steps)
-        return self.config.learning_rate * factor
-
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
         self.session.emit(
             Reported(
@@ -429,7 +419,7 @@ class Trainer:
                 epoch=self.progress.step * self.config.epochs / self.num_steps,
                 values={
                     "loss": self.world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
-                    "learning_rate": self._last_learning_rate(),
+                    "learning_rate": self.progress.learning_rate,
                     "gradient_norm": gradient_norm,
                     "samples_per_second": sums.num_samples / sums.seconds,
                 },
@@ -446,7 +436,7 @@ class Trainer:
             step=progress.step,
             train_loss=progress.loss_sum / progress.num_targets,
             test_loss=evaluation.loss,
-            learning_rate=self._last_learning_rate(),
+            learning_rate=progress.learning_rate,
             seconds=progress.seconds,
             samples_per_second=len(self.train) / progress.seconds,
             evaluation_seconds=evaluation.seconds,
@@ -478,5 +468,6 @@ class Trainer:
                         progress.step, *inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
+        self.schedule.end_epoch(finished)
         progress.finish_epoch(finished)
         return finished

@@ -141,6 +141,24 @@ class WithToken(Optional):
     token: str = ""
 
 
+class Restarting(Tiny):
+    """With an optimizer and a schedule of its own."""
+
+    def optimizer(self, model, config):
+        import torch
+
+        named = dict(model.named_parameters())
+        biases = [each for name, each in named.items() if name.endswith("bias")]
+        weights = [each for name, each in named.items() if name.endswith("weight")]
+        groups = [{"params": weights}, {"params": biases, "lr": 2 * config.learning_rate}]
+        return torch.optim.Adagrad(groups, lr=config.learning_rate)
+
+    def schedule(self, optimizer, config, num_steps):
+        from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
+
+        return CosineAnnealingWarmRestarts(optimizer, T_0=num_steps // 4)
+
+
 class Dropping(Tiny):
     """With dropout, whose draws a resumed run has to repeat."""
 

@@ -1,0 +1,173 @@
+"""A recipe's own optimizer and schedule train as in a plain loop, and resume exactly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from flyte_ddp.config import Monitor, TrainingConfig
+from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.events import AttemptStarted, Reported
+from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
+from tests.support.recipes import Restarting, Tiny
+from tests.support.runs import new_run
+from tests.support.trainers import new_trainer
+
+OWN = TrainingConfig(optimizer="own", schedule="own", epochs=3)
+
+
+def by_factor(recipe):
+    """The recipe with a schedule that is a function."""
+    recipe.schedule = lambda optimizer, config, num_steps: lambda step: 1 / (1 + step)
+    return recipe
+
+
+def plain_loop(run):
+    """Return the state of the same training in one process, without any code of ours but the order
+    of the samples, and the rates of its steps.
+    """
+    recipe, rates = get_recipe(run.recipe), []
+    inputs, targets = recipe.datasets(run.data())[0].tensors
+    torch.manual_seed(run.config.seed)
+    model = recipe.model()
+    optimizer = recipe.optimizer(model, run.config)
+    scheduler = recipe.schedule(optimizer, run.config, 27)
+    for epoch in range(1, 4):
+        for batch in epoch_order(97, run.config.seed, epoch).split(12):
+            optimizer.zero_grad()
+            recipe.plain_losses(model(inputs[batch]), targets[batch]).mean().backward()
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    return model.state_dict(), rates
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [("ddp", 2), ("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.long)],
+)
+def test_a_recipes_own_optimizer_and_schedule_end_as_in_a_plain_loop_also_after_a_kill(
+    finished_run, tmp_path, monkeypatch, parallel, num_ranks
+):
+    run = finished_run("Restarting", num_ranks, parallel=parallel)
+    state, rates = plain_loop(run)
+    torch.testing.assert_close(run.state(), dict(state), rtol=1e-4, atol=1e-5)
+    steps = [event for event in run.events if isinstance(event, Reported)]
+    assert [event.values["learning_rate"] for event in steps] == pytest.approx(rates)
+
+    monkeypatch.setenv("FAULT", "kill 1 20")
+    killed = new_run(tmp_path, "Restarting").train(num_ranks, max_restarts=1, parallel=parallel)
+    assert sum(isinstance(event, AttemptStarted) for event in killed.events) == 2
+    torch.testing.assert_close(killed.state(), run.state(), rtol=0, atol=0)
+
+
+def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
+    tmp_path, monkeypatch
+):
+    def lower(self, optimizer, config, num_steps):
+        return ReduceLROnPlateau(optimizer, "min", factor=0.5, patience=0, threshold=2)
+
+    monkeypatch.setattr(Restarting, "schedule", lower)
+    with pytest.raises(StopRequested):
+        new_trainer(new_run(tmp_path, "Restarting"), stop_after=20, epochs=5).fit()
+    trainer = new_trainer(new_run(tmp_path, "Restarting"), epochs=5)
+    trainer.resume()
+    trainer.fit()
+    assert [epoch.learning_rate for epoch in trainer.progress.epochs] == pytest.approx(
+        [0.1, 0.05, 0.025, 0.0125, 0.00625]
+    )
+
+
+def test_a_factor_scales_each_groups_own_rate():
+    recipe, model = by_factor(Restarting()), torch.nn.Linear(2, 2)
+    optimizer = open_optimizer(recipe, model, OWN)
+    schedule = Schedule(recipe, optimizer, OWN, num_steps=10)
+    rates = []
+    for step in range(2):
+        schedule.begin_step(step)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates == [[0.001, 0.002], [0.0005, 0.001]]
+    assert schedule.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "expected"),
+    [
+        (
+            "Restarting",
+            {"optimizer": "sgd"},
+            r"optimizer: expected none beside .*recipes.py:\d+: Restarting.optimizer, "
+            "which takes its place, got 'sgd'",
+        ),
+        ("Restarting", {"warmup_steps": 3}, r"warmup_steps: expected 0 beside .*schedule, .*got 3"),
+        ("Tiny", {"schedule": "own"}, "schedule: expected a recipe with a method schedule, got "),
+    ],
+)
+def test_a_choice_beside_a_method_of_its_name_is_refused_before_the_run(recipe, given, expected):
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        config_of(f"tests.support.recipes.{recipe}", given)
+
+
+class Muon(torch.optim.SGD):
+    pass
+
+
+MODEL = torch.nn.Linear(2, 2)
+SPLIT = "flyte_ddp.training.optim.is_split"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: None, "an optimizer of torch's, got None"),
+        (lambda: torch.optim.LBFGS(MODEL.parameters()), "that steps without a closure, got LBFGS"),
+        (lambda: torch.optim.Adam(torch.nn.Linear(3, 3).parameters()), "every trained parameter"),
+        (
+            lambda: torch.optim.Adam([*MODEL.parameters(), torch.zeros(5, requires_grad=True)]),
+            r"parameters of the model it was given, got one of shape \(5,\)",
+        ),
+        (lambda: Muon(MODEL.parameters()), "treats each value by itself, got Muon"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_the_model_is_refused_in_one_line(
+    monkeypatch, make, expected
+):
+    monkeypatch.setattr(SPLIT, lambda value: True)
+    recipe = Restarting()
+    recipe.optimizer = lambda model, config: make()
+    with pytest.raises(ConfigError, match=f"Restarting.optimizer: expected .*{expected}"):
+        open_optimizer(recipe, MODEL, OWN)
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "expected"),
+    [
+        (lambda optimizer: 3, "min", "a scheduler of torch's, or a function of the step, got 3"),
+        (lambda optimizer: lambda step: math.nan if step == 4 else 1, "min", "got nan at step 4"),
+        (ReduceLROnPlateau, "max", "a ReduceLROnPlateau of mode 'max', as accuracy is monitored"),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: -1), "min", "got -0.001 at step 0"),
+    ],
+)
+def test_a_schedule_without_rates_is_refused_before_the_first_step(make, mode, expected):
+    recipe = Restarting()
+    recipe.schedule = lambda optimizer, config, num_steps: make(optimizer)
+    config = TrainingConfig(optimizer="own", schedule="own", monitor=Monitor("accuracy", mode))
+    with pytest.raises(ConfigError, match=f"Restarting.schedule: expected .*{expected}"):
+        Schedule(recipe, open_optimizer(recipe, MODEL, config), config, num_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "num_tensors"),
+    [(Tiny, "sgd", 1), (Tiny, "adamw", 2), (Restarting, "own", 1)],
+)
+def test_the_bytes_of_an_optimizers_state_are_measured_without_them(recipe, optimizer, num_tensors):
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    config = TrainingConfig(optimizer=optimizer, momentum=0.9)
+    found = count_state_bytes(recipe(), model, config)
+    assert found == pytest.approx(num_tensors * 4_000_000, abs=8)
+    assert model.weight.grad is None
