@@ -973,12 +973,6 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
 @pytest.mark.parametrize(
     ("found", "level", "expected"),
     [
-        # Each fits on a node, and the driver does not beside them.
-        (
-            (node(), node("node-1")),
-            "FAILED",
-            "a scheduler and the task's own pod: they have 4 cpu of 4.5",
-        ),
         (
             (node(cpu="8", taint="new"), node("node-1")),
             "FAILED",

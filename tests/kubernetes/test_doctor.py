@@ -63,9 +63,6 @@ SITUATIONS = {
         f"sed s/NAMESPACE/$NAMESPACE/g deploy/{POLICY} | kubectl apply -f -",
         f"echo {shlex.quote(manifest(POLICY, '$NAMESPACE'))} | kubectl apply -f -",
     ),
-    "a secret that is not there": Situation(
-        "no secret absent", config={"env_from_secrets": ["absent"]}
-    ),
 }
 
 

@@ -261,28 +261,6 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
         yield Finding(f"{who} may not {', '.join(missing)} in namespace {namespace}; {remedy}")
 
 
-def _check_references(setup: Setup) -> Iterator[Finding]:
-    pods = setup.config.kubernetes
-    pulled = [
-        each["name"]
-        for role in ("scheduler", "worker")
-        for each in setup.spec[role]["spec"].get("imagePullSecrets", [])
-    ]
-    needed = [
-        *(("secret", name) for name in {*pods.env_from_secrets, *pulled}),
-        *(("service_account", name) for name in {pods.service_account, setup.account} - {""}),
-    ]
-    if missing := [
-        f"{kind.replace('_', ' ')} {name}"
-        for kind, name in sorted(needed)
-        if find("CoreV1Api", f"read_namespaced_{kind}", name, setup.namespace) is None
-    ]:
-        yield Finding(
-            f"namespace {setup.namespace} has no {', no '.join(missing)}; see "
-            "deploy/README.md, Rights and Secrets"
-        )
-
-
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
     """Compare with the whole of each quota, because what other runs have used of it comes back."""
     who = "this run with its driver" if setup.driver else "this run"
@@ -334,23 +312,10 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
         for room, reason in zip(rooms, reasons, strict=True)
         if not reason
     )
-    what = f"{num_workers} workers of {describe(requests)}"
-    need, has = _sum_run(setup), add(rooms)
     if places < num_workers:
         yield Finding(
-            f"the nodes that may run workers have room for {places} of {what}, while nothing "
-            f"else runs on them; {remedy}",
-            passes=NODES,
-        )
-    elif lacking := [
-        f"{short(has.get(resource, Decimal(0)))} {resource} of {short(amount)}"
-        for resource, amount in need.items()
-        if amount > has.get(resource, Decimal(0))
-    ]:
-        others = "a scheduler and the task's own pod" if setup.driver else "and a scheduler"
-        yield Finding(
-            f"the nodes are too small together for {what}, {others}: they have "
-            f"{', '.join(lacking)}; {remedy}",
+            f"the nodes that may run workers have room for {places} of {num_workers} workers of "
+            f"{describe(requests)}, while nothing else runs on them; {remedy}",
             passes=NODES,
         )
 
@@ -423,9 +388,8 @@ def _dry_run(*request: Any) -> str:
         # by RBAC; quotas, Pod Security and policies refuse with the same status
         if error.status == 403 and "cannot" in str(error) and "User " in str(error):
             raise
-        # Other checks are about missing kinds and service accounts.
-        is_known = error.status == 404 or "serviceaccount" in str(error)
-        return "" if is_known else " ".join(str(error).split())
+        # another check is about missing kinds
+        return "" if error.status == 404 else " ".join(str(error).split())
     return ""
 
 
@@ -521,7 +485,6 @@ CHECKS: list[tuple[str, Check]] = [
     ("the operator", _check_operator),
     ("the namespace", _check_namespace),
     ("the rights of tasks", _check_rights),
-    ("service accounts and secrets", _check_references),
     ("quotas", _check_quotas),
     ("nodes", _check_nodes),
     ("what the API server admits", _check_admission),
