@@ -22,7 +22,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -495,13 +495,8 @@ def _run_as_main(file: str, importer: Any) -> None:
         )
         code = main.__loader__.get_code("__main__")
     else:
-        with open(file, "rb") as opened:
-            code = pkgutil.read_code(opened)  # of a .pyc
-        main.__file__, main.__loader__ = (
-            file,
-            (SourcelessFileLoader if code else SourceFileLoader)("__main__", file),
-        )
-        code = code or compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+        main.__file__, main.__loader__ = file, SourceFileLoader("__main__", file)
+        code = main.__loader__.source_to_code(Path(file).read_bytes(), file)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
