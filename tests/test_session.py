@@ -163,17 +163,17 @@ def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_
     first.save({}, 1)
     first.close()
     assert not first.stop_requested
-    assert not link.is_stoppable, "the second rank has not asked"
+    assert not link.position.is_stoppable, "the second rank has not asked"
     assert not second.stop_requested
     assert not first.stop_requested
-    assert link.is_stoppable
+    assert link.position.is_stoppable
 
     resumed, link = session_of(checkpoints=tmp_path)
     assert not resumed.stop_requested
-    assert not link.is_stoppable
+    assert not link.position.is_stoppable
     resumed.load()
     assert not resumed.stop_requested
-    assert link.is_stoppable
+    assert link.position.is_stoppable
 
 
 class Gang:

@@ -11,8 +11,9 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
+
+from flyte_ddp.launch.protocol.messages import RankBeat
 
 # collectives of a group that have begun and not ended: the oldest ones, of which the first one
 # hangs
@@ -49,9 +50,8 @@ def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | No
         return None
 
 
-def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float) -> None:
-    """Call `set_waiting_since`, from a thread, with the monotonic time since when the main thread
-    waits; else with 0.
+def watch_main_thread(position: RankBeat, timeout: float) -> None:
+    """Keep `position.waits_since`, from a thread: since when the main thread waits for other ranks.
 
     For a function that reports no progress. The thread looks now and then. The main thread waits if
     the flight recorder has a collective that has not ended, which also shows a wait for a GPU; or
@@ -80,7 +80,7 @@ def watch_main_thread(set_waiting_since: Callable[[float], None], timeout: float
                 since = 0.0
             else:
                 since = since or time.monotonic() - timeout / NUM_LOOKS
-            set_waiting_since(since)
+            position.waits_since = since
 
     threading.Thread(target=watch, name="waiting", daemon=True).start()
 

@@ -180,7 +180,7 @@ def call_program(process: RankProcess) -> None:
         current.emit_start()
         if process.node.world_size > 1:
             timeout = min(program.stall_timeout, program.left_timeout)
-            watch_main_thread(process.link.set_waiting_since, timeout)
+            watch_main_thread(process.link.position, timeout)
     if process.node.copy_distance and program.kind is not Kind.COMMAND:
         threading.Thread(
             target=_receive_copies, args=(process, store.open), name="copies", daemon=True
@@ -287,7 +287,7 @@ class _Store:
         return.
         """
         node, link = self._process.node, self._process.link
-        link.set_ended()
+        link.position.has_ended = True
         if self._process.rank > 0:
             if node.first_rank > 0:
                 with contextlib.suppress(RuntimeError):  # rank 0 has ended already, by os._exit

@@ -17,10 +17,8 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flyte_ddp import events
 from flyte_ddp.checkpoints.memory import MemoryFile, Part
 from flyte_ddp.launch.protocol.messages import (
-    Emitted,
     Entered,
     Inspect,
     Prepared,
@@ -55,7 +53,8 @@ class AgentLink:
         self._stacks = stacks  # takes the stacks of all threads
         self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
         self._beats = beats
-        self._own = beats[local_rank]
+        # in the memory that it shares with the agent: its session and loop write their fields there
+        self.position = beats[local_rank]
         self._stop = threading.Event()
         # by which a function that does not ask learns of a stop
         self.stop_signal = signal.SIGTERM
@@ -75,46 +74,20 @@ class AgentLink:
 
     def beat(self, step: int) -> None:
         """Report progress; `step` counts optimizer steps from the start of the run."""
-        self._own.progress_at = time.monotonic()
-        self._own.step = step
-
-    def set_writing(self, is_writing: bool) -> None:
-        """Report, on rank 0, whether it writes a checkpoint: the driver waits for that if another
-        rank fails.
-        """
-        self._own.is_writing = is_writing
-
-    def set_stoppable(self) -> None:
-        """Report, on rank 0, that all ranks save their state and end when they are asked to, so the
-        gang may grow.
-        """
-        self._own.is_stoppable = True
-
-    def set_ended(self) -> None:
-        """Report to the other ranks of this node that this one's function has ended."""
-        self._own.has_ended = True
-
-    def set_waiting_since(self, moment: float) -> None:
-        """Report since when, by the monotonic clock, the main thread waits for other ranks; 0 if it
-        does not.
-        """
-        self._own.waits_since = moment
+        self.position.progress_at = time.monotonic()
+        self.position.step = step
 
     def set_pace(self, num_steps: int, seconds: list[float]) -> None:
         """Report this rank's steps of the attempt, and the seconds of its own in each phase of
         them.
         """
-        self._own.seconds[:] = seconds
-        self._own.num_steps = num_steps
+        self.position.seconds[:] = seconds
+        self.position.num_steps = num_steps
 
     @property
     def all_ended(self) -> bool:
         """True once the function of each rank of this node has ended."""
         return all(each.has_ended for each in self._beats)
-
-    def emit(self, event: events.Event) -> None:
-        """Send `event` to the listeners of the run."""
-        self.send(Emitted(event))
 
     def send(self, message: Any) -> None:
         """Send one of messages.py to the agent."""

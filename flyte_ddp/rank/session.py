@@ -21,7 +21,7 @@ from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.checkpoints.memory import Part
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.protocol.messages import PartSaved
+from flyte_ddp.launch.protocol.messages import Emitted, PartSaved
 from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
@@ -382,7 +382,7 @@ class Session:
         metrics = {
             name: plain_number(f"session.report: {name}", value) for name, value in values.items()
         }
-        self._link.emit(events.Reported(self.step, epoch, metrics))
+        self.emit(events.Reported(self.step, epoch, metrics))
 
     def _time_report(self) -> None:
         """Publish the time from report to report of a function whose ranks may wait for one
@@ -409,7 +409,7 @@ class Session:
     def emit(self, event: events.Event) -> None:
         """Send `event` to the listeners of the run, from rank 0."""
         if self.process.rank == 0:
-            self._link.emit(event)
+            self._link.send(Emitted(event))
 
     def emit_start(self, **known: Any) -> None:
         """Emit that the run has started, with what is known of it by its name in
@@ -462,7 +462,7 @@ class Session:
     def _report_writing(self, is_busy: bool, written: tuple[int, str, bool] | None) -> None:
         # An agent waits for rank 0's writing, which ends last: it waits for the other ranks'.
         if self.process.rank == 0:
-            self._link.set_writing(is_busy)
+            self._link.position.is_writing = is_busy
         if written is not None:
             self.emit(events.CheckpointWritten(*written))
 

@@ -131,7 +131,7 @@ class StopAgreement:
         ):
             return False
         else:
-            self._process.link.set_stoppable()
+            self._process.link.position.is_stoppable = True
         return True
 
     def _refuse_no_more(self, num_refused: int) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from flyte_ddp import events
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_server
+from flyte_ddp.launch.protocol.messages import Emitted, RankBeat
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.session import Session
@@ -86,11 +87,11 @@ def _run_rank(rank, num_ranks, port, pipe, work, arguments):
 class Link:
     """A rank's link to an agent that only collects what is sent."""
 
-    stop_requested = is_stoppable = False
+    stop_requested = False
     on_stop = None
 
     def __init__(self, data=""):
-        self.data, self.events, self.beats = data, [], []
+        self.data, self.events, self.beats, self.position = data, [], [], RankBeat()
 
     def wait_for_data(self):
         return Path(self.data)
@@ -98,16 +99,12 @@ class Link:
     def beat(self, step):
         self.beats.append(step)
 
-    def set_stoppable(self):
-        self.is_stoppable = True
+    def send(self, message):
+        if isinstance(message, Emitted):
+            self.events.append(copy.deepcopy(message.event))  # the loop goes on to change it
 
-    def emit(self, event):
-        self.events.append(copy.deepcopy(event))  # the loop goes on to change what is in it
-
-    def ignore(self, *_):
+    def set_pace(self, *_):
         pass
-
-    send = set_writing = set_pace = ignore
 
     def stop(self):
         self.stop_requested = True

@@ -166,8 +166,9 @@ def _run_attempt(
 ) -> None:
     """Run the ranks of this node to their end."""
     needs_data = node_job.data or node_job.data_archive
-    fetch = functools.partial(local_data, node_job, directory)
-    prepared = call_in_background(fetch) if needs_data else None
+    timeout = node_job.job.program.store_timeout
+    fetch = functools.partial(unpack_data, node_job.data_archive, directory, timeout)
+    prepared = call_in_background(lambda: node_job.data or fetch()) if needs_data else None
     try:
         ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
     except OSError as error:
@@ -194,14 +195,6 @@ def interface_to(host: str) -> str:
     raise OSError(
         f"no network interface of this machine has the address {own}, by which it reaches {host}"
     )
-
-
-def local_data(node_job: NodeJob, directory: Path) -> str:
-    """Return the directory of the prepared data on this machine, fetched and unpacked there if need
-    be.
-    """
-    timeout = node_job.job.program.store_timeout
-    return node_job.data or unpack_data(node_job.data_archive, directory, timeout)
 
 
 def unpack_data(url: str, directory: Path, timeout: float = STORE_TIMEOUT) -> str:
