@@ -1,4 +1,6 @@
-"""A recipe's own optimizer and schedule train as in a plain loop, and resume exactly."""
+"""A recipe's own optimizer and schedule, and averaged weights, train as in a plain loop, and resume
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from tests.support.recipes import Restarting, Tiny
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
+DECAY = 0.7  # what the average keeps from the 21st step on; less before
 OWN = TrainingConfig(optimizer="own", schedule="own", epochs=3)
 
 
@@ -29,14 +32,16 @@ def by_factor(recipe):
 
 def plain_loop(run):
     """Return the state of the same training in one process, without any code of ours but the order
-    of the samples, and the rates of its steps.
+    of the samples; of its averaged weights, the rates of its steps, and the losses of its epochs.
     """
-    recipe, rates = get_recipe(run.recipe), []
-    inputs, targets = recipe.datasets(run.data())[0].tensors
+    recipe, rates, losses = get_recipe(run.recipe), [], []
+    (inputs, targets), held_out = (each.tensors for each in recipe.datasets(run.data()))
     torch.manual_seed(run.config.seed)
     model = recipe.model()
     optimizer = recipe.optimizer(model, run.config)
     scheduler = recipe.schedule(optimizer, run.config, 27)
+    average = recipe.model()
+    average.load_state_dict(model.state_dict())
     for epoch in range(1, 4):
         for batch in epoch_order(97, run.config.seed, epoch).split(12):
             optimizer.zero_grad()
@@ -44,7 +49,13 @@ def plain_loop(run):
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
-    return model.state_dict(), rates
+            decay = min(DECAY, len(rates) / (9 + len(rates)))
+            with torch.no_grad():
+                for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.mul_(decay).add_(value, alpha=1 - decay)
+        with torch.no_grad():
+            losses.append(float(recipe.plain_losses(average(held_out[0]), held_out[1]).mean()))
+    return dict(average.state_dict()), rates, losses
 
 
 @pytest.mark.parametrize(
@@ -54,16 +65,49 @@ def plain_loop(run):
 def test_a_recipes_own_optimizer_and_schedule_end_as_in_a_plain_loop_also_after_a_kill(
     finished_run, tmp_path, monkeypatch, parallel, num_ranks
 ):
-    run = finished_run("Restarting", num_ranks, parallel=parallel)
-    state, rates = plain_loop(run)
-    torch.testing.assert_close(run.state(), dict(state), rtol=1e-4, atol=1e-5)
+    options = {"parallel": parallel, "ema_decay": DECAY}
+    run = finished_run("Restarting", num_ranks, **options)
+    state, rates, losses = plain_loop(run)
+    torch.testing.assert_close(run.state(), state, rtol=1e-4, atol=1e-5)
+    assert [epoch.test_loss for epoch in run.result.epochs] == pytest.approx(losses, rel=1e-4)
     steps = [event for event in run.events if isinstance(event, Reported)]
     assert [event.values["learning_rate"] for event in steps] == pytest.approx(rates)
 
     monkeypatch.setenv("FAULT", "kill 1 20")
-    killed = new_run(tmp_path, "Restarting").train(num_ranks, max_restarts=1, parallel=parallel)
+    killed = new_run(tmp_path, "Restarting").train(num_ranks, max_restarts=1, **options)
     assert sum(isinstance(event, AttemptStarted) for event in killed.events) == 2
     torch.testing.assert_close(killed.state(), run.state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stop_after", [5, 11])
+def test_a_stop_keeps_trained_and_averaged_weights_apart_also_within_an_evaluation(
+    tmp_path, stop_after
+):
+    config = {"ema_decay": DECAY, "model_state": "best", "learning_rate": 1.0}
+    whole = new_trainer(new_run(tmp_path / "whole", "Normed"), **config)
+    whole.fit()
+    run = new_run(tmp_path / "stopped", "Normed")
+    with pytest.raises(StopRequested):
+        new_trainer(run, stop_after=stop_after, **config).fit()
+    resumed = new_trainer(run, **config)
+    resumed.resume()
+    assert resumed.progress.step == min(stop_after, 9)
+    resumed.fit()
+    trained = [resumed.model.state_dict(), whole.model.state_dict()]
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+    for each in (resumed, whole):
+        each.load_model_state()
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    best = whole.evaluate()
+    assert best.loss == pytest.approx(min(each.test_loss for each in whole.progress.epochs))
+
+
+def test_a_run_with_averaged_weights_does_not_go_on_from_a_state_without(tmp_path):
+    run = new_run(tmp_path)
+    with pytest.raises(StopRequested):
+        new_trainer(run, stop_after=2).fit()
+    with pytest.raises(ConfigError, match=r"^ema_decay: expected 0.0, with which .* got 0.9"):
+        new_trainer(run, ema_decay=0.9).resume()
 
 
 def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(

@@ -156,7 +156,7 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
         (
             {"optimizer": {"low": 1, "high": 2}},
             3,
-            "optimizer: expected one of sgd, adam, adamw, got [12]",
+            "optimizer: expected one of sgd, adam, adamw, own, got [12]",
         ),
         (
             {"seed": list(range(40)), "epochs": list(range(1, 41))},

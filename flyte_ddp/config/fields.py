@@ -223,6 +223,7 @@ _SYNONYMS = {
     "monitor": "metric monitormetric metricforbestmodel",
     "activation_checkpointing": "gradientcheckpointing checkpointactivations",
     "compile": "torchcompile jit",
+    "ema_decay": "ema useema modelema",
     "parallel": "strategy fsdp ddp",
     "frozen_layers": "freeze freezelayers",
     "max_hours": "maxtime timelimit",
@@ -235,8 +236,6 @@ def suggest(name: object, known: Iterable[str]) -> str:
     one is near.
     """
     known, letters = list(known), re.sub("[^a-z0-9]", "", str(name).lower())
-    if letters in ("ema", "useema", "emadecay") and "learning_rate" in known:
-        return " (there is no moving average of the weights yet)"
     if (meant := SYNONYMS.get(letters)) in known:
         return f" (did you mean {meant}?)"
     near = difflib.get_close_matches(str(name), known, n=1)

@@ -128,6 +128,13 @@ class TrainingConfig:
     gradient_clip_norm: float = field(
         0.0, minimum=0, help="largest L2 norm of the whole gradient; 0 does not clip"
     )
+    ema_decay: float = field(
+        0.0,
+        minimum=0,
+        below=1,
+        help="such as 0.999: per step, of an average of the weights, which is evaluated and "
+        "returned in their place; 0: none",
+    )
     precision: str = field(
         "fp32", choices=("fp32", "bf16"), help="bf16: autocast; weights and optimizer stay fp32"
     )

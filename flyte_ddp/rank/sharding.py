@@ -67,11 +67,16 @@ def whole_state(state: Any, keep: bool) -> Any:
     return map_tensors(state, gather)
 
 
-def own_boxes(model: nn.Module, optimizers: Mapping[Place, Optimizer]) -> BoxOf:
+def own_boxes(
+    model: nn.Module,
+    optimizers: Mapping[Place, Optimizer],
+    others: Mapping[Place, Tensor] | None = None,
+) -> BoxOf:
     """Return a `BoxOf` for a state with the state dict of `model` at "model", and those of
-    `optimizers` at their places.
+    `optimizers` and `others` at their places.
     """
     targets: dict[Place, Any] = {("model", name): each for name, each in model.state_dict().items()}
+    targets |= others or {}
     for place, optimizer in optimizers.items():
         for number, parameter in enumerate(_parameters(optimizer)):
             moments = (*place, "state", number)
@@ -88,7 +93,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True
     """
     own = model.state_dict()
     model.load_state_dict(
-        {name: _part_like(value, own.get(name)) for name, value in state.items()}, strict=is_whole
+        {name: part_like(value, own.get(name)) for name, value in state.items()}, strict=is_whole
     )
 
 
@@ -98,7 +103,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """
     parameters = _parameters(optimizer)
     parts = {
-        number: {name: _part_like(value, parameters[number]) for name, value in values.items()}
+        number: {name: part_like(value, parameters[number]) for name, value in values.items()}
         for number, values in state["state"].items()
     }
     own = [
@@ -122,7 +127,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _part_like(value: Any, own: Any) -> Any:
+def part_like(value: Any, own: Any) -> Any:
     """Return a whole tensor, or this rank's part of it, split as `own` is; anything else as it
     is.
     """

@@ -39,6 +39,7 @@ FIXED_BY_CHECKPOINT = (
     "schedule",
     "warmup_steps",
     "gradient_clip_norm",
+    "ema_decay",
     "precision",
     "sync_batch_norm",
     "fresh_layers",
@@ -72,7 +73,8 @@ def check_same_run(
         )
     # in the form that is stored
     theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])
-    fixed = [(name, theirs.get(name), ours[name]) for name in FIXED_BY_CHECKPOINT]
+    before = {**dataclasses.asdict(TrainingConfig()), **theirs}  # of a version with fewer fields
+    fixed = [(name, before[name], ours[name]) for name in FIXED_BY_CHECKPOINT]
     options, our_options = theirs["recipe_options"], ours["recipe_options"]
     fixed += [
         (f"recipe_options.{name}", options.get(name), our_options.get(name))

@@ -125,7 +125,8 @@ class Parallelism:
         if self.world.device.type != "cuda":
             return
         available = torch.cuda.get_device_properties(self.world.device).total_memory
-        weights = (each.numel() * (1 + each.requires_grad) for each in model.parameters())
+        others = 2 * bool(self.config.ema_decay)  # the average, and the weights beside it
+        weights = (each.numel() * (1 + each.requires_grad + others) for each in model.parameters())
         needed = FP32_BYTES * sum(weights) + count_state_bytes(recipe, model, self.config)
         allowed = MEMORY_SHARE * available
         if needed / self.num_shards > allowed:

@@ -39,6 +39,7 @@ from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.storage import redact_values
 from flyte_ddp.training import inspection
+from flyte_ddp.training.average import WeightAverage
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.evaluation import Evaluation, evaluate, sample_utilization, share_buffers
 from flyte_ddp.training.initial_state import check_same_run, load_initial_state
@@ -84,6 +85,7 @@ class Trainer:
         self.evaluated_model, self.replica = parallelism.shard(model, recipe)
         self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
         self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
+        self.average = WeightAverage(model, config.ema_decay)
         self.timer = StepTimer(self.session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
         self.sample_utilization = sample_utilization(recipe, model, config, world)
@@ -109,8 +111,10 @@ class Trainer:
             self.save_checkpoint(best=True)
         while not self.is_done:
             sums, own_seconds = self.train_epoch()
-            evaluation = self.evaluate()
-            finished = self._finish_epoch(sums, own_seconds, evaluation)
+            share_buffers(self.evaluated_model, self.world)
+            with self.average.in_place():
+                evaluation = self.evaluate()
+                finished = self._finish_epoch(sums, own_seconds, evaluation)
             self.save_checkpoint(best=finished is self.best)
         self.store.has_finished = True
         self.session.wait()
@@ -139,18 +143,21 @@ class Trainer:
         They are the last epoch's also where the checkpoint of the best one is missing or damaged,
         with a warning.
         """
-        last, best = self.progress.epochs[-1], self.best
-        if self.config.model_state == "last" or best is last:
-            return last
-        try:
-            state = self.store.load(best.step, self.world, self._boxes())
-        except CheckpointError as error:
-            logger.warning(
-                "the model state is that of epoch %d, and not of the best: %s", last.epoch, error
-            )
-            return last
-        load_model(self.model, state["model"])
-        return best
+        kept = self.progress.epochs[-1]
+        if self.config.model_state == "best" and self.best is not kept:
+            try:
+                state = self.store.load(self.best.step, self.world, self._boxes())
+                load_model(self.model, state["model"])
+                self.average.load(state["average"])
+                kept = self.best
+            except CheckpointError as error:
+                logger.warning(
+                    "the model state is that of epoch %d, and not of the best: %s",
+                    kept.epoch,
+                    error,
+                )
+        self.average.keep()
+        return kept
 
     def train_epoch(self) -> tuple[MetricSums, float]:
         """Take the optimizer steps of the current epoch that are not done yet.
@@ -192,6 +199,7 @@ class Trainer:
             progress.learning_rate = self.schedule.begin_step(progress.step)
             self.optimizer.step()
             self.schedule.end_step()
+            self.average.update(progress.step)
             epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             progress.step += 1
             progress.batch += 1
@@ -280,7 +288,7 @@ class Trainer:
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "data_facts": self.data_facts,
             "progress": self.progress.to_dict(),
-            "model": self.model.state_dict(),
+            **self.average.state_dicts(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
@@ -342,6 +350,7 @@ class Trainer:
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self.schedule.load_state_dict(state.get("schedule", {}))
+            self.average.load(state.get("average", {}))
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
@@ -356,10 +365,12 @@ class Trainer:
                 list_class_names(self.recipe),
             )
             call_together(load, self.world)
+            self.average.start()
         return url, loaded.skipped
 
     def _boxes(self) -> BoxOf:
-        return own_boxes(self.model, {("optimizer",): self.optimizer})
+        averages = {("average", name): each for name, each in self.average.values.items()}
+        return own_boxes(self.model, {("optimizer",): self.optimizer}, averages)
 
     def _needed_step(self, state: Mapping[str, Any]) -> int:
         """Return the step of the checkpoint to which a run from `state` will go back at its end; 0
