@@ -20,6 +20,7 @@ from flyte_ddp.rank.data import (
     evaluation_shard,
     open_samples,
     take_sample,
+    weigh_samples,
 )
 from flyte_ddp.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
@@ -193,6 +194,61 @@ class Loaded(Dataset):
 
     def prefetch(self, indices):
         self.prefetched += indices
+
+
+def weighed(weights, size=2000):
+    """Samples that are drawn by `weights`."""
+    dataset = TensorDataset(torch.arange(size), torch.zeros(size))
+    recipe = Tiny()
+    recipe_class = type("Weighed", (Tiny,), {"sampling_weights": lambda self, dataset: weights})
+    samples = TensorSamples(dataset, recipe, _world(0, 1))
+    weigh_samples(samples, dataset, recipe_class(), TrainingConfig())
+    return samples
+
+
+def test_weighed_samples_are_drawn_in_proportion_and_the_same_at_any_number_of_ranks():
+    samples = weighed([0.0, 1.0, 3.0, 0.0] * 500)
+    config = TrainingConfig(global_batch_size=60)
+    batches = {}
+    for world_size in (1, 2, 3):
+        ranks = [
+            epoch_shards(samples, config, _world(rank, world_size), epoch=1)
+            for rank in range(world_size)
+        ]
+        batches[world_size] = [
+            torch.cat(
+                [
+                    part
+                    for shard in shards
+                    for part, weight in zip(shard.micro_batches, shard.weights, strict=True)
+                    if weight
+                ]
+            ).tolist()
+            for shards in zip(*ranks, strict=True)
+        ]
+    assert batches[1] == batches[2] == batches[3]
+    drawn = torch.tensor(sum(batches[1], []))
+    assert len(drawn) == 2000
+    counts = (drawn % 4).bincount(minlength=4).tolist()
+    assert counts[0] == counts[3] == 0
+    assert 1400 < counts[2] < 1600
+    assert len(drawn.unique()) < 1000, "with replacement"
+    later = epoch_shards(samples, config, _world(0, 1), epoch=2)
+    assert later[0].micro_batches[0].tolist() != batches[1][0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([1.0], r"a number for each of 2000 training samples, got shape \(1,\)"),
+        ([1.0, -1.0] * 1000, "finite numbers of at least 0, got -1.0 for sample 1"),
+        ([float("nan")] * 2000, "finite numbers of at least 0, got nan for sample 0"),
+        ([0] * 2000, "a number above 0, got 0 for every sample"),
+    ],
+)
+def test_weights_that_draw_nothing_are_refused_in_one_line(weights, expected):
+    with pytest.raises(ConfigError, match=f"sampling_weights: expected {expected}$"):
+        weighed(weights)
 
 
 def test_a_sample_of_the_data_is_drawn_by_the_seed_and_part_of_every_larger_one():

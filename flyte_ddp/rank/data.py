@@ -70,6 +70,37 @@ def open_samples(
     return samples
 
 
+def weigh_samples(
+    samples: Samples, dataset: Dataset[Any], recipe: Recipe, config: TrainingConfig
+) -> None:
+    """Let the training samples be drawn by `Recipe.sampling_weights`, if the recipe has them.
+
+    Raises:
+        ConfigError: they are not one finite number of at least 0 for each sample, or all are 0.
+    """
+    if type(recipe).sampling_weights is Recipe.sampling_weights:
+        return
+    with isolate_draws([]):
+        seed_generators(derived_seed(config.seed, *b"weights"))
+        weights = torch.as_tensor(recipe.sampling_weights(dataset), dtype=torch.float64).cpu()
+    place = locate(recipe, "sampling_weights")
+    if weights.shape != (len(samples),):
+        raise ConfigError(
+            f"{place}: expected a number for each of {len(samples)} training samples, got shape "
+            f"{tuple(weights.shape)}"
+        )
+    wrong = (~(weights.isfinite() & (weights >= 0))).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        raise ConfigError(
+            f"{place}: expected finite numbers of at least 0, got {float(weights[index])} for "
+            f"sample {index}"
+        )
+    if not weights.any():
+        raise ConfigError(f"{place}: expected a number above 0, got 0 for every sample")
+    samples.weights = weights
+
+
 def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
     """Return the part of the training data that `sample_size` asks for: the same at every world
     size.
@@ -111,6 +142,7 @@ class TensorSamples:
     gather by index.
     """
 
+    weights: Tensor | None = None  # see `weigh_samples`
     num_replaced = 0
     dataset = None  # to which no look at a sample does anything
 
@@ -165,6 +197,7 @@ class LoadedSamples:
     them.
     """
 
+    weights: Tensor | None = None  # see `weigh_samples`
     index_device = torch.device("cpu")
 
     def __init__(
@@ -300,12 +333,22 @@ def isolate_draws(draws: list[Any]) -> Iterator[None]:
             restore(state)
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of
     every world size.
+
+    Args:
+        weights: of the samples, for as many draws with replacement.
     """
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
-    return torch.randperm(num_samples, generator=generator)
+    if weights is None:
+        return torch.randperm(num_samples, generator=generator)
+    # by the inverse of their distribution, because torch.multinomial ends at 2^24 samples
+    sums = weights.cumsum(0)
+    ends = sums / sums[-1]
+    last = 1 - 2.0**-52  # a draw never reaches the end of them all, which is 1
+    draws = torch.rand(num_samples, generator=generator, dtype=torch.float64).clamp_(max=last)
+    return torch.searchsorted(ends, draws, right=True)
 
 
 def epoch_shards(
@@ -317,7 +360,8 @@ def epoch_shards(
     A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many
     micro-batches, because layers such as SyncBatchNorm's communicate in each.
     """
-    order = epoch_order(len(samples), config.seed, epoch).to(samples.index_device)
+    order = epoch_order(len(samples), config.seed, epoch, samples.weights)
+    order = order.to(samples.index_device)
     size = config.batch.size_per_rank(world.world_size)
     shards = []
     for batch in order.split(config.global_batch_size)[first_batch:]:

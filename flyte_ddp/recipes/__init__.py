@@ -61,6 +61,7 @@ _OF_OTHERS = {
     "datasets": "train_dataloader val_dataloader test_dataloader collate_fn setup train_dataset "
     "eval_dataset get_train_dataloader get_eval_dataloader",
     "prepare": "prepare_data download",
+    "sampling_weights": "sample_weights weighted_sampler",
     "defaults": "hparams config hyperparameters",
     "class_names": "classes labels label_names",
     "metric_outputs": "predict postprocess",

@@ -170,6 +170,14 @@ class Recipe:
         """
         return [{"params": list(model.parameters())}]
 
+    def sampling_weights(self, dataset: Dataset[Any]) -> Any:
+        """Return a number for each training sample, (N,): how often it is drawn, in proportion.
+
+        Optional. With it an epoch is N draws with replacement, the same ones at any number of
+        ranks. `dataset` is that of `datasets`, or the part of it that `sample_size` leaves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define sampling_weights")
+
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> Optimizer:
         """Return an optimizer of the trained parameters of `model`, in place of the configured one.
 

@@ -30,7 +30,7 @@ from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
-from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
 from flyte_ddp.rank.fast_start import call_around_compilations
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.session import Session
@@ -103,7 +103,9 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
     directory = current.wait_for_data()
     data = describe_data(directory)
     train_data, test_data = open_datasets(recipe, directory, config)
-    train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
+    train_data = take_sample(train_data, config)
+    train, test = open_samples([train_data, test_data], recipe, config, world)
+    weigh_samples(train, train_data, recipe, config)
     read = functools.partial(describe_samples, recipe, config, train, test)
     with unchanged(nn.Module(), recipe, train.dataset, test.dataset):
         facts = read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flyte_ddp.launch.protocol.programs import Kind
-from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training.contract import open_model
 from flyte_ddp.training.parallel import choose_parallelism
@@ -31,7 +31,9 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     config = config_of(run.recipe, {"initial_model_state": initial_state, **config})
     recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
     train_data, test_data = recipe.datasets(run.data(source))
-    train, test = open_samples([take_sample(train_data, config), test_data], recipe, config, world)
+    train_data = take_sample(train_data, config)
+    train, test = open_samples([train_data, test_data], recipe, config, world)
+    weigh_samples(train, train_data, recipe, config)
     torch.manual_seed(config.seed)
     parallelism = choose_parallelism(config, world)
     model = open_model(recipe, parallelism)
