@@ -16,7 +16,7 @@ from flyte_ddp.events import AttemptStarted, Reported
 from flyte_ddp.rank.data import epoch_order
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
-from tests.support.recipes import Restarting, Tiny
+from tests.support.recipes import Dropping, Restarting, Tiny
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -108,6 +108,29 @@ def test_a_run_with_averaged_weights_does_not_go_on_from_a_state_without(tmp_pat
         new_trainer(run, stop_after=2).fit()
     with pytest.raises(ConfigError, match=r"^ema_decay: expected 0.0, with which .* got 0.9"):
         new_trainer(run, ema_decay=0.9).resume()
+
+
+def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_the_training(
+    tmp_path, monkeypatch, caplog
+):
+    plain = new_trainer(new_run(tmp_path / "plain", "Dropping"), log_interval=4)
+    plain.fit()
+    seen = []
+
+    def take(self, event):
+        torch.rand(7)
+        seen.append(event)
+        raise ValueError("their server is away")
+
+    monkeypatch.setattr(Dropping, "on_step", take)
+    monkeypatch.setattr(Dropping, "on_epoch", take)
+    hooked = new_trainer(new_run(tmp_path / "hooked", "Dropping"), log_interval=4)
+    hooked.fit()
+    assert [each.step for each in seen if isinstance(each, Reported)] == [1, 4, 8, 12, 16, 20, 24]
+    assert [each for each in seen if not isinstance(each, Reported)] == hooked.progress.epochs
+    assert set(seen[0].values) > {"loss", "learning_rate", "gradient_norm"}
+    assert "result of on_step cannot be shown: ValueError: their server is away" in caplog.text
+    torch.testing.assert_close(hooked.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.events import EpochFinished, Prediction
+from flyte_ddp.events import EpochFinished, Prediction, Reported
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, nn
@@ -283,6 +283,17 @@ class Recipe:
         default.
         """
         return {}
+
+    def on_step(self, step: Reported) -> None:
+        """Do something with the figures of a step, by default nothing: rank 0 calls it at every
+        `log_interval`.
+
+        As all draws of the training are seeded by their purpose, it may draw what it likes. The
+        other ranks wait for it, and an exception is a warning.
+        """
+
+    def on_epoch(self, epoch: EpochFinished) -> None:
+        """Do something with the figures of an epoch, as `on_step` with those of a step."""
 
     def generate_sample(self, model: nn.Module) -> str:
         """Return a text that `model` generates, shown after each epoch; "" by default.

@@ -424,18 +424,20 @@ class Trainer:
                 )
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
-        self.session.emit(
-            Reported(
-                step=self.progress.step,
-                epoch=self.progress.step * self.config.epochs / self.num_steps,
-                values={
-                    "loss": self.world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
-                    "learning_rate": self.progress.learning_rate,
-                    "gradient_norm": gradient_norm,
-                    "samples_per_second": sums.num_samples / sums.seconds,
-                },
-            )
+        reported = Reported(
+            step=self.progress.step,
+            epoch=self.progress.step * self.config.epochs / self.num_steps,
+            values={
+                "loss": self.world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
+                "learning_rate": self.progress.learning_rate,
+                "gradient_norm": gradient_norm,
+                "samples_per_second": sums.num_samples / sums.seconds,
+            },
         )
+        self.session.emit(reported)
+        if self.world.is_first:
+            with log_failures("result of on_step"):
+                self.recipe.on_step(reported)
 
     def _finish_epoch(
         self, sums: MetricSums, own_seconds: float, evaluation: Evaluation
@@ -479,6 +481,9 @@ class Trainer:
                         progress.step, *inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
+        if world.is_first:
+            with log_failures("result of on_epoch"):
+                self.recipe.on_epoch(finished)
         self.schedule.end_epoch(finished)
         progress.finish_epoch(finished)
         return finished
