@@ -15,14 +15,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flyte_ddp.checkpoints.files import load_state
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import Recipe, config_of, list_class_names
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import class_names_of, from_bytes, save_safetensors, with_class_names
-from flyte_ddp.training.evaluation import evaluate_state
 from flyte_ddp.training.initial_state import load_initial_state
 from tests.support.runs import new_run
 
@@ -212,18 +210,3 @@ def test_a_champion_of_other_classes_is_incompatible(tmp_path, source, names):
     assert plan(store, same, PromotionCriteria()).train
     with pytest.raises(ConfigError, match="its classes are ant, bee, those of the data are "):
         judge(store, given, PromotionCriteria(), state_file(ANT_BEE))
-
-
-def test_a_state_is_not_measured_on_other_classes(tmp_path):
-    directory = challenge(tmp_path, "bee,cow").directory
-    with pytest.raises(
-        ConfigError,
-        match="^state: expected .*its classes are ant, bee, those of the data are bee, cow",
-    ):
-        evaluate_state(
-            Animals(),
-            TrainingConfig(),
-            from_bytes(state_file(ANT_BEE)),
-            directory,
-            lambda *batch: None,
-        )

@@ -79,15 +79,6 @@ def _one_file(store):
     return FileReader(url), file, contents
 
 
-@pytest.mark.parametrize("fault", ["throttle", "cut", "short"])
-def test_transient_errors_are_retried(store, fault):
-    reader, file, contents = _one_file(store)
-    store.faults["images/a.png"] = [fault]
-
-    assert reader.read(file) == contents
-    assert len(store.asked_for("a.png")) >= 2
-
-
 @pytest.mark.parametrize(
     ("fault", "error", "reason", "num_requests"),
     [

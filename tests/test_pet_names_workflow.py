@@ -59,6 +59,7 @@ def test_names_of_the_users_list_are_not_repeated(state_file, tmp_path):
         ({"count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
         ({"prefix": "Zoë"}, "prefix: expected letters from a to z"),
+        ({"seed": -1}, "seed: expected a whole number of at least 0, got -1"),
         (
             {"max_length": 31},
             "max_length: expected a whole number of at least 1 and of at most 30, got 31",

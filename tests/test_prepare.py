@@ -12,30 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flyte_ddp import storage
-from flyte_ddp.errors import DataError, StorageDenied, StorageUnavailable
+from flyte_ddp.errors import DataError
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data, recipe_version
 from tests.support.runs import REPOSITORY
 
 NAMES = "\n".join(f"{first}{second}o" for first in "bcdfgh" for second in "aeiou")
-
-
-def test_data_is_read_with_the_keys_that_flyte_gives_a_task(store, tmp_path, monkeypatch):
-    url = store.fill({"names.txt": NAMES.encode()})
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FLYTE_AWS_ENDPOINT", store.endpoint_url)
-    monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "flyte-key")
-    monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "flyte-secret")
-    prepare_data(get_recipe("pet_names"), f"{url}/names.txt", tmp_path)
-
-    assert f"pet names from {url}/names.txt: 30 usable" in describe_data(tmp_path)["description"]
-    (tmp_path / "mnist").mkdir()
-    with pytest.raises(DataError, match=f"got {url}, which holds no train-images"):
-        prepare_data(get_recipe("mnist"), url, tmp_path / "mnist")
-    assert store.requests
-    assert all("Credential=flyte-key/" in key for *_, key in store.requests)
 
 
 def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
@@ -56,28 +38,6 @@ def test_neither_the_note_nor_an_error_holds_a_signature(store, tmp_path):
 
     with pytest.raises(DataError, match="^data: https://...@host/a is not what"):
         prepare_data(Own(), "https://me:secret@host/a", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"), [("unavailable", StorageUnavailable), ("AccessDenied", StorageDenied)]
-)
-def test_an_unreachable_store_is_recoverable_and_a_refusal_is_a_user_error(
-    store, tmp_path, monkeypatch, fault, error
-):
-    monkeypatch.setattr(storage.Storage.__init__, "__defaults__", ("checkpoints", 1.0))
-    monkeypatch.setattr(storage.read_file, "__defaults__", ("url", 1.0))
-    url = store.fill({"names.txt": NAMES.encode()})
-    store.fault = fault
-    try:
-        for recipe in ("pet_names", "mnist"):
-            with pytest.raises(error, match="^data: "):
-                prepare_data(get_recipe(recipe), f"{url}/names.txt", tmp_path)
-        monkeypatch.setattr("flyte_ddp.recipes.image_folder.files.STORE_TIMEOUT", 1.0)
-        images = get_recipe("image_folder")
-        with pytest.raises(error, match="^data: "):
-            prepare_data(images, url, tmp_path)
-    finally:
-        store.fault = ""
 
 
 def test_what_ranks_of_this_machine_import_is_imported_while_the_data_are_prepared():

@@ -39,6 +39,44 @@ INK = "#767676"
 WIDTH, HEIGHT = 4.2, 2.6
 FAINT = 0.55  # opacity of minor lines, such as the loss of every step
 
+LOOK = {  # settings of matplotlib: no frame, faint horizontal rules
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
+    # ships with matplotlib; wider than browsers' fonts, so the text fits
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "figure.figsize": (WIDTH, HEIGHT),
+    "savefig.transparent": True,
+    # a long line keeps the points that can be distinguished, its extremes among them
+    "path.simplify_threshold": 1.0,
+    "text.color": INK,
+    "text.parse_math": False,  # a name with $ is no formula
+    "text.usetex": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlecolor": INK,
+    "axes.facecolor": "none",
+    "axes.edgecolor": f"{INK}66",
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": INK,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.8,
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
+    **{f"{axis}tick.{kind}.pad": 5 for axis in "xy" for kind in ("major", "minor")},
+    **{f"{axis}tick.color": INK for axis in "xy"},
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 1.1,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.2,
+    "legend.borderaxespad": 0.1,
+    "legend.borderpad": 0.2,
+    "legend.labelcolor": INK,
+}
+
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 _drawing = threading.Lock()  # matplotlib's settings belong to the whole process
@@ -60,27 +98,13 @@ class Panel:
     from_zero: bool = False  # where a linear y axis starts
 
     def draw_on(self, axes: Axes) -> None:
-        """Draw the panel in the look that all panels share: no frame, faint horizontal rules."""
+        """Draw the panel, its title, and its legend or subtitle."""
         from matplotlib.text import Text
 
         self.draw(axes)
         labels = axes.get_legend_handles_labels()[1]
         num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
-        axes.set_facecolor("none")
-        axes.set_title(
-            self.title[:MAX_TITLE],
-            loc="left",
-            pad=9 + 15 * num_rows,
-            fontsize=11.5,
-            fontweight="bold",
-            color=INK,
-        )
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set(alpha=0.4, color=INK)
-        axes.tick_params(which="both", length=0, pad=5, colors=INK)
-        axes.grid(axis="x", visible=False)
-        axes.grid(axis="y", color=INK, alpha=0.3, linewidth=0.8)
-        axes.set_axisbelow(True)
+        axes.set_title(self.title[:MAX_TITLE], pad=9 + 15 * num_rows)
         if self.from_zero and axes.get_yscale() == "linear":
             top = axes.dataLim.y1  # minus infinity if nothing is drawn
             axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
@@ -89,14 +113,6 @@ class Panel:
                 loc="lower left",
                 bbox_to_anchor=(-0.01, 1.01),
                 ncols=math.ceil(len(labels) / num_rows),
-                frameon=False,
-                fontsize=9.5,
-                handlelength=1.1,
-                handletextpad=0.5,
-                columnspacing=1.2,
-                borderaxespad=0.1,
-                borderpad=0.2,
-                labelcolor=INK,
             )
         else:
             axes.annotate(
@@ -188,21 +204,7 @@ def _settings(salt: str) -> Iterator[None]:
     """Give matplotlib our settings inside the block, ids made from `salt`."""
     import matplotlib
 
-    settings = {
-        "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
-        "svg.hashsalt": salt,
-        # ships with matplotlib; wider than browsers' fonts, so the text fits
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "figure.figsize": (WIDTH, HEIGHT),
-        "savefig.transparent": True,
-        # a long line keeps the points that can be distinguished, its extremes among them
-        "path.simplify_threshold": 1.0,
-        "text.color": INK,
-        "text.parse_math": False,  # a name with $ is no formula
-        "text.usetex": False,
-    }
-    with _drawing, matplotlib.rc_context(settings), warnings.catch_warnings():
+    with _drawing, matplotlib.rc_context({**LOOK, "svg.hashsalt": salt}), warnings.catch_warnings():
         # of characters that the font does not have: the reader's has them
         warnings.simplefilter("ignore")
         yield
