@@ -372,16 +372,13 @@ class CheckpointStore:
     def _enqueue(self, write: _Write) -> None:
         self.report(True, None)
         with self._changed:
-            self._queue = self._choose([*self._queue, write])
+            self._queue.append(write)
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._write_queue, name="checkpoint", daemon=True
             )
             self._thread.start()
-
-    def _choose(self, queue: list[_Write]) -> list[_Write]:
-        return queue if self._follows else _choose_wanted(queue)
 
     def _write_queue(self) -> None:
         _yield_cores_to_training()
@@ -397,7 +394,8 @@ class CheckpointStore:
                 self._outage = str(error)
                 with self._changed:
                     waiting = [write, *self._queue] if write else self._queue
-                    self._queue, self._current = self._choose(waiting), None
+                    self._queue = waiting if self._follows else _choose_wanted(waiting)
+                    self._current = None
                 if error.is_full and self.peers.world.world_size == 1 and self._make_space():
                     continue
                 time.sleep(pause)

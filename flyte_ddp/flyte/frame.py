@@ -342,7 +342,7 @@ def open_frame(
             output_directory,
         )
         try:
-            storage.check_access("checkpoints")  # the W&B run's id is the first file there
+            storage.check_access()  # the W&B run's id is the first file there
             with _launcher_log(frame.say):
                 yield frame
         except BaseException as error:

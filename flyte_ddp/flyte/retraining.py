@@ -107,7 +107,7 @@ def plan_retraining(
     execution = _execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
     store = ChampionStore(champion or _default_champion(execution, recipe))
-    store.storage.check_access("champion")
+    store.storage.check_access()
     prepared = prepare(recipe, config, source, cluster)
     begun = datetime.datetime.now() if kickoff_time == NOW else kickoff_time
     retraining = Retraining(

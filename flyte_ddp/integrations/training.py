@@ -57,30 +57,20 @@ def save(
         session.save({**state, **values, "generators": generators}, step)
 
 
-def load_values(is_split: bool) -> dict[str, Any] | None:
-    """Return what the newest checkpoint has, of a split model all but weights and optimizer state;
-    None without one.
-    """
-    if not is_split:
-        return session.load()
+def load_values() -> dict[str, Any] | None:
+    """Return what the newest checkpoint has but weights and optimizer state; None without one."""
     return session.current().load_state(lambda keys, tensor: [range(0)] * tensor.dim())
 
 
-def load(
-    model: nn.Module, optimizers: Sequence[Optimizer], found: Mapping[str, Any] | None = None
-) -> dict[str, Any] | None:
+def load(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
     """Load the newest checkpoint into model and optimizers; return the values saved with them; None
     without one.
 
     The model may be split where the one that was saved was not, and the other way round: one rank
     alone splits none.
-
-    Args:
-        found: what `load_values` returned for a model that is not split.
     """
-    if found is None:
-        places = {("optimizers", number): each for number, each in enumerate(optimizers)}
-        found = session.current().load_state(own_boxes(model, places))
+    places = {("optimizers", number): each for number, each in enumerate(optimizers)}
+    found = session.current().load_state(own_boxes(model, places))
     if found is None:
         return None
     load_model(model, found["model"])

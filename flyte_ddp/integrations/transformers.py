@@ -27,7 +27,6 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
-from flyte_ddp.rank.sharding import is_split_model
 
 SAVE_STEPS = 100  # optimizer steps
 # Of the Trainer's own time and count of work: the run measures these itself.
@@ -73,9 +72,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         trainer, args = self.trainer, self.trainer.args
         if session.checkpoints and not args.load_best_model_at_end:
             args.save_strategy = SaveStrategy.NO
-        found = self._found = training.load_values(
-            trainer.is_fsdp_enabled or is_split_model(trainer.model)
-        )
+        found = self._found = training.load_values()
         loaders.check_length(found, trainer.train_dataset)
         total = found["global_batch_size"] if found else self.global_batch_size
         size = args.per_device_train_batch_size
@@ -98,8 +95,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *arguments: Any, **given: Any) -> None:
         if self._found is not None:
-            whole = None if self.trainer.is_fsdp_enabled else self._found
-            self._found = training.load(self.trainer.model, [self._optimizer], whole)
+            self._found = training.load(self.trainer.model, [self._optimizer])
             assert self._found is not None
             for each, values in zip(self._others, self._found["others"], strict=True):
                 each.load_state_dict(values)

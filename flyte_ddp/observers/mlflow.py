@@ -81,7 +81,7 @@ class Mlflow(Recorder):
     def _record(self, event: Event) -> None:
         self._state.handle(event)
         super()._record(event)
-        if self._queue.empty() or len(self._metrics) >= MAX_METRICS:
+        if self._queue.empty():
             self._flush()
 
     def _open(self, event: RunStarted) -> None:
@@ -149,14 +149,14 @@ class Mlflow(Recorder):
             for name, value in figures.values.items()
             if math.isfinite(value)  # not every store of MLflow's has the others
         ]
+        if len(self._metrics) >= MAX_METRICS:
+            self._flush()
 
     def _flush(self) -> None:
         from mlflow.entities import RunTag
 
         tags = [RunTag(AXIS_TAG + axis, str(place)) for axis, place in self._reached.items()]
-        for first in range(0, len(self._metrics), MAX_METRICS):
-            metrics = self._metrics[first : first + MAX_METRICS]
-            self._client.log_batch(self._id, metrics, tags=tags)
+        self._client.log_batch(self._id, self._metrics, tags=tags)
         self._metrics = []
 
     def _finish(self, status: str) -> None:

@@ -27,11 +27,6 @@ def is_sharded(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.FSDPModule)
 
 
-def is_split_model(model: nn.Module) -> bool:
-    """Return whether parameters of `model` are split, by whatever way."""
-    return any(is_split(each) for each in model.parameters())
-
-
 def reshard(model: nn.Module) -> None:
     """Drop the weights that a forward pass without a backward pass has gathered; without effect on
     an unsplit model.

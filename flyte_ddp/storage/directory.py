@@ -82,17 +82,14 @@ class Storage:
         """Return the full URL of `name`."""
         return f"{self.url}/{name}"
 
-    def check_access(self, field: str = "") -> None:
+    def check_access(self) -> None:
         """Write, read and delete a small file, before anything that needs this place is started.
-
-        Args:
-            field: named in errors in place of that of this object.
 
         Raises:
             StorageDenied: this process may not; in one line, with the remedy.
             StorageUnavailable: the store could not be reached for `SHORT_TIMEOUT` seconds.
         """
-        probe = Storage(self.url, field or self.field, min(self.timeout, SHORT_TIMEOUT))
+        probe = Storage(self.url, self.field, min(self.timeout, SHORT_TIMEOUT))
         name = f".probe-{uuid.uuid4().hex}"
         try:
             probe.write(name, b"written to see that it can be")

@@ -156,7 +156,7 @@ class TrialRunner:
             RankFailure, GangLost: of a trial among those that run one at a time.
         """
         check_trials(self.recipe, trials, self.cluster)
-        self.storage.check_access("checkpoints")
+        self.storage.check_access()
         note = describe_data(self.data)
         self.data_version = [note["fingerprint"], note["recipe_version"]]
         for trial in map(self._recall, trials):

@@ -119,7 +119,11 @@ class HeldOutMetrics:
         """Return what the metrics take, in single precision at least: they sum over many
         samples.
         """
-        return map_tensors(_widen, self.recipe.metric_outputs(outputs))
+        half = torch.bfloat16, torch.float16
+        return map_tensors(
+            lambda each: each.float() if each.dtype in half else each,
+            self.recipe.metric_outputs(outputs),
+        )
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:
@@ -142,10 +146,6 @@ def _gather_of_some(tensor: Tensor, group: Any = None, *, is_one: bool) -> list[
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, tensor.cpu() if is_one else None, group)
     return [each.to(tensor.device) for each in found if each is not None]
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def read_value(name: str, value: Any) -> dict[str, float]:

@@ -7,6 +7,7 @@ knows, such as the image, is added by name.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -107,26 +108,21 @@ def card_page(card: Mapping[str, Any]) -> str:
     }
     names = list(dict.fromkeys(name for epoch in card["epochs"] for name in epoch))
     config = json.dumps(card["config"], indent=1, ensure_ascii=False, default=repr)
+    rows = [
+        [math.nan if each.get(name) is None else each[name] for name in names]
+        for each in card["epochs"]
+    ]
     lines = [
         *(f"# {card['recipe']}", "", "| | |", "|---|---|"),
-        *(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value),
+        *(
+            " ".join([f"| {name} |", *str(value).replace("|", "\\|").split(), "|"])
+            for name, value in facts.items()
+            if value
+        ),
         *("", "## Epochs", ""),
         "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
         "|---" * len(names) + "|",
-        *(
-            "| " + " | ".join(_figure(name, epoch.get(name)) for name in names) + " |"
-            for epoch in card["epochs"]
-        ),
+        *("| " + " | ".join(map(format_figure, names, row)) + " |" for row in rows),
         *("", "## Config", "", "```json", config, "```", ""),
     ]
     return "\n".join(lines)
-
-
-def _figure(name: str, value: Any) -> str:
-    if value is None:
-        return "not finite"
-    return str(value) if name == "epoch" else format_figure(name, value)
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")

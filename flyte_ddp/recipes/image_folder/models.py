@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from flyte_ddp.errors import DataError
@@ -32,12 +31,6 @@ def check_architecture(name: str) -> None:
     known = [model for model in models.list_models(models) if model not in NOT_PLAIN]
     if name not in known:
         raise DataError(f"architecture: expected one of {', '.join(known)}, got {name!r}")
-
-
-def patch_size(architecture: str) -> int:
-    """Return the number of pixels that must divide the sides of the model's images."""
-    found = re.fullmatch(r"vit_[a-z]_(\d+)", architecture)
-    return int(found[1]) if found else 1
 
 
 def build_model(architecture: str, num_classes: int, image_size: int) -> tuple[nn.Module, str]:

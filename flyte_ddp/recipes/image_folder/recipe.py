@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,11 +30,7 @@ from flyte_ddp.recipes.image_folder.files import (
     list_images,
 )
 from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
-from flyte_ddp.recipes.image_folder.models import (
-    build_model,
-    check_architecture,
-    patch_size,
-)
+from flyte_ddp.recipes.image_folder.models import build_model, check_architecture
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,7 +85,8 @@ class ImageFolder(Recipe):
 
     def __post_init__(self) -> None:
         validate(self, "recipe_options.")
-        patch = patch_size(self.architecture)
+        transformer = re.fullmatch(r"vit_[a-z]_(\d+)", self.architecture)
+        patch = int(transformer[1]) if transformer else 1  # pixels that divide an image's sides
         if self.image_size % patch:
             raise ConfigError(
                 f"recipe_options.image_size: expected a multiple of {patch}, got {self.image_size}"
