@@ -12,15 +12,12 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import flyte_ddp
 from flyte_ddp import events, session
-from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
-from flyte_ddp.integrations import loaders, training
+from flyte_ddp.integrations import loaders
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
@@ -110,54 +107,6 @@ def test_a_data_modules_last_batch_has_its_weight_at_any_number_of_ranks(tmp_pat
     train = PROGRAMS["lightning data module"]
     found = [flyte_ddp.run(train, task, nproc_per_node=num_ranks) for num_ranks in (1, 2)]
     torch.testing.assert_close(found[0]["weights"], found[1]["weights"])
-
-
-def continue_training(splits, num_steps):
-    """Train the steps that are left, the model split by FSDP2 or not; return its weights and the
-    optimizer's state.
-    """
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
-    if splits:
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    found = training.load(model, [optimizer])
-    for step in range(found["step"] if found else 0, num_steps):
-        model(
-            torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        ).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        training.save(model, [optimizer], step + 1, {"step": step + 1})
-        session.current().wait()  # a newer state replaces one that waits
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return [
-        each.full_tensor() if is_split(each) else each.detach()
-        for each in [*model.parameters(), *moments]
-    ]
-
-
-@SLOW
-def test_a_model_is_split_or_not_as_the_number_of_ranks_changes(tmp_path):
-    options = {"checkpoints": str(tmp_path)}
-    for splits, num_ranks, num_steps in [(True, 2, 2), (False, 1, 4), (True, 2, 6)]:
-        found = flyte_ddp.run(
-            continue_training, splits, num_steps, nproc_per_node=num_ranks, **options
-        )
-    torch.testing.assert_close(found, flyte_ddp.run(continue_training, False, 6))
-
-
-@SLOW
-def test_a_damaged_checkpoint_of_a_split_model_is_reported(tmp_path):
-    options, listener = {"nproc_per_node": 2, "checkpoints": str(tmp_path)}, Listener()
-    flyte_ddp.run(continue_training, True, 2, **options)
-    for file in tmp_path.glob("step-0000000002*.pt"):
-        file.write_bytes(file.read_bytes()[:-100])
-    flyte_ddp.run(continue_training, True, 2, listeners=[listener], **options)
-    (loaded,) = listener.loaded
-    assert loaded.step == 1
-    assert "step-0000000002" in str(loaded.skipped)
 
 
 def train_twice():

@@ -124,17 +124,6 @@ def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_ser
     assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
-@pytest.mark.slow
-def test_the_best_epochs_checkpoint_is_there_at_the_end(tmp_path):
-    """A state from which the run could not go back to the weights of the best epoch is not used."""
-    best = {"model_state": "best", "checkpoints_to_keep": 1}
-    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
-    orders, options = ("write-0-11", "backward-1-9"), {"memory_interval": 2, **best}
-    run, _ = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), *orders, **options)
-    torch.testing.assert_close(run.state(), plain.state(), rtol=0, atol=0)
-    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
-
-
 BOTH = (0, 1)
 NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
 

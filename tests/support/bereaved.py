@@ -4,8 +4,7 @@ the other.
 An order is a file in a directory that all ranks see, such as `2-backward-0-4`: of the orders that
 are left the first by name counts. It comes to rank 0 in its fourth step since the start of its
 process, or in a later one. At "read" it is about to read the state that the run goes on from; with
-"node" at the end of that name, its node is lost there. At "write" rank 0 writes an epoch's
-checkpoint, and does not end that before the step has come.
+"node" at the end of that name, its node is lost there.
 """
 
 from __future__ import annotations
@@ -35,23 +34,15 @@ class Bereaved(Normed):
         return super().model()
 
     def meet_in_hand_over(self):
-        from flyte_ddp.checkpoints import store
-        from flyte_ddp.checkpoints.memory import MappedFile
         from flyte_ddp.rank import states
 
-        read, write = states.assemble, store.save_state
+        read = states.assemble
 
         def assemble(*arguments):
             self.meet("read")
             return read(*arguments)
 
-        def write_state(state, file, *arguments):
-            progress = (state.get("values") or {}).get("progress", {})
-            if progress.get("epochs") and not isinstance(file, MappedFile):
-                self.meet("write")
-            return write(state, file, *arguments)
-
-        store.save_state, states.assemble = write_state, assemble
+        states.assemble = assemble
 
     def generate_sample(self, model):
         return "a sample"
@@ -82,8 +73,6 @@ class Bereaved(Normed):
             evaluating.mkdir(exist_ok=True)
             (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
-        while where == place == "write" and self._num_steps < int(num_steps):
-            time.sleep(PACE)
         if (
             where not in (place, f"{place}node")
             or int(rank) != dist.get_rank()

@@ -20,12 +20,11 @@ from flyte_ddp import session
 from tests.support.bereaved import wait_for_copies, worker_above
 
 
-def train(orders="", splits=False, to_store=0):
+def train(orders="", splits=False):
     """Return the trained weights, whole, and how many samples this attempt has seen.
 
     Args:
         splits: the state is split over the ranks.
-        to_store: step that is saved in the store too.
     """
     samples = 0
     dist.init_process_group("gloo")
@@ -72,9 +71,7 @@ def train(orders="", splits=False, to_store=0):
             session.report(step=step)
             wait_for_copies(60)
             dist.barrier()
-            session.save({**state_of(), "step": step}, step, in_memory=step != to_store)
-            if step == to_store:
-                session.current().wait()
+            session.save({**state_of(), "step": step}, step, in_memory=True)
             dist.barrier()
             _obey(orders, step)
     weights = {
@@ -98,14 +95,5 @@ def _obey(orders, step):
     if int(rank) == dist.get_rank():
         left[0].unlink()
         wait_for_copies(60)
-        if what == "damage":
-            _damage_newest()
         os.kill(worker_above() if what == "worker" else os.getpid(), signal.SIGKILL)
     time.sleep(600)  # until the supervisor notices that, no step follows
-
-
-def _damage_newest():
-    """Write over the end of the newest state in the memory of this node."""
-    slots = session.current()._store.slots
-    file = slots._files[slots._turn % 2]
-    file._pages[file._size - 9 : file._size] = b"different"
