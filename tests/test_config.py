@@ -136,27 +136,6 @@ def test_the_batch_per_rank_is_the_share_of_ranks_and_micro_batches():
         TrainingConfig(global_batch_size=4, gradient_accumulation=5).batch.size_per_rank(2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("epochs", 0, "epochs: expected a whole number of at least 1, got 0"),
-        ("learning_rate", 0.0, "learning_rate: expected a finite number above 0, got 0.0"),
-        ("momentum", 1.0, "momentum: expected a finite number of at least 0 and below 1, got 1.0"),
-        (
-            "stall_timeout",
-            -1.0,
-            "stall_timeout: expected a finite number above 0 (seconds), got -1.0",
-        ),
-        ("optimizer", "lbfgs", "optimizer: expected one of sgd, adam, adamw, own, got 'lbfgs'"),
-        ("compile", "yes", "compile: expected true or false, got 'yes'"),
-    ],
-)
-def test_an_error_names_the_field_what_is_expected_and_the_value(name, value, message):
-    with pytest.raises(ConfigError) as caught:
-        TrainingConfig(**{name: value})
-    assert str(caught.value) == message
-
-
 @pytest.mark.parametrize("config_class", [TrainingConfig, ClusterConfig])
 def test_every_field_is_listed_with_its_default_unit_and_meaning(config_class):
     lines = list(describe_fields(config_class))

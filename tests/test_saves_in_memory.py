@@ -32,10 +32,10 @@ class Loads:
         self.found = []
 
     def handle(self, event):
-        if isinstance(event, events.CheckpointLoaded):
-            # a program may load more than once
-            if event.step and (event.step, event.url) not in self.found[-1:]:
-                self.found.append((event.step, event.url))
+        # a program may load more than once
+        is_resumed = isinstance(event, events.CheckpointLoaded) and event.step
+        if is_resumed and (event.step, event.url) not in self.found[-1:]:
+            self.found.append((event.step, event.url))
 
     def close(self, error):
         pass
