@@ -40,8 +40,7 @@ class RunState(Listener):
     loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
     reports: list[kinds.Reported] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
-    # there now: the newest, the best
-    checkpoints: list[kinds.CheckpointWritten] = field(default_factory=list)
+    checkpoint: kinds.CheckpointWritten | None = None  # the newest
     predictions: kinds.PredictionsMade | None = None
     finished: kinds.RunFinished | None = None
     # each change of the slow ranks
@@ -49,7 +48,6 @@ class RunState(Listener):
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
-    num_checkpoints: int = 0  # written by this attempt, removed ones included
     grace_seconds: float = 0.0  # as `AttemptStarted` has it
     # from the copy of the newest whole checkpoint until the store had it; 0: not known
     writing_seconds: float = 0.0
@@ -97,7 +95,8 @@ class RunState(Listener):
                 by_number = {epoch.epoch: epoch for epoch in self.epochs} | {event.epoch: event}
                 self.epochs = list(by_number.values())
             case kinds.CheckpointWritten():
-                self._add_checkpoint(event)
+                self.checkpoint = event
+                self.writing_seconds = event.at - self._copied_at.pop(event.step, event.at)
             case kinds.PredictionsMade():
                 self.predictions = event
             case kinds.StragglersFound():
@@ -144,12 +143,3 @@ class RunState(Listener):
         if self.started is None:
             return 0.0
         return step * int(self.started.config.get("epochs", 0)) / max(1, self.started.num_steps)
-
-    def _add_checkpoint(self, event: kinds.CheckpointWritten) -> None:
-        self.num_checkpoints += 1
-        self.writing_seconds = event.at - self._copied_at.get(event.step, event.at)
-        self._copied_at = {step: at for step, at in self._copied_at.items() if step > event.step}
-        known = [*self.checkpoints, event]
-        num_kept = self.started.config.get("checkpoints_to_keep", 1) if self.started else 1
-        best = [each for each in known if each.best][-1:]
-        self.checkpoints = [each for each in known if each in best or each in known[-num_kept:]]

@@ -34,7 +34,7 @@ from flyte_ddp.observers.reports.plots import run_panels
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
 MAX_EPOCHS = 200  # rows of the table
 MAX_ROWS = 100  # of layers
-MAX_CHECKPOINTS = 20
+MAX_NOTICES = 20
 
 MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters of each
 
@@ -113,7 +113,7 @@ class Report(Page):
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
         notices = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
-        notices += loaded.skipped[-MAX_CHECKPOINTS:] if loaded else []
+        notices += loaded.skipped[-MAX_NOTICES:] if loaded else []
         if loaded and loaded.url:
             notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")
         if 0 < state.grace_seconds < state.writing_seconds:
@@ -330,23 +330,11 @@ class Report(Page):
             for name, seconds in spent.parts().items()
             if spent.wall
         ]
-        best = next((saved for saved in reversed(state.checkpoints) if saved.best), None)
-        checkpoints = [  # that still exist, the newest first
-            *(
-                [
-                    row(
-                        "Model state",
-                        finished.model_state_url,
-                        f"of epoch {finished.model_state_epoch}",
-                    )
-                ]
-                if finished.model_state_url
-                else []
-            ),
-            *(
-                row(f"Step {saved.step:,}", saved.url, "best so far" if saved is best else "")
-                for saved in reversed(state.checkpoints[-MAX_CHECKPOINTS:])
-            ),
+        saved = state.checkpoint
+        outputs = [
+            *(row(name, url) for name, url in self.outputs.items()),
+            row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
+            row("Newest checkpoint", saved.url if saved else ""),
         ]
         stragglers = [
             row(
@@ -354,7 +342,7 @@ class Report(Page):
                 "; ".join(map(str, found.stragglers))
                 or "no rank is slower than the others any more",
             )
-            for found in reversed(state.stragglers[-MAX_CHECKPOINTS:])
+            for found in reversed(state.stragglers[-MAX_NOTICES:])
         ]
         size = f"{started.num_parameters:,} parameters" + (
             f"; {left_out} layers more" if left_out > 0 else ""
@@ -362,7 +350,7 @@ class Report(Page):
         sections = [
             section(
                 "Outputs",
-                [row(name, url) for name, url in self.outputs.items()],
+                [each for each in outputs if each["value"]],
                 has_long_values=True,
             ),
             section("Time", time_rows, "their sum is the wall time"),
@@ -373,12 +361,6 @@ class Report(Page):
             section("Environment", [each for each in environment if each["value"]]),
             section("Data", data if started.data else [], has_long_values=True),
             section("Model", layers, size, has_long_values=True),
-            section(
-                "Checkpoints",
-                checkpoints,
-                f"{state.num_checkpoints:,} written, the newest and the best are kept",
-                has_long_values=True,
-            ),
         ]
         return [each for each in sections if each["rows"]]
 
