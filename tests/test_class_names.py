@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
@@ -118,7 +117,7 @@ def test_a_training_leaves_them_in_states_card_and_manifest(tmp_path):
     run = new_run(tmp_path, NAME).train(1, source="ant,bee")
     finished = run.result.finished
     for url in (finished.model_state_url, f"{finished.export_url}/model_state.safetensors"):
-        assert class_names_of(load_state(url)) == ANT_BEE
+        assert class_names_of(from_bytes(Path(url).read_bytes())) == ANT_BEE
     assert run.started.class_names == ANT_BEE
     given = challenge(tmp_path, "ant,bee")
     store = ChampionStore(str(tmp_path / "champion"))
@@ -170,7 +169,7 @@ def test_an_initial_state_of_other_classes_is_refused(tmp_path, theirs, ours, fr
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     else:
         load_initial_state(model, str(file), fresh_layers=fresh, class_names=ours)
-        given = load_state(str(file))
+        given = from_bytes(file.read_bytes())
         assert torch.equal(model.body.weight, given["body.weight"])
         assert torch.equal(
             model.head.weight, before["head.weight"] if fresh else given["head.weight"]

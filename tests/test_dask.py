@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flyte_ddp import events
-from flyte_ddp.checkpoints.files import load_state
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import (
     ClusterError,
@@ -24,7 +23,8 @@ from flyte_ddp.launch.nodes.dask import nodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.dask.placement import assign_nodes
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
-from flyte_ddp.storage import filesystem
+from flyte_ddp.storage import filesystem, read_file
+from flyte_ddp.storage.weights import from_bytes
 from tests.support.dask_runs import (
     LOCAL,
     dask_config,
@@ -129,7 +129,8 @@ def test_nodes_have_the_drivers_storage_keys_and_a_restart_waits_for_the_store(
             at_steps=[(6, fail)],
             checkpoint_interval=2,
         )
-        assert states_equal(load_state(run.result.finished.model_state_url), finished_run().state())
+        state = from_bytes(read_file(run.result.finished.model_state_url))
+        assert states_equal(state, finished_run().state())
 
     assert len(events_of(run, events.RunStarted)) == 2
     gone = [record for record in caplog.records if "cannot be reached" in record.message]

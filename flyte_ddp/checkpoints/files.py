@@ -19,9 +19,7 @@ from torch.utils.serialization import config
 from flyte_ddp.checkpoints.state import Part
 from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage import Storage, redact_url
-from flyte_ddp.storage import read_file as fetch
 from flyte_ddp.storage.failures import describe
-from flyte_ddp.storage.weights import from_bytes
 
 FORMAT = 4  # of a checkpoint; another one is refused
 CHECKSUM = "xxh3_128"  # its name in a manifest
@@ -123,13 +121,6 @@ def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
         f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or "
         "give another place"
     )
-
-
-def load_state(url: str) -> Any:
-    """Return the state dict at `url`, in torch's format or safetensors, as `weights.from_bytes`
-    does.
-    """
-    return from_bytes(fetch(url))
 
 
 def portable(state: Mapping[str, Any]) -> dict[str, Any]:

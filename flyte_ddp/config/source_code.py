@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -233,7 +234,9 @@ def _imported_names(file: Path, package: str) -> Iterator[str]:
     """Yield the dotted names of all that a file of `package` imports; some may be names in a
     module.
     """
-    for node in _parse(file):
+    with _parsing:
+        tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -249,24 +252,10 @@ def names_read(module: str) -> set[str] | None:
     cannot be read.
     """
     try:
-        nodes = list(_parse(Path(getattr(sys.modules[module], "__file__", ""))))
-    except (OSError, SyntaxError, ValueError):
+        code = Path(getattr(sys.modules[module], "__file__", "")).read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return None
-    calls = [
-        node
-        for node in nodes
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
-    ]
-    by_string = {
-        str(each.value) for node in calls for each in node.args if isinstance(each, ast.Constant)
-    }
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | by_string
-
-
-def _parse(file: Path) -> Iterator[ast.AST]:
-    with _parsing:
-        tree = ast.parse(file.read_bytes())
-    return ast.walk(tree)
+    return set(re.findall(r"""(?:\.|getattr\([^)]*["'])(\w+)""", code))
 
 
 def files_below(directory: Path) -> dict[str, Path]:

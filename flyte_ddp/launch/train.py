@@ -24,7 +24,8 @@ from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage import redact_errors, write_file
+from flyte_ddp.storage import read_file, redact_errors, write_file
+from flyte_ddp.storage.weights import from_bytes
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -126,13 +127,11 @@ def train(
             listeners=[*bars, run, *listeners],
             relay=bars[0].write if bars else None,
         )
-        from flyte_ddp.checkpoints.files import load_state  # imports torch
-
         assert run.finished is not None  # else it has raised
         assert run.best is not None
         url = run.finished.model_state_url
         places = (url, card, run.finished.export_url) if checkpoints else ("", card, "")
-        return Trained(load_state(url), run.epochs, run.best, *places, run)
+        return Trained(from_bytes(read_file(url)), run.epochs, run.best, *places, run)
 
 
 def train_recipe(
