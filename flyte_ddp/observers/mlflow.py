@@ -43,7 +43,7 @@ from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, read_file, redact_url, 
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
-MAX_METRICS = 900  # that wait for a request; MLflow takes 1000 in one
+MAX_METRICS = 500  # that wait for a request; MLflow takes 1000 in one, and an event adds some
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
 UPLOAD = "to upload the rest later"  # begins a command
@@ -81,7 +81,7 @@ class Mlflow(Recorder):
     def _record(self, event: Event) -> None:
         self._state.handle(event)
         super()._record(event)
-        if self._queue.empty():
+        if self._metrics and self._queue.empty():
             self._flush()
 
     def _open(self, event: RunStarted) -> None:
