@@ -40,28 +40,14 @@ def trained(tmp_path_factory):
     """Two epochs on Python's own topics on two ranks: (what `pyflyte run` printed, model state,
     report, history).
     """
-    command = [
-        "pyflyte",
-        "run",
-        "workflows/single_node.py",
-        "single_node_training_wf",
-        "--recipe",
-        "text",
-    ]
-    flags = [
-        "--num_processes",
-        "2",
-        "--config",
-        json.dumps(SMALL),
-        "--output",
-        str(tmp_path_factory.mktemp("first")),
-    ]
+    directory = tmp_path_factory.mktemp("first")
+    command = ["pyflyte", "run", "workflows/single_node.py", "single_node_training_wf"]
+    flags = ["--recipe", "text", "--num_processes", "2", "--output", str(directory)]
+    flags += ["--config", json.dumps(SMALL)]
     code, output, errors = run_command(*command, *flags, cwd=REPOSITORY, WANDB_MODE="disabled")
     assert code == 0, output + errors
-    outputs = re.search(
-        r"model_state=(\S+), report=(\S+), history=(\S+?), export=", output.replace("\n", " ")
-    )
-    return output + errors, *map(Path, outputs.groups())
+    files = (directory / name for name in ("model_state.pt", "report.html", "history.jsonl"))
+    return output + errors, *files
 
 
 @pytest.mark.long
