@@ -9,7 +9,7 @@ DATA ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # The image in settings.toml; if it names none, a local name for tests on a cluster.
-IMAGE ?= $(or $(shell $(BIN)/python -m flyte_ddp.flyte image 2>/dev/null),flyte-ddp:dev)
+IMAGE ?= $(or $(shell $(BIN)/python -m flyte_ddp image 2>/dev/null),flyte-ddp:dev)
 BUILDER ?= docker build
 # uv from the path, or installed beside the environment by its pin. It takes seconds where pip takes minutes. It compiles no
 # bytecode: the first run does that for what it imports, a fifth of all.

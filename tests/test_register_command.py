@@ -15,8 +15,7 @@ from flyteidl.service import admin_pb2_grpc
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.flyte import register
-from flyte_ddp.flyte.__main__ import main as flyte_command
-from flyte_ddp.flyte.settings import SETTINGS, SettingsError
+from flyte_ddp.flyte.settings import SETTINGS
 from tests.test_registration import IMAGE, KNOWN, REPOSITORY, clean_environment
 
 
@@ -62,7 +61,7 @@ def test_a_registration_ships_all_with_the_image_of_the_settings(project, calls,
 @pytest.mark.parametrize(
     ("change", "image", "expected"),
     [
-        (lambda: None, "", "image: expected its name in settings.toml, in IMAGE or by --image"),
+        (lambda: None, "", "image: expected its name in settings.toml or IMAGE, got none"),
         (
             lambda: Path(".gitignore").write_text(""),
             IMAGE,
@@ -113,8 +112,9 @@ def test_a_dry_run_needs_no_flyte_and_lists_everything():
         assert f"{name} (Dry run Mode)" in done.stdout
 
 
-def test_the_doctor_gets_what_each_class_of_tasks_requests():
-    requests = json.loads(flyte_command(["requests", "--json"]))
+def test_the_doctor_gets_what_each_class_of_tasks_requests(capsys):
+    assert main(["requests"]) == 0
+    requests = json.loads(capsys.readouterr().out)
     assert requests.keys() == {"training", "evaluation", "driver", "small"}
     assert requests["training"]["nvidia.com/gpu"] == str(SETTINGS.gpus)
     assert requests["small"]["memory"] == f"{SETTINGS.small.memory_gib}Gi"
@@ -149,10 +149,12 @@ def admin(monkeypatch):
     server.stop(None)
 
 
-def test_an_execution_is_aborted_by_its_name(admin):
-    assert flyte_command(["abort", "f3a9"]) == "aborted f3a9 in flytesnacks-development"
-    flyte_command(["abort", "f3b0", "vision", "production"])
+def test_an_execution_is_aborted_by_its_name(admin, capsys):
+    assert main(["abort", "f3a9"]) == 0
+    assert capsys.readouterr().out == "aborted f3a9 in flytesnacks-development\n"
+    assert main(["abort", "f3b0", "--project", "vision", "--domain", "production"]) == 0
     found = [(each.id.project, each.id.domain, each.id.name) for each in admin.requests]
     assert found == [("flytesnacks", "development", "f3a9"), ("vision", "production", "f3b0")]
-    with pytest.raises(SettingsError, match="^Flyte did not abort gone in p-d: missing entity"):
-        flyte_command(["abort", "gone", "p", "d"])
+    assert main(["abort", "gone", "--project", "p", "--domain", "d"]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: Flyte did not abort gone in p-d: missing entity")

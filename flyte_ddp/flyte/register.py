@@ -31,30 +31,26 @@ LEFT_OUT = (".venv", "runs", "wandb")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Register the workflows of the project in the working directory; return pyflyte's status."""
+    """Register the workflows of the project in the working directory; return pyflyte's status.
+
+    Raises:
+        ConfigError: bad settings, no image, or what would be left out or shipped by mistake.
+    """
     parser = argparse.ArgumentParser(
         prog="flyte-ddp register",
         description="Register the workflows of this directory's project, with its code.",
         epilog="The settings are those of settings.toml and the variables that it names.",
     )
-    parser.add_argument("--project", default="flytesnacks", help="(default flytesnacks)")
-    parser.add_argument("--domain", default="development", help="(default development)")
+    add_project_options(parser)
     parser.add_argument("--image", default="", help="of every task (default: the settings')")
     parser.add_argument("--service-account", default="flyte-ddp", help="of the launch plans")
     parser.add_argument("--version", default="", help="(default: a hash, by Flyte)")
     parser.add_argument("--activate", action="store_true", help="start the schedules")
     parser.add_argument("--dry-run", action="store_true", help="send nothing")
     options = parser.parse_args(arguments)
-    try:
-        settings = load_settings(Path(SETTINGS_FILE))
-        if not (image := options.image or settings.image):
-            raise ConfigError(
-                f"image: expected its name in {SETTINGS_FILE}, in IMAGE or by --image, got none"
-            )
-        check_shipped(settings)
-    except ValueError as error:  # also of the settings
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    settings = load_settings(Path(SETTINGS_FILE))
+    image = options.image or find_image(settings)
+    check_shipped(settings)
     if changed := count_uncommitted():
         sys.stderr.write(f"note: {changed} files that are not committed are registered too\n")
     copy, version = "all", options.version
@@ -67,6 +63,18 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--activate-launchplans"] if options.activate else []
     command += ["--dry-run"] if options.dry_run else []
     return subprocess.call([*command, "workflows"], env={**os.environ, "IMAGE": image})
+
+
+def add_project_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--project", default="flytesnacks", help="(default flytesnacks)")
+    parser.add_argument("--domain", default="development", help="(default development)")
+
+
+def find_image(settings: Settings) -> str:
+    """Return the image of the tasks. Raises ConfigError if the settings name none."""
+    if not settings.image:
+        raise ConfigError(f"image: expected its name in {SETTINGS_FILE} or IMAGE, got none")
+    return settings.image
 
 
 def count_uncommitted() -> int:

@@ -32,7 +32,7 @@ from flyte_ddp.errors import ConfigError
 PROFILES = ("production", "sandbox")
 
 
-class SettingsError(click.UsageError, ValueError):
+class SettingsError(click.UsageError, ConfigError):
     """A setting that cannot be used. pyflyte prints its message alone."""
 
 

@@ -79,8 +79,7 @@ def diagnose(
     if not tasks:
         findings.append(
             Finding(
-                "the tasks' own pods were not checked; pass "
-                '--tasks "$(python -m flyte_ddp.flyte requests --json)"',
+                'the tasks\' own pods were not checked; pass --tasks "$(flyte-ddp requests)"',
                 UNKNOWN,
             )
         )
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--namespace", default="", help=text)
     text = "of the tasks (default flyte-ddp)"
     parser.add_argument("--service-account", default="flyte-ddp", help=text)
-    text = "what the tasks' pods request: python -m flyte_ddp.flyte requests --json"
+    text = "what the tasks' pods request: flyte-ddp requests"
     parser.add_argument("--tasks", default="{}", help=text)
     text = (
         "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "

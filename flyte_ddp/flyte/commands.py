@@ -1,0 +1,82 @@
+"""`flyte-ddp image`, `requests`, `abort`: for `make image`, the doctor and the person on call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from flytekit.exceptions.base import FlyteException
+
+from flyte_ddp.errors import ClusterError
+from flyte_ddp.flyte.register import add_project_options, find_image
+from flyte_ddp.flyte.resources import pod
+from flyte_ddp.flyte.settings import SETTINGS, check_settings
+
+RESOURCES = {
+    "cpu": "cpu",
+    "memory": "mem",
+    "ephemeral-storage": "ephemeral_storage",
+    "nvidia.com/gpu": "gpu",
+}
+
+
+def image(arguments: Sequence[str]) -> str:
+    text = "print the image of the project in this directory"
+    argparse.ArgumentParser("flyte-ddp image", description=text).parse_args(arguments)
+    check_settings()
+    return find_image(SETTINGS)
+
+
+def requests(arguments: Sequence[str]) -> str:
+    """Return what a pod of each size requests, which is its limit too, by the names that Kubernetes
+    gives resources.
+    """
+    text = "print what the pods of this directory's project request, as JSON"
+    argparse.ArgumentParser("flyte-ddp requests", description=text).parse_args(arguments)
+    check_settings()
+    sizes = {
+        "training": pod(SETTINGS.training, SETTINGS.gpus),
+        "evaluation": pod(SETTINGS.training, min(1, SETTINGS.gpus)),
+        "driver": pod(SETTINGS.driver),
+        "small": pod(SETTINGS.small),
+    }
+    asked = {
+        name: {
+            resource: str(value)
+            for resource, attribute in RESOURCES.items()
+            if (value := getattr(options["limits"], attribute))
+        }
+        for name, options in sizes.items()
+    }
+    return json.dumps(asked, indent=1)
+
+
+def abort(arguments: Sequence[str]) -> str:
+    """Abort an execution by Flyte's API, for the person on call who has no flytectl.
+
+    Flyte deletes its pods, with the clusters that they own, and does not retry it.
+
+    Raises:
+        ClusterError: Flyte refuses it, knows no such execution, or cannot be reached.
+    """
+    from flytekit.clients.friendly import SynchronousFlyteClient
+    from flytekit.configuration import Config
+    from flytekit.models.core.identifier import WorkflowExecutionIdentifier
+
+    text = "end an execution of Flyte's for good, with its pods and clusters"
+    parser = argparse.ArgumentParser("flyte-ddp abort", description=text)
+    parser.add_argument("execution", metavar="EXECUTION", help="its name")
+    add_project_options(parser)
+    given = parser.parse_args(arguments)
+    place = f"{given.execution} in {given.project}-{given.domain}"
+    identifier = WorkflowExecutionIdentifier(given.project, given.domain, given.execution)
+    try:
+        SynchronousFlyteClient(Config.auto().platform).terminate_execution(
+            identifier, "aborted by `flyte-ddp abort`"
+        )
+    except FlyteException as error:
+        details = getattr(error.__cause__ or error, "details", None)  # without gRPC's frame
+        message = str(details() if callable(details) else error).strip()
+        raise ClusterError(f"Flyte did not abort {place}: {message}") from error
+    return f"aborted {place}"
