@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.__main__ import COMMANDS
+from flyte_ddp.cluster.admission import Allowed
+from flyte_ddp.flyte.settings import Settings, Size
 from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
@@ -249,6 +251,13 @@ def test_every_link_has_a_target(page):
             assert anchor in [
                 re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings
             ], anchor
+
+
+def test_every_setting_is_in_the_table_of_its_page():
+    text = (REPOSITORY / "docs/settings.md").read_text()
+    names = [each.name for kind in (Settings, Size, Allowed) for each in dataclasses.fields(kind)]
+    known = re.sub(r"(wandb|mlflow)\.", r"\1_", text)
+    assert [name for name in names if f"`{name}`" not in known and name != "allowed"] == []
 
 
 def test_each_walk_through_the_code_names_what_is_there():

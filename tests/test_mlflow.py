@@ -236,9 +236,7 @@ def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
 
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
-    settings.write_text(
-        Path("settings.toml").read_text().replace('tracking = "wandb"', 'tracking = "mlflow"')
-    )
+    settings.write_text(f'tracking = "mlflow"\n{Path("settings.toml").read_text()}')
     command = (
         "import json; from flyte_ddp.flyte.resources import *\n"
         "tasks = (pod(SETTINGS.small), pod(SETTINGS.training, trains=True))\n"
