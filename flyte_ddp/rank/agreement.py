@@ -15,7 +15,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,7 @@ from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, isolate_draws
+from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import World
 
@@ -191,17 +192,7 @@ def summarize(sample: Any) -> list[Any]:
     """Return plain values that are equal for equal samples, one for each tensor, array or number in
     them.
     """
-    return [_summarize_part(part) for part in _parts(sample)]
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _parts(each)
-    else:
-        yield value
+    return [_summarize_part(part) for part in parts_in(sample)]
 
 
 def _summarize_part(part: Any) -> Any:

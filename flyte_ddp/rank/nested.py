@@ -62,16 +62,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
+def parts_in(value: Any) -> Iterator[Any]:
+    """Yield what is nested in `value`, in its order."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from parts_in(each)
+    else:
+        yield value
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, in their order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    yield from found
+    """Return the tensors in `value`, in their order."""
+    return (each for each in parts_in(value) if isinstance(each, Tensor))
 
 
 def describe_kind(value: Any) -> str:
