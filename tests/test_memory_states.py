@@ -49,14 +49,6 @@ def assert_resumed(resumed, *expected):
     ), resumed
 
 
-@pytest.mark.slow
-def test_a_killed_rank_costs_the_steps_since_the_newest_state_in_memory(tmp_path, undisturbed):
-    orders = ("forward-1-1", "forward-1-8", "between-1-8", "forward-0-1", "evaluation-0-1")
-    run, resumed = train(tmp_path, LocalPlace(2, max_restarts=9), *orders, **FSDP)
-    assert_resumed(resumed, *((step, "this node's memory") for step in (6, 12, 12, 18)))
-    torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-
-
 def test_a_killed_rank_costs_no_more_than_the_interval_that_is_chosen(tmp_path):
     plain, _ = train(tmp_path / "plain", LocalPlace(2))
     run, resumed = train(tmp_path / "lost", LocalPlace(2, max_restarts=3), "backward-0-5")

@@ -37,34 +37,6 @@ def environment_of(monkeypatch, given=(), **config):
     return environment(job, node, 1)
 
 
-def test_a_rank_has_the_environment_of_torchrun(monkeypatch):
-    found = environment_of(monkeypatch)
-
-    # As torch/distributed/elastic/agent/server/local_elastic_agent.py sets them.
-    assert found == {
-        "RANK": "7",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "3",
-        "GROUP_WORLD_SIZE": "4",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": "7",
-        "ROLE_WORLD_SIZE": "8",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "1234",
-        "TORCHELASTIC_RUN_ID": "run-1",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "5",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "3",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    }
-
-
 def test_an_interface_or_a_number_of_threads_that_the_user_has_set_is_kept(monkeypatch):
     given = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "bond0", "OMP_NUM_THREADS": "1"}
     found = environment_of(monkeypatch, given.items(), deterministic=True)

@@ -27,9 +27,6 @@ class Bereaved(Normed):
     _num_steps = 0
 
     def model(self):
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        register_optimizer_step_pre_hook(lambda *_: self.meet("between"))
         self.meet_in_hand_over()
         return super().model()
 
@@ -50,7 +47,6 @@ class Bereaved(Normed):
     def losses(self, outputs, targets):
         losses = self.plain_losses(outputs, targets)
         if not outputs.requires_grad:
-            self.meet("evaluation")
             return losses
         self._num_steps += 1
         self.meet("hold")
@@ -67,11 +63,6 @@ class Bereaved(Normed):
             return
         time.sleep(PACE / 2)
         wait_for_copies()
-        # has a file of each rank that has begun
-        evaluating = Path(self.orders).with_name("evaluating")
-        if place == "evaluation":
-            evaluating.mkdir(exist_ok=True)
-            (evaluating / str(dist.get_rank())).touch()
         _, where, rank, num_steps = orders[0].name.split("-")
         if (
             where not in (place, f"{place}node")
@@ -83,11 +74,7 @@ class Bereaved(Normed):
             while orders[0].exists():
                 time.sleep(PACE)
             return
-        while place == "evaluation" and len(list(evaluating.iterdir())) < dist.get_world_size():
-            time.sleep(PACE)  # before the order is gone, without which none of them says so
         orders[0].unlink()
-        if place == "between":
-            time.sleep(0.5)  # the other ranks take this step
         is_node = place == "worker" or where != place
         os.kill(worker_above() if is_node else os.getpid(), signal.SIGKILL)
         time.sleep(600)  # until the supervisor notices that its worker is gone, no step follows
