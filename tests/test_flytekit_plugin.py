@@ -322,19 +322,9 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     assert shared.container.env == {"FLYTE_DDP_REQUESTED_GPUS": "2", "A": "b"}
     assert template(increase_shared_mem=False).extended_resources is None
     assert template(shared_memory="1Gi").extended_resources.shared_memory.size_limit == "1Gi"
-    mounted = V1Container(
-        name="primary", volume_mounts=[V1VolumeMount(name="own", mount_path="/dev/shm")]
-    )
-    for containers in ([mounted], [V1Container(name="primary"), V1Container(name="secondary")]):
-        several = PodTemplate(pod_spec=V1PodSpec(containers=containers))
-        with pytest.raises(
-            ConfigError, match="^increase_shared_mem: expected False for a pod_template"
-        ):
-            task(task_config=Distributed(), pod_template=several)(train)
-        task(task_config=Distributed(increase_shared_mem=False), pod_template=several)(train)
-        # the driver's, where no rank is
-        task(task_config=Distributed(nnodes=2), pod_template=several)(train)
-        assert len(several.pod_spec.containers) == len(containers)
+    mounts = [V1VolumeMount(name="own", mount_path="/dev/shm")]
+    own = PodTemplate(V1PodSpec([V1Container(name="primary", volume_mounts=mounts)]))
+    assert template(pod_template=own).extended_resources is None
     sized = task(
         task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi")
     )(train)
@@ -345,7 +335,6 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"start_method": "thread"}, "start_method: expected spawn or fork, got 'thread'"),
         ({"nnodes": 0}, "nnodes: expected a number of machines"),
         ({"nnodes": 2, "cluster": {"gpus": 1}}, "gpus"),
         (

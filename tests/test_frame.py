@@ -275,7 +275,7 @@ def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_p
     class Publisher(DeckPublisher):
         def __init__(self, report):
             super().__init__(report)
-            self._publish = lambda: shown.append(report.render())
+            self._publish = lambda *_: shown.append(report.render())
 
     monkeypatch.setattr("flyte_ddp.flyte.frame.DeckPublisher", Publisher)
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -112,18 +112,10 @@ def test_a_scripts_directory_travels_as_one_archive(project, tmp_path, keeps_pat
 def test_a_directory_needs_the_name_of_its_script(project, tmp_path):
     source = converted(FlyteDirectory(str(project)))
     assert unpack_script(source, "train.py", tmp_path / "one").read_text() == SCRIPT
-    with pytest.raises(
-        ConfigError, match="^entry_point: expected the name of a script .*, got ''$"
-    ):
-        unpack_script(source, "", tmp_path / "two")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^entry_point: expected a file of .* \(helper.py, train.py\), got "
-            r"'nope.py'$"
-        ),
-    ):
-        unpack_script(source, "nope.py", tmp_path / "three")
+    for entry in ("", "nope.py"):
+        said = rf"^entry_point: expected the name of .* \(helper.py, train.py\), got '{entry}'$"
+        with pytest.raises(ConfigError, match=said):
+            unpack_script(source, entry, tmp_path / f"unpacked-{entry}")
 
 
 def test_the_entry_point_lies_in_the_scripts_directory(project, tmp_path):
@@ -131,7 +123,7 @@ def test_the_entry_point_lies_in_the_scripts_directory(project, tmp_path):
     (tmp_path / "token").write_text("secret")
     source = converted(FlyteFile(str(project / "train.py"), remote_path=False))
     for number, name in enumerate(("../token", str(tmp_path / "token"))):
-        with pytest.raises(ConfigError, match="^entry_point: expected a file of "):
+        with pytest.raises(ConfigError, match="^entry_point: expected the name of a script "):
             unpack_script(source, name, tmp_path / f"unpacked-{number}")
 
 

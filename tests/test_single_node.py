@@ -377,8 +377,8 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
 
     checkpoints = tmp_path / "data/checkpoints/project/domain/f1/n1"
     checkpoints.mkdir(parents=True)
-    note = {"run": "f1-n1", "time": time.time() - 3600 + 9}  # of an attempt before
-    (checkpoints / "first-start.json").write_text(json.dumps(note))
+    first_start = time.time() - 3600 + 9  # of an attempt before
+    (checkpoints / "first-start-f1-n1").write_text(str(first_start))
     inputs = write_inputs(tmp_path, epochs=100_000, max_hours=1.0)
     for attempt, end in (
         (1, r"the (run was stopped|ranks were killed)|nothing was running"),

@@ -112,10 +112,7 @@ class Distributed:
         if self.wandb and self.mlflow:
             raise ConfigError(f"mlflow: expected none beside wandb, got {self.mlflow!r}")
         finite_number("max_hours", self.max_hours, minimum=0, unit="hours")
-        if self.start_method not in ("spawn", "fork"):
-            raise ConfigError(f"start_method: expected spawn or fork, got {self.start_method!r}")
-        if self.gang().needs_cluster:
-            self.gang().cluster_config()
+        self.gang()
 
     def gang(self, pods: Mapping[str, Any] | None = None) -> Gang:
         """Return where the ranks run. `cluster` need not name what `pods` has of `kubernetes`, and
@@ -151,10 +148,9 @@ class Distributed:
         default = Distributed()
         fields = ("start_method", "monitor_interval", "run_policy")
         names = [name for name in fields if getattr(self, name) != getattr(default, name)]
-        known = ("timeout", "join_timeout") if self.gang().needs_cluster else ()
-        if self.rdzv_configs != default.rdzv_configs:
-            names += [f"rdzv_configs.{name}" for name in self.rdzv_configs if name not in known]
-        return names
+        known = self.gang().needs_cluster or self.rdzv_configs == default.rdzv_configs
+        unknown = self.rdzv_configs.keys() - (default.rdzv_configs.keys() if known else set())
+        return [*names, *(f"rdzv_configs.{name}" for name in sorted(unknown))]
 
 
 class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
@@ -229,10 +225,11 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             program = self._program(inputs, prefix, parameters)
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
-            with (
-                _keep_importable(self.task_function.__module__),
-                gang.open_place(program, frame.name) as place,
-            ):
+            package = sys.modules.get(self.task_function.__module__.partition(".")[0])
+            root = str(find_root(package) or os.getcwd())
+            if root not in sys.path:  # where `pyflyte run` had it while it loaded the module
+                sys.path.append(root)
+            with gang.open_place(program, frame.name) as place:
                 state = frame.run(
                     report,
                     program,
@@ -298,22 +295,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             )
 
 
-@contextlib.contextmanager
-def _keep_importable(module: str) -> Iterator[None]:
-    """Keep the directory of a module on sys.path, where `pyflyte run` had it while it loaded the
-    module.
-    """
-    root = str(find_root(sys.modules.get(module.partition(".")[0])) or "")
-    is_missing = bool(root) and root not in sys.path
-    if is_missing:
-        sys.path.append(root)
-    try:
-        yield
-    finally:
-        if is_missing:
-            sys.path.remove(root)
-
-
 def _check_places(
     gang: Gang, inputs: LiteralMap, outputs: Mapping[str, Any], raw_output_prefix: str
 ) -> None:
@@ -329,10 +310,8 @@ def _check_places(
             )
     for name, variable in outputs.items():
         kind = MessageToDict(variable.type.to_flyte_idl())
-        has_files = bool(
-            [*_find_values(kind, "blob"), *_find_values(kind, "structuredDatasetType")]
-        )
-        if has_files and _is_local(raw_output_prefix):
+        files = list(_find_values(kind, "blob", "structuredDatasetType"))
+        if files and _is_local(raw_output_prefix):
             raise ConfigError(
                 "raw-output-data-prefix: expected a URL that the pods of the ranks can reach, "
                 f"because output {name} "
@@ -349,16 +328,13 @@ def _list_urls(inputs: LiteralMap) -> Iterator[tuple[str, str]]:
             yield name, url
 
 
-def _find_values(message: Any, key: str) -> Iterator[Any]:
-    """Yield what is under `key` anywhere in a message."""
+def _find_values(message: Any, *keys: str) -> Iterator[Any]:
+    """Yield what is under one of `keys` anywhere in a message."""
     if isinstance(message, Mapping):
-        if key in message:
-            yield message[key]
-        for value in message.values():
-            yield from _find_values(value, key)
-    elif isinstance(message, list):
-        for value in message:
-            yield from _find_values(value, key)
+        yield from (message[key] for key in keys if key in message)
+        message = list(message.values())
+    for value in message if isinstance(message, list) else ():
+        yield from _find_values(value, *keys)
 
 
 def _is_local(uri: str) -> bool:

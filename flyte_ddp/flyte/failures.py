@@ -101,13 +101,12 @@ def flyte_errors() -> Iterator[None]:
     try:
         with redact_errors():
             yield
-    except (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed) as error:
-        translated = _translate(error)
     except Exception as error:
-        failure = _failure_of_prepare(error)
-        if not failure:
+        ours = (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed)
+        known = error if isinstance(error, ours) else _failure_of_prepare(error)
+        if known is None:
             raise
-        translated = _translate(failure)
+        translated = _translate(known)
     else:
         return
     raise translated from None
@@ -133,24 +132,18 @@ def _failure_of_prepare(error: Exception) -> RankFailure | None:
 def _translate(error: Exception) -> BaseException:
     if isinstance(error, TrainingStopped) and error.reason == signal.SIGINT.name:
         return KeyboardInterrupt(str(error))
-    if isinstance(error, RankFailure):
-        if error.kind in RECOVERABLE_KINDS:
-            return _shorten_error(RecoverableError, error)
-        if error.is_user_error:
-            return UserError(error.cause.partition(": ")[2])
-        kind = getattr(errors, error.error_name, Exception)
-        may_succeed = (
-            issubclass(kind, RECOVERABLE_ERRORS)
-            or error.error_name == FlyteRecoverableException.__name__
-        )
-        return _shorten_error(RecoverableError if may_succeed else TaskFailed, error)
-    if isinstance(error, SweepFailed):
-        return (
-            _shorten_error(RecoverableError, error) if error.may_succeed else UserError(str(error))
-        )
-    if isinstance(error, USER_ERRORS):
+    if isinstance(error, USER_ERRORS) or (isinstance(error, SweepFailed) and not error.may_succeed):
         return UserError(str(error))
-    return _shorten_error(RecoverableError, error)
+    if not isinstance(error, RankFailure):
+        return _shorten_error(RecoverableError, error)
+    if error.is_user_error:
+        return UserError(error.cause.partition(": ")[2])
+    may_succeed = (
+        error.kind in RECOVERABLE_KINDS
+        or issubclass(getattr(errors, error.error_name, Exception), RECOVERABLE_ERRORS)
+        or error.error_name == FlyteRecoverableException.__name__
+    )
+    return _shorten_error(RecoverableError if may_succeed else TaskFailed, error)
 
 
 def _shorten_error(kind: Any, error: Exception) -> BaseException:

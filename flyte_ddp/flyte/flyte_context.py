@@ -32,9 +32,14 @@ class Execution:
 def current_execution(parameters: ExecutionParameters) -> Execution:
     """Return the execution that `parameters`, a task's `flytekit.current_context()`, belong to.
 
+    Also give the user's own libraries (boto3, pandas) in this process and the ranks the task's
+    storage configuration. The package itself does not need it: `flyte_ddp.storage` reads Flyte's
+    variables.
+
     Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows
     the one before only, which may have died before it wrote anything (flyteorg/flyte#2894).
     """
+    os.environ.update(storage_environment())
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
         os.makedirs(parameters.working_directory, exist_ok=True)
@@ -86,12 +91,3 @@ def node_and_attempt(
     )
     node, _, attempt = path.rpartition("/")
     return (node.replace("/", "-"), attempt) if node and attempt.isdigit() else (name, "0")
-
-
-def share_storage_credentials() -> None:
-    """Give the user's own libraries (boto3, pandas) in this process and the ranks the task's
-    storage configuration.
-
-    The package itself does not need it: `flyte_ddp.storage` reads Flyte's variables.
-    """
-    os.environ.update(storage_environment())

@@ -28,19 +28,13 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import (
     RankFailure,
-    StorageDenied,
-    StorageUnavailable,
     TrainingStopped,
     log_failures,
 )
 from flyte_ddp.events import Listener, RunFinished, RunState, plain
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.flyte.failures import flyte_errors
-from flyte_ddp.flyte.flyte_context import (
-    Execution,
-    current_execution,
-    share_storage_credentials,
-)
+from flyte_ddp.flyte.flyte_context import Execution, current_execution
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -59,8 +53,8 @@ from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
-# a file beside the checkpoints, so that `max_hours` counts all attempts
-FIRST_START = "first-start.json"
+# begins the name of a file beside the checkpoints, so that `max_hours` counts all attempts
+FIRST_START = "first-start"
 WANDB_SECRET = Secret(group="wandb", key="api_key")
 MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
@@ -119,12 +113,10 @@ class Frame:
         """Return when the first attempt of this execution started, in seconds since the epoch."""
         if self.is_local:
             return self.opened_at
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            noted = json.loads(self.storage.read(FIRST_START))
-            if noted["run"] == self.execution.run_id:
-                return float(noted["time"])
-        note = {"run": self.execution.run_id, "time": self.opened_at}
-        self.storage.write(FIRST_START, json.dumps(note).encode())
+        name = f"{FIRST_START}-{self.execution.run_id}"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return float(self.storage.read(name))
+        self.storage.write(name, str(self.opened_at).encode())
         return self.opened_at
 
     def run(
@@ -229,7 +221,8 @@ class Frame:
         return FlyteDirectory(str(directory), remote_directory=self.output_url(EXPORT))
 
     def saved_report(self) -> FlyteFile:
-        """Write the report to a file and return it, as `output`."""
+        """Complete the report, write it to a file and return it, as `output`."""
+        self.report.close(None)
         self.report.write(self.directory / "report.html")
         return self.output("report.html")
 
@@ -247,16 +240,11 @@ class Frame:
         Does not raise: the run has ended, and the task's own outputs are what counts.
         """
         file = self.directory / HISTORY
-        url = self.output_url(HISTORY) or str(file)
-        if not file.is_file():
-            return
-        if not self.is_local:
-            try:
-                write_file(url, file.read_bytes())
-            except (StorageUnavailable, StorageDenied) as error:
-                self.say(f"the history of the run could not be kept: {error}")
-                return
-        report.outputs["history"] = url
+        if file.is_file():
+            with log_failures("history"):
+                if url := self.output_url(HISTORY):
+                    write_file(url, file.read_bytes())
+                report.outputs["history"] = url or str(file)
 
     def say_outputs(self, **outputs: FlyteFile | FlyteDirectory) -> None:
         """Print where the outputs are: their URLs in a pod, their paths in a local run."""
@@ -286,7 +274,7 @@ class Frame:
             self._metrics.close()
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
-            self.publisher.close(error)
+        self.publisher.close(error)  # with what the task has added since the run's end
         if error is not None and self.output_directory:  # else the task saves it with its outputs
             self.report.write(self.output_directory / "report.html")
 
@@ -322,7 +310,6 @@ def open_frame(
     """
     opened_at = time.time()
     context = flytekit.current_context()
-    share_storage_credentials()
     execution = current_execution(context)
     directory = Path(context.working_directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from typing import Any
 from flytekit import PodTemplate, Resources
 from flytekit.core.resources import ResourceSpec
 
-from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 
 SHARED_MEMORY = "/dev/shm"
@@ -23,21 +22,15 @@ FOR_RANKS = ("accelerator", "pod_template", "pod_template_name", "secret_request
 def fit_own_pod(options: dict[str, Any], increase_shared_mem: bool) -> dict[str, Any]:
     """Return the options of a task whose ranks run in its own pod.
 
-    Raises:
-        ConfigError: the pod has several containers, or shared memory of its own.
+    With `increase_shared_mem` they have all of the pod's memory as shared memory, as Elastic does
+    it, unless the task or its pod template has some already.
     """
     options = dict(options)
-    if increase_shared_mem and not options.get("shared_memory"):
-        spec = getattr(options.get("pod_template"), "pod_spec", None)
-        containers = (spec and spec.containers) or []
-        mounts = [mount.mount_path for each in containers for mount in each.volume_mounts or []]
-        if len(containers) > 1 or SHARED_MEMORY in mounts:
-            raise ConfigError(
-                "increase_shared_mem: expected False for a pod_template with several containers "
-                "or a mount at "
-                f"{SHARED_MEMORY}, got True: mount a volume there where you need it"
-            )
-        options["shared_memory"] = True  # all of the pod's memory, as Elastic does it
+    spec = getattr(options.get("pod_template"), "pod_spec", None)
+    containers = (spec and spec.containers) or []
+    mounts = [mount.mount_path for each in containers for mount in each.volume_mounts or []]
+    if increase_shared_mem and not options.get("shared_memory") and SHARED_MEMORY not in mounts:
+        options["shared_memory"] = True
     gpus = describe_pods(options).get("gpus_per_node", 0)
     if gpus:  # a pod that cannot see its GPUs must not train without them in silence
         options["environment"] = {

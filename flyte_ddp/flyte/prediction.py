@@ -8,7 +8,7 @@ import flytekit
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.cluster.admission import list_places
-from flyte_ddp.flyte.flyte_context import current_execution, share_storage_credentials
+from flyte_ddp.flyte.flyte_context import current_execution
 from flyte_ddp.flyte.inputs import (
     OptionalCluster,
     OptionalOverrides,
@@ -49,7 +49,6 @@ def predict(
     check_cluster(cluster)
     places = list_places(fields.get("recipe_options", {}), "recipe_options")
     check_urls(model_state=model_state, data=location(data), output=output, **places)
-    share_storage_credentials()
     execution = current_execution(flytekit.current_context())
     url = output or f"{execution.checkpoints}/predictions"
     made = predictions.predict(

@@ -47,7 +47,11 @@ class TaskCall:
         with setup_execution(
             self.raw_output_prefix, self.output_metadata_prefix, *self.checkpoints
         ) as context:
-            task = self._load_task()
+            task = (
+                getattr(importlib.import_module(self.module), self.attribute)
+                if self.module
+                else cloudpickle.loads(self.task)
+            )
             inputs = TypeEngine.literal_map_to_kwargs(
                 context, parse_literals(self.inputs), task.python_interface.inputs
             )
@@ -58,15 +62,9 @@ class TaskCall:
             if int(os.environ["RANK"]) > 0:
                 return b""
             outputs, values = loop_manager.run_sync(task._output_to_literal_map, value, context)
-            return _pack(outputs, _render_decks(task, inputs, values, context))
-
-    def _load_task(self) -> PythonFunctionTask[Any]:
-        if self.module:
-            task: PythonFunctionTask[Any] = getattr(
-                importlib.import_module(self.module), self.attribute
-            )
-            return task
-        return cloudpickle.loads(self.task)
+            message = base64.b64encode(outputs.to_flyte_idl().SerializeToString()).decode()
+            decks = _render_decks(task, inputs, values, context)
+            return json.dumps({"outputs": message, "decks": decks}).encode()
 
 
 def parse_literals(message: bytes) -> LiteralMap:
@@ -79,11 +77,6 @@ def unpack(value: bytes) -> tuple[LiteralMap, list[tuple[str, str]]]:
     return parse_literals(base64.b64decode(values["outputs"])), [
         (name, html) for name, html in values["decks"]
     ]
-
-
-def _pack(outputs: LiteralMap, decks: list[tuple[str, str]]) -> bytes:
-    message = outputs.to_flyte_idl().SerializeToString()
-    return json.dumps({"outputs": base64.b64encode(message).decode(), "decks": decks}).encode()
 
 
 def _render_decks(

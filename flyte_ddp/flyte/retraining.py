@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import flytekit
 from flytekit import Deck
@@ -19,11 +20,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.events import plain
-from flyte_ddp.flyte.flyte_context import (
-    Execution,
-    current_execution,
-    share_storage_credentials,
-)
+from flyte_ddp.flyte.flyte_context import Execution, current_execution
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     ConfigTransformer,
@@ -104,7 +101,7 @@ def plan_retraining(
     if output:  # by default it is made when there is something to keep
         open_output_directory(output, recipe)
     check_urls(champion=champion)
-    execution = _execution()
+    execution = current_execution(flytekit.current_context())
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
     store = ChampionStore(champion or _default_champion(execution, recipe))
     store.storage.check_access()
@@ -152,7 +149,7 @@ def judge_challenger(
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
-    execution = _execution()
+    execution = current_execution(flytekit.current_context())
     card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
     result = judge(
         ChampionStore(retraining.champion),
@@ -168,12 +165,7 @@ def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs
     """Report why nothing was trained. `output` is as of `judge_challenger`."""
     check_urls(champion=retraining.champion)
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
-    return _outputs(retraining, result, _execution(), output)
-
-
-def _execution() -> Execution:
-    share_storage_credentials()
-    return current_execution(flytekit.current_context())
+    return _outputs(retraining, result, current_execution(flytekit.current_context()), output)
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
@@ -188,19 +180,9 @@ def _default_champion(execution: Execution, recipe: str) -> str:
     # checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
     root, _, place = execution.checkpoints.rpartition("/checkpoints/")
     project, domain, *_ = place.split("/")
-    return "/".join([_find_bucket(root), "champions", project, domain, recipe])
-
-
-def _find_bucket(url: str) -> str:
-    """Return the URL of the bucket that `url` lies in; `url` itself where its store has no
-    buckets.
-    """
-    scheme, separator, path = url.partition("://")
-    return (
-        url
-        if not separator or scheme in ("file", "memory")
-        else f"{scheme}://{path.partition('/')[0]}"
-    )
+    parts = urlsplit(root)
+    bucket = f"{parts.scheme}://{parts.netloc}" if parts.netloc else root  # a path has none
+    return "/".join([bucket, "champions", project, domain, recipe])
 
 
 def _challenge(

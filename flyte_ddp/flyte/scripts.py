@@ -90,17 +90,13 @@ def pack_script(path: Path) -> str:
     it is too large.
     """
     directory = path if path.is_dir() else path.parent
-    files, size = files_below(directory), 0
-    for file in files.values():
-        size += file.stat().st_size
-        if size > MAX_SIZE:
-            raise InputError(
-                "script: expected a directory of code without data, because every node gets it, "
-                "got more than "
-                f"{MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the script's "
-                "arguments, and write "
-                "results to {outputs}"
-            )
+    files = files_below(directory)
+    if sum(file.stat().st_size for file in files.values()) > MAX_SIZE:
+        raise InputError(
+            "script: expected a directory of code without data, because every node gets it, "
+            f"got more than {MAX_SIZE >> 20} MiB in {directory}; give data by their URL in the "
+            "script's arguments, and write results to {outputs}"
+        )
     scratch = FlyteContextManager.current_context().file_access.get_random_local_directory()
     archive = os.path.join(scratch, f"{path.stem}.zip")
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
@@ -111,30 +107,25 @@ def pack_script(path: Path) -> str:
 
 
 def unpack_script(script: Any, entry_point: str, directory: Path) -> Path:
-    """Return the script among its files in `directory`, which is made. Raises ConfigError if there
-    is none.
+    """Return the script among its files, those of an archive in `directory`, which is made. Raises
+    ConfigError if there is none.
     """
     source = Path(str(script.download()))
-    directory.mkdir(parents=True)
     entry = entry_point
-    if source.is_dir():
-        directory = source
-    elif zipfile.is_zipfile(source):
+    if zipfile.is_zipfile(source):
         with zipfile.ZipFile(source) as packed:
             packed.extractall(directory)
             entry = entry or packed.comment.decode()
+    elif source.is_dir():
+        directory = source
     else:
         entry = entry or source.name
-        (directory / source.name).write_bytes(source.read_bytes())
-    if not entry:
-        raise ConfigError(
-            "entry_point: expected the name of a script in the directory that script names, got ''"
-        )
+        directory = source.parent
     file = directory / entry
     if not file.is_file() or not file.resolve().is_relative_to(directory.resolve()):
         found = ", ".join(sorted(files_below(directory))[:10])
         raise ConfigError(
-            f"entry_point: expected a file of script's directory ({found}), got {entry!r}"
+            f"entry_point: expected the name of a script in script ({found}), got {entry!r}"
         )
     return file
 

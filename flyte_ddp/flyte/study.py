@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,6 @@ from flyte_ddp.flyte.task import (
     task_body,
 )
 from flyte_ddp.observers.formats import format_count, format_figure
-from flyte_ddp.observers.mlflow import UPLOAD
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.report import StudyReport
@@ -253,7 +252,6 @@ def _train(
                 base=given(config),
                 **options,
             ).train(trials)
-        frame.close(None)
         return make_outputs(observer)
 
 
@@ -265,19 +263,12 @@ class _Observer:
         self.report = report
         self.group = frame.run_id()
         self.started: set[int] = set()
-        self._wandb_lines: set[str] = set()  # kinds that were printed
-        self._lock = threading.Lock()
 
     def observe(self, run: TrialRun, event: Event | None) -> None:
         """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
-        number = run.trial.number
         if isinstance(event, CheckpointLoaded):
-            again = (
-                f" again, after epoch {len(run.epochs)}"
-                if number in self.started or run.epochs
-                else ""
-            )
-            self.started.add(number)
+            again = f" again, after epoch {len(run.epochs)}" if run.epochs else ""
+            self.started.add(run.trial.number)
             self._say(run, f"started{again}")
         elif event is None:
             self._say_end(run)
@@ -298,7 +289,7 @@ class _Observer:
                 name=str(run.trial),
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
-                say=self._say_of_wandb,
+                say=functools.partial(self._say, run),
             ),
         ]
 
@@ -377,26 +368,11 @@ class _Observer:
 
     def _say_end(self, run: TrialRun) -> None:
         earlier = "" if run.trial.number in self.started else " in an earlier attempt"
-        if run.status == FINISHED:
-            self._say(run, f"finished{earlier}: {_result(run)}")
-        elif run.status == STOPPED_EARLY:
-            self._say(run, f"stopped early{earlier}, after epoch {len(run.epochs)}: {_result(run)}")
+        if run.status in (FINISHED, STOPPED_EARLY):
+            end = f"{run.status}{earlier}, after epoch {len(run.epochs)}"
+            self._say(run, f"{end}: {_result(run)}")
         elif run.error:
             self._say(run, f"failed: {run.error}")
-
-    def _say_of_wandb(self, line: str) -> None:
-        """Print the first line of each kind from W&B. The other trials' lines are like it."""
-        kind = (
-            "URL" if line.startswith(("W&B: http", "MLflow: http")) else " ".join(line.split()[:3])
-        )
-        if UPLOAD in line:  # whose command is the trial's own
-            self.frame.say(line)
-            return
-        with self._lock:
-            if kind not in self._wandb_lines:
-                self._wandb_lines.add(kind)
-                self.frame.say(f"{line} (likewise for all trials of group {self.group})")
-                self.report.notes.append(f"Group {self.group}. Its first run: {line}")
 
 
 def _result(run: TrialRun) -> str:

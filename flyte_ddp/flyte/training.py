@@ -43,7 +43,8 @@ def train_on_one_node(
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
-        program = _make_program(frame, recipe, config)
+        frame.limit_time(config.max_hours)
+        program = recipe_program(recipe, check_config(config))
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
         failure = pod_failure(frame.execution.previous_pod)
         return _train(frame, report, program, place, data, parent_champion, failure)
@@ -67,7 +68,8 @@ def train_on_cluster(
     """
     report = Report()
     with open_task_frame(report, recipe, checkpoints, output) as frame:
-        program = _make_program(frame, recipe, config)
+        frame.limit_time(config.max_hours)
+        program = recipe_program(recipe, check_config(config))
         check_cluster(cluster)
         with Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name) as place:
             return _train(frame, report, program, place, data, parent_champion)
@@ -93,12 +95,6 @@ def pod_failure(pod: str) -> RankFailure | None:
         FailureKind.SIGNAL,
         OUT_OF_MEMORY,
     )
-
-
-def _make_program(frame: Frame, recipe: str, config: TrainingConfig) -> Program:
-    """Check a task's config, and return its program."""
-    frame.limit_time(config.max_hours)
-    return recipe_program(recipe, check_config(config))
 
 
 def _train(

@@ -35,7 +35,7 @@ def record_figures(patch):
     port = free_port()
     figures = []
 
-    def scrape(_):
+    def scrape(*_):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 figures.append(answer.read().decode())

@@ -41,11 +41,10 @@ class Page(ABC):
     progress_label: ClassVar[str] = ""  # what the progress bar counts
 
     _: KW_ONLY
-    # URLs of other pages by name; may be added at any time, as notes
+    # URLs of other pages by name; may be added at any time
     links: dict[str, str] = field(default_factory=dict)
     # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
     tracker: Any = None
-    notes: list[str] = field(default_factory=list)  # lines below the title
     error: BaseException | None = None
     opened_at: float = field(default_factory=time.time)
     closed_at: float = 0.0  # 0 while it is open
@@ -137,7 +136,6 @@ class Page(ABC):
             status=self.status,
             progress_label=self.progress_label,
             links=links,
-            notes=self.notes,
             error=self.error
             and {"title": type(self.error).__name__, "text": shorten(str(self.error), MAX_ERROR)},
             footer=f"{'Ended' if self.closed_at else 'As of'} {ended:%Y-%m-%d %H:%M:%S} UTC",

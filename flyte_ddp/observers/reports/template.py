@@ -153,9 +153,6 @@ FRAGMENT = """
 <div class="training-report"><div class="inner">
 <header><h1>{{ title }}</h1><span class="status {{ status }}">{{ status }}</span></header>
 <p class="lead">{{ lead }}</p>
-{%- for note in notes %}
-<p class="lead">{{ note }}</p>
-{%- endfor %}
 {%- if links %}
 <p class="links">{% for link in links %}
 {%- if link.is_safe %}<a href="{{ link.url }}" target="_blank" rel="noopener noreferrer">{{ link.name }}</a>
