@@ -192,20 +192,20 @@ def test_a_champion_of_other_classes_is_incompatible(tmp_path, source, names):
         store, challenge(tmp_path, "ant,bee"), PromotionCriteria(), state_file(names, 2, scale=5)
     )
     assert first.outcome == Outcome.PROMOTED
-    version = store.version_in_use()
+    version = store.in_use().version
     given = challenge(tmp_path, source)
     expected = (
         f"its classes are ant, bee, those of the data are {source.replace(',', ', ')}; "
         "give a model of another"
     )
     planned = plan(store, given, PromotionCriteria())
-    assert (planned.train, planned.outcome) == (False, "refused")
+    assert planned.outcome == "refused"
     assert expected in planned.reason
     judged = judge(store, given, PromotionCriteria(), state_file(source.split(","), scale=0.1))
     assert judged.outcome == Outcome.REFUSED
     assert expected in judged.reason
-    assert store.version_in_use() == version
+    assert store.in_use().version == version
     same = challenge(tmp_path, "ant,bee", learning_rate=0.01)
-    assert plan(store, same, PromotionCriteria()).train
+    assert not plan(store, same, PromotionCriteria()).outcome
     with pytest.raises(ConfigError, match="its classes are ant, bee, those of the data are "):
         judge(store, given, PromotionCriteria(), state_file(ANT_BEE))

@@ -251,7 +251,7 @@ def test_chance_promotes_nothing(options, models, outcome, reason, tmp_path):
         assert result.advantage == ()
     else:
         assert result.advantage[1] - result.advantage[0] > 0.1
-    json.dumps(store.last_challenge(), allow_nan=False)
+    json.dumps(store.last("last_challenge.json"), allow_nan=False)
 
 
 def test_a_few_draws_without_a_value_count_as_the_worst():

@@ -33,7 +33,7 @@ from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.resources import code_version
 from flyte_ddp.flyte.task import check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.promotion.champion import CARD, ChampionStore
+from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
     Outcome,
@@ -110,7 +110,7 @@ def plan_retraining(
     retraining = Retraining(
         recipe,
         store.url,
-        store.version_in_use(),
+        store.in_use().version,
         criteria,
         begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         outcome="",
@@ -121,7 +121,7 @@ def plan_retraining(
     )
     start = planned.initial_state or prepared.config.initial_model_state
     return RetrainingPlan(
-        train_on=train_on if planned.train else NOTHING,
+        train_on=train_on if not planned.outcome else NOTHING,
         retraining=dataclasses.replace(retraining, outcome=planned.outcome, reason=planned.reason),
         parent=retraining.parent,
         data=prepared.data,
@@ -208,9 +208,9 @@ def _outputs(
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
     store = ChampionStore(retraining.champion)
     outcome = result.outcome.value
-    store.record_run(outcome, execution.run_id, result.outcome == Outcome.PROMOTED)
+    store.record(LAST_RUN, outcome, execution.run_id)
     print(  # noqa: T201
-        f"{outcome}: {result.reason}\nchampion  {store.version_in_use() or 'none'} in "
+        f"{outcome}: {result.reason}\nchampion  {store.in_use().version or 'none'} in "
         f"{redact_url(store.url)}"
     )
     page = RetrainingReport(store, retraining.recipe, result, execution.url)
@@ -224,7 +224,7 @@ def _outputs(
     values: dict[str, Any] = {
         "outcome": outcome,
         "reason": result.reason,
-        "champion": store.version_in_use(),
+        "champion": store.in_use().version,
         "metrics": {
             f"{who}_{name}": value
             for who, metrics in (("challenger", result.challenger), ("champion", result.champion))

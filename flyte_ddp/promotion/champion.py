@@ -121,7 +121,7 @@ class ChampionStore:
             ChampionError: it is missing or damaged; NoChampion if none was promoted yet.
         """
         contents = self.pointer() if pointer is None else pointer
-        if not contents and self.last_challenge().get("had_champion"):
+        if not contents and self.last(LAST_CHALLENGE).get("had_champion"):
             raise ChampionError(f"{self.storage.join(POINTER)} is missing")
         named = self.parse(contents)
         contents = self._read(named.version, MANIFEST)
@@ -146,13 +146,13 @@ class ChampionStore:
             ) from error
         return with_class_names(state, manifest.class_names or class_names_of(state)), manifest
 
-    def version_in_use(self, pointer: bytes | None = None) -> str:
-        """Return the version in use, now or when `pointer` was read; "" if there is none or the
-        pointer is damaged.
+    def in_use(self, pointer: bytes | None = None) -> Pointer:
+        """Parse `champion.json`, as it is now or when `pointer` was read; with "" in all fields if
+        there is no champion or the file is damaged.
         """
         with contextlib.suppress(ChampionError):
-            return self.parse(self.pointer() if pointer is None else pointer).version
-        return ""
+            return self.parse(self.pointer() if pointer is None else pointer)
+        return Pointer("", "", "")
 
     def state_url(self, manifest: Manifest) -> str:
         """Return the URL of the state dict of a version. It never changes."""
@@ -190,7 +190,7 @@ class ChampionStore:
         manifest = dataclasses.replace(
             manifest,
             version=f"{now:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}",
-            parent=self.version_in_use(replaced),
+            parent=self.in_use(replaced).version,
             created_at=f"{now:%Y-%m-%dT%H:%M:%SZ}",
             sha256=hashlib.sha256(state).hexdigest(),
             bytes=len(state),
@@ -224,25 +224,15 @@ class ChampionStore:
         wanted = version or self.parse(pointer).parent
         known = self._list_versions()
         if wanted not in known:
-            got = (
-                f"{wanted!r} in {self._shown}"
-                if wanted
-                else "none, and the one in use has no parent"
+            got = repr(wanted) if wanted else "none, and the one in use has no parent"
+            raise ConfigError(
+                f"version: expected one of {', '.join(known)} in {self._shown}, got {got}"
             )
-            raise ConfigError(f"version: expected one of {', '.join(known)}, got {got}")
         contents = self._read(wanted, MANIFEST)
         manifest = _manifest(contents)
         self._state(manifest)
         self._replace_pointer(_pointer(manifest, contents, _utc_now()), pointer)
         return manifest
-
-    def held(self, pointer: bytes | None = None) -> str | None:
-        """Return since when a rollback keeps its version in use, now or when `pointer` was read;
-        None if none does.
-        """
-        with contextlib.suppress(ChampionError):
-            return self.parse(self.pointer() if pointer is None else pointer).held_since or None
-        return None
 
     def release(self) -> bool:
         """Let retrainings promote again. Returns False if nothing was held.
@@ -251,10 +241,10 @@ class ChampionStore:
             ChampionChanged: another version was put in use meanwhile, whose hold stays.
         """
         pointer = self.pointer()
-        if not self.held(pointer):
-            return False
-        self._replace_pointer(dataclasses.replace(self.parse(pointer), held_since=""), pointer)
-        return True
+        held = self.in_use(pointer)
+        if held.held_since:
+            self._replace_pointer(dataclasses.replace(held, held_since=""), pointer)
+        return held.held_since != ""
 
     def parse(self, pointer: bytes) -> Pointer:
         """Parse `champion.json`. Raises NoChampion if it is empty, and ChampionError if it names no
@@ -267,35 +257,25 @@ class ChampionStore:
         except (ValueError, TypeError) as error:
             raise ChampionError(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
-    def last_challenge(self) -> dict[str, Any]:
-        """Return the record that `record_challenge` wrote last; empty if there is none, or a
-        damaged one.
-        """
-        return self._read_record(LAST_CHALLENGE)
+    def record(self, name: str, outcome: str, execution: str, **values: Any) -> None:
+        """Record the end of a challenge or of a retraining; `execution` is "" for a local run.
 
-    def record_challenge(self, record: dict[str, Any]) -> None:
-        """Record how the last challenge ended, also one that changed nothing."""
-        self.storage.write(LAST_CHALLENGE, _json(record))
-
-    def last_run(self) -> dict[str, Any]:
-        """Return the record that `record_run` wrote last; empty if there is none, or a damaged
-        one.
+        Args:
+            name: LAST_CHALLENGE, or LAST_RUN for `status`.
         """
-        return self._read_record(LAST_RUN)
+        ended = {"outcome": outcome, "execution": execution, "ended_at": _utc_now()}
+        self.storage.write(name, _json({**values, **ended}))
 
-    def record_run(self, outcome: str, execution: str, has_promoted: bool) -> None:
-        """Record the time and `outcome` of a retraining, for `status`; `execution` is "" for a
-        local run.
-        """
-        ended_at = _utc_now()
-        promoted_at = ended_at if has_promoted else self.last_run().get("promoted_at", "")
-        record = {
-            "ended_at": ended_at,
-            "outcome": outcome,
-            "execution": execution,
-            "promoted_at": promoted_at,
-        }
-        self.storage.write(LAST_RUN, _json(record))
+    def last(self, name: str) -> dict[str, Any]:
+        """Return what `record` wrote last; empty if there is nothing, or a damaged record."""
+        try:
+            contents = self.storage.read(name)
+        except FileNotFoundError:
+            return {}
+        try:  # apart from the read, because a store that refuses raises a ValueError too
+            return dict(json.loads(contents))
+        except (ValueError, TypeError):
+            return {}
 
     def prune(self, keep: int) -> list[str]:
         """Delete old versions and return their names.
@@ -325,16 +305,6 @@ class ChampionStore:
             storage.delete(name)
         if storage.is_local:
             storage.file_system.rmdir(storage.root)
-
-    def _read_record(self, name: str) -> dict[str, Any]:
-        try:
-            contents = self.storage.read(name)
-        except FileNotFoundError:
-            return {}
-        try:  # apart from the read, because a store that refuses raises a ValueError too
-            return dict(json.loads(contents))
-        except (ValueError, TypeError):
-            return {}
 
     def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.errors import ChampionError
-from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
+from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 from flyte_ddp.storage import SHORT_TIMEOUT
 
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str]) -> str:
     if options.command == "show":
         shown = {
             "champion": dataclasses.asdict(store.manifest()),
-            "last_challenge": store.last_challenge(),
+            "last_challenge": store.last(LAST_CHALLENGE),
         }
         return json.dumps(shown, indent=1)
     if options.command == "list":
-        in_use = store.version_in_use()
+        in_use = store.in_use().version
         return "\n".join(
             f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
             + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> str:
             for each in store.versions()
         )
     if options.command == "status":
-        return describe_status(store, parse_duration("--max-age", options.max_age))
+        return describe_status(store, options.max_age)
     if options.command == "prune":
         deleted = store.prune(options.keep)
         return "\n".join([*deleted, f"{len(deleted)} versions deleted"])
@@ -77,34 +77,36 @@ def main(arguments: Sequence[str]) -> str:
     return f"{store.rollback(options.version).version} is in use again, until `release`"
 
 
-def describe_status(store: ChampionStore, max_age: float) -> str:
+def describe_status(store: ChampionStore, max_age: str) -> str:
     """Return the state of the retraining in one line.
 
     Args:
-        max_age: seconds since the last retraining ended, whatever came of it.
+        max_age: time since the last retraining ended, whatever came of it, such as 26h.
 
     Raises:
         ChampionError: it needs attention, or the champion cannot be used.
     """
-    run = store.last_run()
+    max_seconds = parse_duration("--max-age", max_age)
+    run = store.last(LAST_RUN)
     if not run:
         place = store.storage.join(LAST_RUN)
         raise ChampionError(f"no retraining has ended yet, as far as {place} tells")
     ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
     age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
     execution = run.get("execution") or "a local run"
+    promoted_at = "".join(each.created_at for each in store.versions(newest=1))
     line = (
         f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): "
-        f"{run.get('outcome')}; the last promotion was {run.get('promoted_at') or 'never'}"
+        f"{run.get('outcome')}; the last promotion was {promoted_at or 'never'}"
     )
-    if age > max_age:
-        limit = f"{max_age / 3600:g} h" if max_age >= 3600 else f"{max_age:g} s"
+    if age > max_seconds:
         raise ChampionError(
-            f"{line}; expected one within {limit}: look at the executions of the launch plan"
+            f"{line}; expected one within {max_age}: look at the executions of the launch plan"
         )
     if run.get("outcome") == Outcome.REFUSED:
         raise ChampionError(
             f"{line}. It will end the same way until data, recipe or config are corrected"
         )
-    held = f", held by a rollback since {since}" if (since := store.held()) else ""
+    since = store.in_use().held_since
+    held = f", held by a rollback since {since}" if since else ""
     return f"{line}; {store.manifest().version} is in use{held}"

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +21,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import field as limited
 from flyte_ddp.config.fields import validate
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, NoChampion, NonFiniteLoss
-from flyte_ddp.promotion.champion import ChampionStore, Manifest
+from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url, redact_values
@@ -85,7 +84,6 @@ class Challenge:
 class Plan:
     """The decision to train a challenger or not, and from which weights."""
 
-    train: bool
     outcome: str  # "" if there is something to train
     reason: str
     initial_state: str = ""  # URL of a state dict; "" for fresh weights
@@ -125,13 +123,13 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
         DataError: the recipe cannot read its data.
         ConfigError: the champion cannot be used.
     """
-    if since := store.held():
-        return _skip(Outcome.HELD, _describe_hold(since))
+    if since := store.in_use().held_since:
+        return Plan(Outcome.HELD.value, _describe_hold(since))
     current = _load_current(store)
     manifest = current.manifest
     recipe, num_train, num_test = _open(challenge)
     if problem := _describe_mismatch(challenge, recipe, current):
-        return _skip(Outcome.REFUSED, problem)
+        return Plan(Outcome.REFUSED.value, problem)
     for what, count, of_champion in (
         ("training", num_train, manifest.num_train_samples if manifest else 0),
         ("held-out", num_test, manifest.num_test_samples if manifest else 0),
@@ -142,31 +140,31 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
                 f"(min_samples) and {criteria.min_share:g} (min_share) of the champion's "
                 f"{of_champion:,}; correct the data or lower these"
             )
-            return _skip(Outcome.REFUSED, reason)
+            return Plan(Outcome.REFUSED.value, reason)
     origin = _origin(challenge)
     starts_alike = manifest and (
         criteria.start_from == FROM_CHAMPION
         or is_same_state(manifest.initial_state, redact_url(challenge.config.initial_model_state))
     )
     if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
-        return _skip(
-            Outcome.UNCHANGED,
+        return Plan(
+            Outcome.UNCHANGED.value,
             "data, recipe, config and code are those that the champion was trained with",
         )
-    last = store.last_challenge()
+    last = store.last(LAST_CHALLENGE)
     identity = _identity(challenge, criteria, current.version)
     if (
         last.get("outcome") != Outcome.HELD
         and {name: last.get(name) for name in identity} == identity
     ):
-        return _skip(
-            Outcome.UNCHANGED,
+        return Plan(
+            Outcome.UNCHANGED.value,
             "data, recipe, config, code and champion are those of the last challenge, which ended "
             f"at {last['ended_at']}: {last['outcome']}",
         )
     if manifest is None or criteria.start_from == FROM_SCRATCH:
-        return Plan(True, "", "from fresh weights" if manifest else "there is no champion yet")
-    return Plan(True, "", f"from the weights of {current.version}", store.state_url(manifest))
+        return Plan("", "from fresh weights" if manifest else "there is no champion yet")
+    return Plan("", f"from the weights of {current.version}", store.state_url(manifest))
 
 
 def judge(
@@ -202,7 +200,8 @@ def judge(
             )
         else:
             result = _compare(challenge, criteria, challenger, measured, current)
-            if result.outcome == Outcome.PROMOTED and (since := store.held(current.pointer)):
+            since = store.in_use(current.pointer).held_since
+            if result.outcome == Outcome.PROMOTED and since:
                 result = dataclasses.replace(
                     result, outcome=Outcome.HELD, reason=_describe_hold(since)
                 )
@@ -213,16 +212,14 @@ def judge(
                     )
                 except ChampionChanged:
                     continue
-        store.record_challenge(
-            {
-                **_identity(challenge, criteria, version),
-                **dataclasses.asdict(result),
-                "had_champion": result.outcome == Outcome.PROMOTED
-                or (version or store.version_in_use()) != "",
-                "execution": challenge.execution,
-                "kickoff_time": challenge.kickoff_time,
-                "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            }
+        store.record(
+            LAST_CHALLENGE,
+            **_identity(challenge, criteria, version),
+            **dataclasses.asdict(result),
+            had_champion=result.outcome == Outcome.PROMOTED
+            or (version or store.in_use().version) != "",
+            execution=challenge.execution,
+            kickoff_time=challenge.kickoff_time,
         )
         return result
 
@@ -239,12 +236,10 @@ def _compare(
     recipe, _, _ = _open(challenge)
     metric = challenge.config.monitor.metric
     name = metric.removeprefix("test_").replace("_", " ")
-    problem = _describe_not_finite(recipe, challenger)
-    if not problem and (measured is None or math.isinf(measured.score)):
-        problem = f"the challenger's {name} on the held-out data is not finite"
-    if problem or measured is None:
+    if measured is None or math.isinf(measured.score) or not _is_finite(recipe, challenger):
+        reason = f"the challenger's weights, or its {name} on the held-out data, are not finite"
         return PromotionResult(
-            Outcome.REFUSED, f"{problem}; lower the learning rate or correct the data"
+            Outcome.REFUSED, f"{reason}; lower the learning rate or correct the data"
         )
     if current.state is None:
         return PromotionResult(Outcome.PROMOTED, "there is no champion yet", measured.values)
@@ -280,10 +275,6 @@ def _describe_hold(since: str) -> str:
         f"a rollback at {since} keeps its version in use; release it with python -m "
         "flyte_ddp.promotion release"
     )
-
-
-def _skip(outcome: Outcome, reason: str) -> Plan:
-    return Plan(False, outcome.value, reason)
 
 
 def _load_current(store: ChampionStore) -> CurrentModel:
@@ -348,22 +339,16 @@ def _measure(challenge: Challenge, state: Mapping[str, Any]) -> Measurement | No
         return None
 
 
-def _describe_not_finite(recipe: Recipe, state: Mapping[str, Any]) -> str:
-    """Name the tensors of `state` that are not finite. A buffer may be infinite, as masks of
-    attention are.
-    """
+def _is_finite(recipe: Recipe, state: Mapping[str, Any]) -> bool:
+    """Return whether a model is finite. A buffer may be infinite, as masks of attention are."""
     import torch
 
     parameters = {name for name, _ in recipe.model().named_parameters()}
-    spoiled = [
-        name
+    return all(
+        torch.isfinite(value).all() if name in parameters else not torch.isnan(value).any()
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
-        and not (
-            torch.isfinite(value).all() if name in parameters else not torch.isnan(value).any()
-        )
-    ]
-    return f"the challenger's weights are not finite: {', '.join(spoiled[:5])}" if spoiled else ""
+    )
 
 
 def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
