@@ -106,37 +106,24 @@ def test_a_champion_may_be_safetensors_whose_first_byte_is_a_pickles(url):
     assert torch.equal(state["x" * length], torch.ones(2))
 
 
-def test_a_promotion_does_not_disturb_a_reader_of_the_old_version(url):
-    store = ChampionStore(url)
-    promote(store, 1)
-    pointer = store.pointer()
-    promote(store, 2)
-
-    assert number_in(store.load(pointer)) == 1
-    assert number_in(store.load()) == 2
-
-
 @pytest.mark.parametrize("cut", ["model_state.pt", "manifest.json", "champion.json"])
 def test_an_interrupted_promotion_changes_nothing(url, cut, monkeypatch):
     store = ChampionStore(url)
     first = promote(store, 1).version
-    write, put = Storage.write, Storage.replace
 
-    def cut_write(storage, name, contents):
-        if name.endswith(cut):
-            raise SystemExit
-        write(storage, name, contents)
+    def end(function):
+        def call(storage, name, *contents):
+            if name.endswith(cut):
+                raise SystemExit
+            function(storage, name, *contents)
 
-    def cut_put(storage, name, contents, replaced):
-        if name.endswith(cut):
-            raise SystemExit
-        put(storage, name, contents, replaced)
+        return call
 
-    monkeypatch.setattr(Storage, "write", cut_write)
-    monkeypatch.setattr(Storage, "replace", cut_put)
-    with pytest.raises(SystemExit):
-        promote(store, 2)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write", end(Storage.write))
+        patch.setattr(Storage, "replace", end(Storage.replace))
+        with pytest.raises(SystemExit):
+            promote(store, 2)
 
     assert number_in(load_champion(url)) == 1
     assert promote(store, 3).parent == first
@@ -154,6 +141,7 @@ def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing
         store.promote(state_file(3), manifest(3), pointer)
 
     assert number_in(load_champion(url)) == 2
+    assert number_in(store.load(pointer)) == 1  # by a reader who has looked before
     assert sorted(each.metrics["test_loss"] for each in store.versions()) == [1, 2]
     names = {name.rpartition("/")[2] for name in Storage(f"{store.url}/versions").find()}
     assert names == {"manifest.json", "model_state.pt"}
@@ -287,12 +275,9 @@ def test_a_rollback_switches_to_the_parent_and_back(url):
     store = ChampionStore(url)
     first, second, third = (promote(store, number).version for number in (1, 2, 3))
 
-    assert store.rollback().version == second
-    assert number_in(load_champion(url)) == 2
-    assert store.rollback().version == first
-    assert store.rollback(third).version == third
-    assert number_in(load_champion(url)) == 3
-    assert len(store.versions()) == 3
+    for version, number, wanted in ((second, 2, ""), (first, 1, ""), (third, 3, third)):
+        assert store.rollback(wanted).version == version
+        assert number_in(load_champion(url)) == number
 
 
 @pytest.mark.parametrize("to", ["parent", "in use"])
@@ -350,17 +335,7 @@ def test_a_release_while_another_version_is_put_in_use_leaves_the_hold_of_that_o
     assert (store.in_use().version, bool(store.in_use().held_since)) == (first, True)
 
 
-def test_a_rollback_works_without_the_current_champions_files(tmp_path):
-    store = ChampionStore(str(tmp_path))
-    promote(store, 1)
-    promote(store, 2)
-    for name in ("model_state.pt", "manifest.json"):
-        file_of(store, name).unlink()
-    store.rollback()
-    assert number_in(load_champion(str(tmp_path))) == 1
-
-
-def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
+def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path):
     store = ChampionStore(str(tmp_path))
     with pytest.raises(NoChampion):
         store.rollback()
@@ -372,6 +347,11 @@ def test_a_rollback_to_an_unusable_version_is_refused(tmp_path):
         store.rollback()
     with pytest.raises(ConfigError, match=f"version: expected one of {first} in .*, got '../x'$"):
         store.rollback("../x")
+    promote(store, 2)
+    for name in ("model_state.pt", "manifest.json"):
+        file_of(store, name).unlink()
+    store.rollback()
+    assert number_in(load_champion(str(tmp_path))) == 1
     file = file_of(store, "model_state.pt")
     promote(store, 2)
     flip(file)
@@ -437,12 +417,7 @@ def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
     assert (python, package) == ("python", "flyte_ddp")
     assert command_line.main(arguments) == 0
     # It reads the store with the identity of the tasks.
-    accounts = [
-        each
-        for each in yaml.safe_load_all((deploy / "rbac.yaml").read_text())
-        if each["kind"] == "ServiceAccount"
-    ]
-    assert pod["serviceAccountName"] in [each["metadata"]["name"] for each in accounts]
+    assert f"name: {pod['serviceAccountName']}\n" in (deploy / "rbac.yaml").read_text()
 
 
 def test_pruning_keeps_the_newest_the_current_and_its_parent(url):
@@ -493,7 +468,6 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     assert shown["last_challenge"]["outcome"] == "not_better"
     main(["rollback", store.url])
     assert capsys.readouterr().out == f"{first.version} is in use again, until `release`\n"
-    assert number_in(load_champion(store.url)) == 1
     store.record("last_run.json", "held", "")
     main(["status", store.url, "--max-age", "1h"])
     assert re.search(
@@ -506,5 +480,3 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
     for told in ("retrainings promote again", "no rollback holds a version"):
         main(["release", store.url])
         assert capsys.readouterr().out == f"{told}\n"
-    assert main(["rollback", store.url, "nope"])
-    assert "got 'nope'" in capsys.readouterr().err

@@ -4,7 +4,6 @@ tests/test_elastic_task.py.
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -370,15 +369,3 @@ def test_files_of_this_machine_are_refused_for_ranks_in_pods():
         ConfigError, match="^file: expected a URL that the pods of the ranks can reach"
     ):
         _check_places(gang, literals, outputs, "s3://bucket/raw")
-
-
-def test_the_function_is_found_by_name_where_ranks_can_import_it():
-    import cloudpickle
-
-    context = FlyteContextManager.current_context()
-    literals = TypeEngine.dict_to_literal_map(context, {"kind": "bug"})
-    program = tasks.fail._program(literals, "/tmp", context.user_space_params)
-    call = cloudpickle.loads(program.call)
-    assert (call.module, call.attribute, call.task) == (tasks.__name__, "fail", b"")
-    assert "tests" in program.packages
-    assert inspect.getmodule(tasks.fail.task_function) is tasks

@@ -175,23 +175,6 @@ print(*Report().draw([Panel("a", "b", "c", None)]))
     ]
 
 
-def test_a_recipes_report_has_its_tables_without_the_packages_that_draw(core, tmp_path):
-    shutil.copy(REPOSITORY / "tests/support/short_run.py", tmp_path)
-    program = """
-from short_run import run_finished, whole_run
-from flyte_ddp.observers.reports.run import Report
-report = Report()
-for event in (*whole_run(), run_finished("")):
-    report.handle(event)
-report.close(None)
-print(report.render())
-"""
-    status, output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path)
-    assert status == 0, output
-    assert "plots: expected the package matplotlib" in output
-    assert ">finished<" in output
-
-
 def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(core, tmp_path):
     for package, expected in (
         ("sklearn.datasets", "expected the package sklearn: pip install 'flyte-ddp[digits]'"),
@@ -214,52 +197,22 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
 
 
 @pytest.mark.slow
-def test_a_project_without_extras_registers_and_a_task_names_the_one_that_it_lacks(
-    installed, core, tmp_path
-):
+def test_a_project_without_extras_registers(installed, core, tmp_path):
     """Such as the one of an image with fewer packages than the settings and the inputs ask for."""
     project = tmp_path / "project"
     made = flyte_ddp(installed, "new", project, "--with", "sweep,retrain", cwd=tmp_path)
     assert made[0] == 0, made
-    pyflyte = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte")
-    mlflow = {"TRACKING": "mlflow", "MLFLOW_TRACKING_URI": "http://localhost:9"}
     settings = {
         "IMAGE": "registry.example.com/mine:7",
         "RETRAIN_INPUTS": '{"recipe": "digits"}',
-        **mlflow,
+        "TRACKING": "mlflow",
+        "MLFLOW_TRACKING_URI": "http://localhost:9",
     }
-    command = (
-        "register",
-        "--dry-run",
-        "--image",
-        settings["IMAGE"],
-        "--version",
-        "7",
-        "--copy",
-        "none",
-        "workflows",
-    )
-    status, output = run([core, project], *pyflyte, *command, cwd=project, **settings)
+    command = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte", "register", "--dry-run")
+    command += ("--image", settings["IMAGE"], "--version", "7", "--copy", "none", "workflows")
+    status, output = run([core, project], *command, cwd=project, **settings)
     assert status == 0, output
     assert "Launch Plan: retrain" in output
-    grid = ("--grid", '{"learning_rate": [0.1]}')
-    for file, command, expected in (
-        (
-            "sweep",
-            ("sweep_wf", *grid),
-            "expected the package optuna: pip install 'flyte-ddp[sweep]'",
-        ),
-        (
-            "single_node",
-            ("single_node_training_wf",),
-            "expected the package sklearn: pip install 'flyte-ddp[digits]'",
-        ),
-    ):
-        trial = ("run", f"workflows/{file}.py", *command, "--recipe", "digits")
-        status, output = run([core, project], *pyflyte, *trial, cwd=project, **settings)
-        assert status == 2
-        assert expected in " ".join(output.replace("│", "").split())
-        assert "Traceback" not in output
 
 
 def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
@@ -285,7 +238,9 @@ def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
     status, output = run([core], "-S", *command, cwd=tmp_path)
     assert status == 0, output
     assert {"[rank 0] rank 0 of 2", "[rank 1] rank 1 of 2"} <= set(output.splitlines())
-    assert "flyte-ddp[reports]" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "flyte-ddp[reports]" in page
+    assert ">finished<" in page
 
 
 def test_the_plugin_loads_nothing_that_it_does_not_use(core, tmp_path):
@@ -343,13 +298,12 @@ def test_parts_are_added_at_once_or_later_and_touch_no_file_of_the_users(
 
 
 @pytest.mark.long
-def test_a_project_of_either_kind_passes_its_test(project, installed, wheel, tmp_path):
+def test_a_project_with_a_function_passes_its_test(installed, wheel, tmp_path):
     made = ("new", tmp_path / "function", "--function", "--wheel", wheel)
     status, output = flyte_ddp(installed, *made, cwd=tmp_path)
     assert status == 0, output
-    for place in (project, tmp_path / "function"):
-        status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=place)
-        assert status == 0, output
+    status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=tmp_path / "function")
+    assert status == 0, output
 
 
 @pytest.mark.long
@@ -402,11 +356,7 @@ def test_the_commands_of_a_project_are_those_of_its_readme(project):
 
     for command in ("setup", "train", "test", "image", "register"):
         assert f"make {command} " in make("help")
-    plan = make("-n", "setup")
-    assert "--require-hashes -r requirements.txt" in plan
-    assert "--no-deps wheels/*.whl" in plan
-    assert "-c requirements.txt -r pyproject.toml\n" in plan
-    assert "-c requirements.txt -r pyproject.toml --extra test" in make("-n", "test")
+    assert "--require-hashes -r requirements.txt" in make("-n", "setup")
     assert "podman build --build-arg IMAGE=$image -t $image ." in make(
         "-n", "image", "BUILDER=podman build"
     )

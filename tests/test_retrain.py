@@ -541,7 +541,8 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
     assert set(os.listdir(tmp_path / "first")) == challengers | own
     assert "epoch 1/1: train loss" in "".join(capfd.readouterr())
 
-    record = (store := ChampionStore(retrain.place)).last_run()
+    store = ChampionStore(retrain.place)
+    record = store.last("last_run.json")
     assert record["outcome"] == "promoted"
     store.storage.write(
         "last_run.json", json.dumps({**record, "ended_at": "2026-01-02T03:00:00Z"}).encode()

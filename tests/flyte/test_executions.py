@@ -92,10 +92,6 @@ def test_uploaded_data_are_trained_on_one_node(trained: Execution) -> None:
     (started,) = [event for event in trained.history(outputs) if event["event"] == "RunStarted"]
     assert started["world_size"] == 2
     assert "<svg" in trained.deck("train_on_one_node")
-
-
-def test_a_healthy_run_prints_no_warning_and_no_pod_path(trained: Execution) -> None:
-    trained.outputs()
     assert_quiet(trained)
 
 
@@ -128,12 +124,6 @@ def checkout_with_recipes(checkout: Checkout) -> Checkout:
         "class Cellar(Wine):\n    def model(self):\n        return net(13)\n"
     )
     return checkout
-
-
-def test_a_users_recipe_trains_on_one_node(checkout_with_recipes: Checkout, unique: str) -> None:
-    config = json.dumps({"epochs": 3, "seed": int(unique, 16)})
-    execution = checkout_with_recipes.train("--recipe", "recipes.wine.Wine", "--config", config)
-    assert len(execution.outputs()["epoch_accuracies"]) == 3
 
 
 def test_a_recipe_in_a_package_of_two_files_trains_on_several_nodes(
