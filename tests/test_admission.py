@@ -28,7 +28,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.flyte.retraining import Retraining
-from flyte_ddp.flyte.settings import SettingsError, load_settings
+from flyte_ddp.flyte.settings import load_settings
 from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.promotion.policy import PromotionCriteria
@@ -447,7 +447,7 @@ def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):
 def test_a_mistake_in_the_table_is_refused_at_registration(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text((ROOT / "settings.toml").read_text().replace("images = []", "image = []"))
-    with pytest.raises(SettingsError, match=r"settings.toml: allowed: expected one .* got 'image'"):
+    with pytest.raises(ConfigError, match=r"settings.toml: allowed: expected one .* got 'image'"):
         load_settings(file, {})
 
 

@@ -26,7 +26,7 @@ from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
 from flyte_ddp.flyte import Distributed, distributed
 from flyte_ddp.flyte.failures import UserError
-from flyte_ddp.flyte.settings import SettingsError, load_settings
+from flyte_ddp.flyte.settings import load_settings
 from flyte_ddp.flyte.study import _Observer
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
@@ -311,7 +311,7 @@ def test_functions_and_scripts_without_a_server_are_one_line(
         recorded()
     with pytest.raises(ConfigError, match="mlflow: expected none beside wandb"):
         Distributed(wandb="project", mlflow="tests")
-    with pytest.raises(SettingsError, match="mlflow.url: expected the URL of the server, .* none"):
+    with pytest.raises(ConfigError, match="mlflow.url: expected the URL of the server, .* none"):
         load_settings(environment={"TRACKING": "mlflow"})
 
 

@@ -9,13 +9,16 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.errors import ConfigError, StorageUnavailable
+from flyte_ddp.flyte.failures import RecoverableError
 from flyte_ddp.flyte.inputs import make_overrides
+from flyte_ddp.flyte.retraining import Retraining
 from flyte_ddp.flyte.task import open_task_frame
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
@@ -23,7 +26,7 @@ from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, ju
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import from_bytes, pin_state
-from tasks.retrain import plan_retraining
+from tasks.retrain import keep_champion, plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
@@ -598,6 +601,14 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
         "2026-01-02T03:00:00Z",
     ):
         assert expected in page
+
+
+def test_an_outage_while_the_report_is_made_is_recoverable(store, monkeypatch):
+    away = Mock(side_effect=StorageUnavailable("champion: s3://bucket could not be reached"))
+    monkeypatch.setattr(ChampionStore, "in_use", away)
+    kept = Retraining("digits", store.url, "", PromotionCriteria(), "", "unchanged", "nothing new")
+    with pytest.raises(RecoverableError, match="champion: s3://bucket could not be reached"):
+        keep_champion(retraining=kept)
 
 
 @pytest.mark.parametrize(

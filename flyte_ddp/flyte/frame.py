@@ -31,7 +31,7 @@ from flyte_ddp.errors import (
     TrainingStopped,
     log_failures,
 )
-from flyte_ddp.events import Listener, RunFinished, RunState, plain
+from flyte_ddp.events import Listener, RunFinished, RunState
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import Execution, current_execution
@@ -225,13 +225,6 @@ class Frame:
         self.report.close(None)
         self.report.write(self.directory / "report.html")
         return self.output("report.html")
-
-    def keep_values(self, **outputs: Any) -> None:
-        """Write the outputs that are no files to their directory, if there is one."""
-        if self.output_directory:
-            with log_failures(OUTPUTS):
-                text = json.dumps(plain(outputs), indent=1, default=repr, allow_nan=False)
-                (self.output_directory / OUTPUTS).write_text(f"{text}\n", encoding="utf-8")
 
     def keep_history(self, report: Report) -> None:
         """Put the history where the task's outputs are, and name it in the report: for a task that

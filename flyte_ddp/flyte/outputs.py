@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 import tempfile
@@ -14,8 +15,8 @@ import click
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import EpochFinished
+from flyte_ddp.errors import ConfigError, log_failures
+from flyte_ddp.events import EpochFinished, plain
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.observers.command_line import make_run_directory
 from flyte_ddp.observers.streams import print_line
@@ -67,6 +68,16 @@ class RetrainingOutputs(NamedTuple):
     report: FlyteFile  # the HTML page that the Deck shows too
     # of the challenger, as of `TrainingOutputs`; none where nothing was trained
     export: FlyteDirectory | None
+
+
+def keep_values(directory: Path | None, name: str, **values: Any) -> None:
+    """Write the outputs that are no files to file `name` of a local run's directory, if it has
+    one.
+    """
+    if directory is not None:
+        with log_failures(name):
+            text = json.dumps(plain(values), indent=1, default=repr, allow_nan=False)
+            (directory / name).write_text(f"{text}\n", encoding="utf-8")
 
 
 def open_output_directory(output: str, name: str) -> Path | None:

@@ -20,7 +20,7 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.config.fields import check, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
-from flyte_ddp.flyte.settings import SETTINGS, SettingsError, delaying_errors
+from flyte_ddp.flyte.settings import SETTINGS, delaying_errors
 
 KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 STRUCTS = {"config": TrainingOverrides, "cluster": ClusterInput}  # inputs that are JSON objects
@@ -79,7 +79,7 @@ def _inputs(workflow: PythonFunctionWorkflow, given: Mapping[str, Any]) -> dict[
     }
     for name in given:
         if name not in kinds:
-            raise SettingsError(
+            raise ConfigError(
                 f"retrain_inputs: expected {', '.join(kinds)}, got {name!r}{suggest(name, kinds)}"
             )
     return {name: _convert(name, value, kinds[name]) for name, value in given.items()}
@@ -89,10 +89,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if name in STRUCTS:
         return STRUCTS[name].from_json(json.dumps(value))
     if kind in (str, int, float):
-        try:
-            return check(f"retrain_inputs.{name}", value, kind)
-        except ConfigError as error:
-            raise SettingsError(str(error)) from None
+        return check(f"retrain_inputs.{name}", value, kind)
     if not isinstance(value, str) or "://" not in value:  # a path would be uploaded at every import
-        raise SettingsError(f"retrain_inputs.{name}: expected a URL, got {value!r}")
+        raise ConfigError(f"retrain_inputs.{name}: expected a URL, got {value!r}")
     return FlyteDirectory(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Limits, check
-from flyte_ddp.errors import ConfigError, log_failures
-from flyte_ddp.events import plain
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.flyte_context import Execution, current_execution
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
@@ -28,7 +26,7 @@ from flyte_ddp.flyte.inputs import (
     OptionalOverrides,
     OptionalSource,
 )
-from flyte_ddp.flyte.outputs import RetrainingOutputs, open_output_directory
+from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.resources import code_version
 from flyte_ddp.flyte.task import check_urls, task_body
@@ -232,10 +230,7 @@ def _outputs(
         }
         | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
     }
-    if kept_in:
-        with log_failures("retraining.json"):
-            text = json.dumps(plain(values), indent=1, allow_nan=False)
-            (kept_in / "retraining.json").write_text(f"{text}\n", encoding="utf-8")
+    keep_values(kept_in, "retraining.json", **values)
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
 
 

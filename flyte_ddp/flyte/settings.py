@@ -102,22 +102,19 @@ def load_settings(
     """Read `file`, by default the project's, and the variables that win over it.
 
     Raises:
-        SettingsError: the file is missing, or has what is unknown or wrong.
+        ConfigError: the file is missing, or has what is unknown or wrong.
     """
     if file is None:
         if (project := find_project()) is None:
-            raise SettingsError(
+            raise ConfigError(
                 f"{SETTINGS_FILE}: expected one with `recipes` in the project's directory, which "
                 "is on sys.path, got none"
             )
         file = project / SETTINGS_FILE
-    try:
-        tables = read_settings(file)
-    except ConfigError as error:
-        raise SettingsError(str(error)) from error
+    tables = read_settings(file)
     switch = environment.get("SANDBOX", "").lower()
     if switch not in ("", "0", "1", "false", "true"):
-        raise SettingsError(f"SANDBOX: expected 0, 1, false or true, got {switch!r}")
+        raise ConfigError(f"SANDBOX: expected 0, 1, false or true, got {switch!r}")
     if switch:
         tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
@@ -132,18 +129,15 @@ def load_settings(
             for name, value in table.items()
         },
     }
-    try:
-        for variable, name in VARIABLES.items():
-            text = environment.get(variable)
-            if text and not (name in ("gpus", "gpu_type") and tables.get("profile") == "sandbox"):
-                values[name] = _read_variable(variable, text, name)
-        check_names(Settings, values, file.name)
-    except ConfigError as error:
-        raise SettingsError(str(error)) from None
+    for variable, name in VARIABLES.items():
+        text = environment.get(variable)
+        if text and not (name in ("gpus", "gpu_type") and tables.get("profile") == "sandbox"):
+            values[name] = _read_variable(variable, text, name)
+    check_names(Settings, values, file.name)
     try:
         return Settings(**values)
     except ConfigError as error:
-        raise SettingsError(f"{file.name}: {error}") from None
+        raise ConfigError(f"{file.name}: {error}") from None
 
 
 def _read_variable(variable: str, text: str, name: str) -> Any:
@@ -173,11 +167,11 @@ _problems: list[SettingsError] = []
 
 @contextlib.contextmanager
 def delaying_errors() -> Iterator[None]:
-    """Leave a SettingsError of the block to `check_settings`."""
+    """Leave a ConfigError, or an input's, of the block to `check_settings`."""
     try:
         yield
-    except SettingsError as error:
-        _problems.append(error)
+    except ValueError as error:
+        _problems.append(SettingsError(str(error)))
 
 
 def check_settings() -> None:

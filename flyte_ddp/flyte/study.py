@@ -14,7 +14,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import log_failures
 from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
-from flyte_ddp.flyte.frame import HISTORY, Frame
+from flyte_ddp.flyte.frame import HISTORY, OUTPUTS, Frame
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     OptionalCluster,
@@ -23,7 +23,7 @@ from flyte_ddp.flyte.inputs import (
     given,
     make_overrides,
 )
-from flyte_ddp.flyte.outputs import list_accuracies, list_metrics
+from flyte_ddp.flyte.outputs import keep_values, list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
@@ -313,7 +313,9 @@ class _Observer:
             best_export=self.frame.exported(finished, card),
             history=self._save_history(),
         )
-        self.frame.keep_values(
+        keep_values(
+            self.frame.output_directory,
+            OUTPUTS,
             best_config=dict(best.trial.overrides),
             best_accuracies=outputs.best_accuracies,
             best_metrics=outputs.best_metrics,

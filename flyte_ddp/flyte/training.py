@@ -7,8 +7,8 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
-from flyte_ddp.flyte.frame import HISTORY, Frame
-from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
+from flyte_ddp.flyte.frame import HISTORY, OUTPUTS, Frame
+from flyte_ddp.flyte.outputs import TrainingOutputs, keep_values, list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
@@ -46,7 +46,8 @@ def train_on_one_node(
         frame.limit_time(config.max_hours)
         program = recipe_program(recipe, check_config(config))
         place = LocalPlace(num_processes, ClusterConfig.max_restarts)
-        failure = pod_failure(frame.execution.previous_pod)
+        pod = frame.execution.previous_pod
+        failure = pod_failure(pod) if pod else None
         return _train(frame, report, program, place, data, parent_champion, failure)
 
 
@@ -81,10 +82,8 @@ def pod_failure(pod: str) -> RankFailure | None:
     Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
 
     Args:
-        pod: its name; "" for the first attempt.
+        pod: its name.
     """
-    if not pod:
-        return None
     from flyte_ddp.cluster.kubernetes.api import pod_end
 
     if not pod_end(ClusterConfig(kind="kubernetes"), pod).is_out_of_memory:
@@ -128,7 +127,8 @@ def _train(
         history=frame.output(HISTORY),
         export=frame.exported(result.finished, card),
     )
-    frame.keep_values(epoch_accuracies=outputs.epoch_accuracies, epoch_metrics=metrics)
+    numbers = {"epoch_accuracies": outputs.epoch_accuracies, "epoch_metrics": metrics}
+    keep_values(frame.output_directory, OUTPUTS, **numbers)
     shown = result.monitor.metric
     if shown == "test_loss":  # a metric says more
         shown = next((name for name in metrics if name != shown), shown)
