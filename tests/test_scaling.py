@@ -61,13 +61,8 @@ def run_of(
         )
         for number, loss in enumerate(losses, start=1)
     ]
-    values = {
-        "learning_rate": rate,
-        "batch_size_per_rank": batch_per_rank,
-        "world_size": world_size,
-    }
-    if not batch_per_rank:
-        del values["batch_size_per_rank"]
+    varied = {"batch_size_per_rank": batch_per_rank} if batch_per_rank else {}
+    values = {"learning_rate": rate, **varied, "world_size": world_size}
     state = RunState(
         False, started=started, epochs=epochs, finished=sample_run.finished(len(losses))
     )

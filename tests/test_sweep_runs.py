@@ -167,30 +167,24 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
         "epochs": [40],
     }
     found = models({"recipe_options.label": ["quick"], "learning_rate": [0.1]}, slow)
-    done = []
+
+    def is_slow(kind):
+        return lambda run, event: run.trial.number == 2 and isinstance(event, kind)
+
+    stages = [  # each waits for the one before: an event, and what is done then
+        (lambda run, event: run.trial.number == 1 and run.status == FINISHED, lambda: None),
+        (
+            is_slow(events.EpochFinished),
+            lambda: os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL),
+        ),
+        (is_slow(events.RunStarted), lambda: None),
+        # Not earlier: the restarted trial has to get further than where it went on.
+        (is_slow(events.EpochFinished), lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    ]
 
     def react(run, event):
-        if run.trial.number == 1 and run.status == FINISHED and not done:
-            done.append("quick")
-        elif (
-            run.trial.number == 2 and done == ["quick"] and isinstance(event, events.EpochFinished)
-        ):
-            done.append("killed")
-            os.kill(pid_of_worker_with(record, "slow"), signal.SIGKILL)
-        elif (
-            run.trial.number == 2
-            and done == ["quick", "killed"]
-            and isinstance(event, events.RunStarted)
-        ):
-            done.append("restarted")
-        # Not earlier: the restarted trial has to get further than where it went on.
-        elif (
-            run.trial.number == 2
-            and done[2:] == ["restarted"]
-            and isinstance(event, events.EpochFinished)
-        ):
-            done.append("stopped")
-            os.kill(os.getpid(), signal.SIGTERM)
+        if stages and stages[0][0](run, event):
+            stages.pop(0)[1]()
 
     watch = Watch(react)
     with pytest.raises(
@@ -201,7 +195,7 @@ def test_a_lost_worker_a_sigterm_and_a_retry_cost_only_time(tmp_path, data, clie
         ),
     ):
         sweep(found, tmp_path / "checkpoints", data, client, watch)
-    assert done == ["quick", "killed", "restarted", "stopped"]
+    assert stages == []
     assert watch.starts(1) == [0]  # the others hear nothing of it
     first, second = watch.starts(2)
     assert (first, second > 0) == (0, True)
