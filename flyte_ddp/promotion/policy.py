@@ -272,8 +272,8 @@ def _compare(
 
 def _describe_hold(since: str) -> str:
     return (
-        f"a rollback at {since} keeps its version in use; release it with python -m "
-        "flyte_ddp.promotion release"
+        f"a rollback at {since} keeps its version in use; release it by "
+        "flyte-ddp promotion release URL"
     )
 
 

@@ -86,12 +86,9 @@ class Execution:
         return self.remote.sync_execution(execution, sync_nodes=True)
 
     @property
-    def phase(self) -> int:
-        return int(self.remote.fetch_execution(name=self.name).closure.phase)
-
-    @property
     def is_over(self) -> bool:
-        return self.phase in (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT)
+        ends = (Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED, Phase.TIMED_OUT)
+        return self.remote.fetch_execution(name=self.name).closure.phase in ends
 
     def wait(self, timeout: float = 900) -> FlyteWorkflowExecution:
         """Return the execution once it is over."""
@@ -107,12 +104,6 @@ class Execution:
             f"{self.name}: {execution.error}\n{self.logs()}"
         )
         return execution.outputs
-
-    def error(self, timeout: float = 900) -> str:
-        """Return the error of an execution that has to fail."""
-        execution = self.wait(timeout)
-        assert execution.closure.phase == Phase.FAILED, self.name
-        return str(execution.error.message)
 
     def pods(self) -> list[str]:
         """Return the names of the pods of its tasks, retries included, oldest first."""

@@ -27,7 +27,6 @@ from tests.flyte.conftest import (
     items,
     kubectl,
 )
-from tests.kubernetes.test_flyte import HUNGRY
 from tests.support.checkout import REPOSITORY, copy_repository
 
 PACED = """
@@ -291,30 +290,6 @@ def test_a_retry_that_finds_all_nodes_tainted_is_repeated_until_they_are_not(
         event for event in execution.history(outputs) if event["event"] == "CheckpointLoaded"
     ][-1]
     assert loaded["step"] > 0
-
-
-def test_workers_that_run_out_of_memory_twice_end_the_execution_with_what_to_change(
-    checkout_with_recipes: Checkout, unique: str
-) -> None:
-    (checkout_with_recipes.directory / "recipes/hungry.py").write_text(HUNGRY)
-    config = ("--config", json.dumps({"seed": int(unique, 16)}))
-    execution = checkout_with_recipes.train_on_cluster("--recipe", "recipes.hungry.Hungry", *config)
-    error = execution.error()
-    expected = (
-        "cluster.kubernetes.worker_memory: expected more than 1Gi, or .* the ranks ran out "
-        "of memory twice"
-    )
-    assert re.search(expected, error), error
-    restarts = re.compile("restarts from (?:its last checkpoint|the beginning)")
-    (pod,) = [pod for pod in execution.pods() if restarts.search(execution.log(pod))]
-    assert len(restarts.findall(execution.log(pod))) == 1
-    attempts = [
-        each
-        for each in items("pods", f"execution-id={execution.name}")
-        if "train-on-cluster" in str(each)
-    ]
-    assert len({each["metadata"]["name"] for each in attempts}) == 1  # Flyte has made no retry
-    assert not items("daskclusters", f"execution-id={execution.name}")
 
 
 def test_an_abort_deletes_the_dask_cluster(
