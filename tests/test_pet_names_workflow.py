@@ -11,9 +11,8 @@ import torch
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.flyte.inputs import InputError
-from flyte_ddp.recipes.pet_names import END
-from flyte_ddp.recipes.pet_names.model import NameModel
 from tests.support.commands import run_command
+from tests.test_generate import new_model
 from workflows.pet_names import generate_names_wf
 
 REPOSITORY = Path(__file__).parents[1]
@@ -22,12 +21,8 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def state_file(tmp_path_factory):
     """The state of a model that has learnt no more than that names are short."""
-    torch.manual_seed(0)
-    model = NameModel()
-    with torch.no_grad():
-        model.fc.bias[END] += 2
     file = tmp_path_factory.mktemp("names") / "model_state.pt"
-    torch.save(model.state_dict(), file)
+    torch.save(new_model().state_dict(), file)
     return file
 
 
