@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +26,9 @@ from flyte_ddp.events.history import to_line
 from flyte_ddp.flyte import Distributed, distributed
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.settings import load_settings
-from flyte_ddp.flyte.study import _Observer
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file
-from flyte_ddp.studies.report import StudyReport
 from tests.support.ports import free_port
 from tests.support.runs import fork_functions
 from tests.support.short_run import (
@@ -218,20 +215,6 @@ def test_events_beyond_the_bound_of_the_queue_end_the_recording(
     is_open.set()
     assert len(lines) == 1
     assert "TimeoutError: it is 4 events behind" in lines[0]
-
-
-def test_each_trial_that_is_not_recorded_has_its_command_printed() -> None:
-    lines: list[str] = []
-    frame: Any = SimpleNamespace(run_id=lambda: "group", say=lines.append)
-    observer = _Observer(frame, StudyReport("digits"))
-    for key in ("a", "b"):
-        options: dict[str, Any] = {
-            "history": f"s3://c/{key}/outcome.jsonl",
-            "say": observer._say_of_wandb,
-        }
-        Mlflow("http://host", "tests", f"group-{key}", **options)._give_up(TimeoutError())
-        command = f"flyte-ddp mlflow s3://c/{key}/outcome.jsonl http://host tests group-{key}"
-        assert lines.pop().endswith(command)
 
 
 def test_every_task_finds_the_server_that_registration_was_given(tmp_path: Path) -> None:
