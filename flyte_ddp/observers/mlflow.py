@@ -46,7 +46,6 @@ AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
 MAX_METRICS = 500  # that wait for a request; MLflow takes 1000 in one, and an event adds some
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
-UPLOAD = "to upload the rest later"  # begins a command
 CHANGING = ("world_size", "num_nodes")
 KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
@@ -197,7 +196,7 @@ class Mlflow(Recorder):
             self.experiment,
             self.run_id,
         )
-        return f"; {UPLOAD}: flyte-ddp mlflow {shlex.join(filter(None, words))}"
+        return f"; to upload the rest later: flyte-ddp mlflow {shlex.join(filter(None, words))}"
 
 
 def find_server() -> str:
