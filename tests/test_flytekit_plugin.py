@@ -322,7 +322,7 @@ def test_a_pod_with_ranks_has_shared_memory_and_knows_its_gpus():
     assert template(increase_shared_mem=False).extended_resources is None
     assert template(shared_memory="1Gi").extended_resources.shared_memory.size_limit == "1Gi"
     mounts = [V1VolumeMount(name="own", mount_path="/dev/shm")]
-    own = PodTemplate(V1PodSpec([V1Container(name="primary", volume_mounts=mounts)]))
+    own = PodTemplate(V1PodSpec(containers=[V1Container(name="primary", volume_mounts=mounts)]))
     assert template(pod_template=own).extended_resources is None
     sized = task(
         task_config=Distributed(nnodes=2), shared_memory="1Gi", requests=Resources(mem="4Gi")
