@@ -18,6 +18,7 @@ SCRIPTS = REPOSITORY / "examples/scripts"
 SHORT = {
     "ddp.py": ["--epochs", "2"],
     "fsdp2.py": ["--steps", "12"],
+    "adversarial.py": [],
     "lightning_digits.py": ["--epochs", "2"],
     "accelerate_digits.py": ["--epochs", "2"],
     "hugging_face_digits.py": ["--steps", "10"],

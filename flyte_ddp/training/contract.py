@@ -30,6 +30,7 @@ from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.training.initial_state import abbreviate, freeze_layers
 from flyte_ddp.training.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
+from flyte_ddp.training.optim import OF_FUNCTIONS
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import forward
 
@@ -90,7 +91,11 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
     """
     place = locate(recipe, "model")
     if not isinstance(found, nn.Module):
-        raise ConfigError(f"{place}: expected an nn.Module, got {describe_kind(found)}")
+        several = isinstance(found, (tuple, list, dict))
+        raise ConfigError(
+            f"{place}: expected an nn.Module, got {describe_kind(found)}"
+            f"{OF_FUNCTIONS if several else ''}"
+        )
     tensors = [*found.named_parameters(), *found.named_buffers()]
     if lazy := [name for name, each in tensors if is_lazy(each)]:
         raise ConfigError(

@@ -18,8 +18,10 @@ from flyte_ddp.config import OWN, TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.nested import describe_kind
 from flyte_ddp.recipes import Recipe, locate
 
+OF_FUNCTIONS = ": a function or a script trains several (docs/recipes.md, Where a recipe ends)"
 # Optimizers of torch whose step needs whole matrices, of which a rank has a part under fsdp.
 OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 
@@ -36,9 +38,14 @@ def open_optimizer(
     """
     if config.optimizer != OWN:
         return build_optimizer(model, config, recipe.optimizer_groups(model), has_fused_sgd)
-    place, optimizer = locate(recipe, "optimizer"), recipe.optimizer(model, config)
+    place = locate(recipe, "optimizer")
+    optimizer: Any = recipe.optimizer(model, config)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"{place}: expected an optimizer of torch's, got {optimizer!r:.80}")
+        several = isinstance(optimizer, (tuple, list, dict))
+        raise ConfigError(
+            f"{place}: expected an optimizer of torch's, got {describe_kind(optimizer)}"
+            f"{OF_FUNCTIONS if several else ''}"
+        )
     if not all("lr" in group for group in optimizer.param_groups):
         raise ConfigError(f"{place}: expected an lr in each group, got one without")
     name = type(optimizer).__name__
