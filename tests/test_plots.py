@@ -140,12 +140,6 @@ def test_a_panel_fits_any_page():
     assert len(ids) == len(set(ids))
 
 
-def test_a_long_run_makes_no_larger_picture():
-    long = [sample_run.started(epochs=2000), *sample_run.steps(1, 100_000)]
-    for panel in panels_of(long).values():
-        assert len(drawing.to_svg(panel)) < 60_000
-
-
 @pytest.mark.parametrize("page", ["#ffffff", "#000000"])
 @pytest.mark.parametrize("color", [drawing.INK, *drawing.PALETTE])
 def test_colours_stand_out_on_light_and_dark_pages(color: str, page: str):

@@ -105,7 +105,6 @@ class CheckpointStore:
         self.returns_to_best = False  # the run ends with the best state
         # nothing resumes any more: on a full disk the model counts more than checkpoints
         self.has_finished = False
-        self.share_with(self.peers)
         # a failed try must not keep a newer state waiting
         self._sink = Storage(self.url, timeout=0)
         self.retention = Retention(self._sink, self.num_kept, self.owner)
