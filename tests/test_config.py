@@ -21,6 +21,7 @@ from flyte_ddp.config.fields import LIMITS, describe_fields, read_object, sugges
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import InputError
 from flyte_ddp.flyte.inputs import TrainingOverrides, _refuse_text, given
+from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.text.recipe import Text
 
@@ -270,3 +271,8 @@ def test_a_mistake_in_the_form_of_a_config_is_told_with_its_line_and_column(
 def test_a_file_of_the_command_line_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfepochs: 3\n")
     assert read_object("--config", str(tmp_path / "c.yaml")) == {"epochs": 3}
+
+
+def test_a_resolved_config_is_not_validated_again():
+    config = resolve({}, {"epochs": 3})
+    assert pin_initial_state(config) is config

@@ -153,6 +153,8 @@ def _own_choices(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, str]
 def pin_initial_state(config: TrainingConfig) -> TrainingConfig:
     """Return `config` with the checksum of its initial model state, as `pin_state`."""
     state = pin_state(config.initial_model_state)
+    if state == config.initial_model_state:  # no second validation of what is resolved
+        return config
     return dataclasses.replace(config, initial_model_state=state)
 
 
