@@ -68,6 +68,14 @@ VARIABLES = (
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
 SHORT = {"--redirects": ["-r"], "--tee": ["-t"]}
+# The options by which `train` and `predict` take a recipe and place its ranks: name, help, default.
+RECIPE_OPTIONS = (
+    ("--config", "fields of the config: JSON, or a YAML or JSON file; options win", ""),
+    ("--data", "path or URL, for recipes that read data of yours", ""),
+    ("--nproc-per-node", "ranks: a number, gpu, cpu or auto (default auto)", "auto"),
+    ("--nnodes", "machines, or a range such as 1:4 (default 1)", "1"),
+    ("--cluster", "the machines: JSON, or a YAML or JSON file", ""),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,6 +124,24 @@ def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> i
     finally:
         limit.cancel()
     return 0
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Iterable[tuple[str, str, str | int | None]]
+) -> None:
+    """Add `options`, as those of `RECIPE_OPTIONS`, which take dashes and underscores. One without
+    a default is required.
+    """
+    for flag, text, default in options:
+        kind = int if isinstance(default, int) else str
+        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
+        required = default is None
+        parser.add_argument(*names, help=text, default=default, type=kind, required=required)
+
+
+def read_given(flag: str, text: str) -> dict[str, Any] | None:
+    """Return what `read_object` does; None for an option that is not given."""
+    return read_object(flag, text) if text else None
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -194,12 +220,11 @@ def read_gang(options: argparse.Namespace) -> Gang:
     """
     if options.checkpoints is not None:
         check_url(options.checkpoints, "--checkpoints")
-    cluster = read_object("--cluster", options.cluster) if options.cluster else None
     gang = Gang(
         options.nnodes,
         options.nproc_per_node,
         options.max_restarts,
-        cluster,
+        read_given("--cluster", options.cluster),
         options.stall_timeout,
         options.master_port or 0,
     )

@@ -14,12 +14,18 @@ from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import describe_fields, read_object
+from flyte_ddp.config.fields import describe_fields
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.protocol.programs import check_run_id, slow_imports
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.launch.run_options import check_place, end_as_shell
+from flyte_ddp.launch.run_options import (
+    RECIPE_OPTIONS,
+    add_options,
+    check_place,
+    end_as_shell,
+    read_given,
+)
 from flyte_ddp.observers.command_line import (
     RUNS,
     add_observer_options,
@@ -37,13 +43,12 @@ USAGE = "flyte-ddp train RECIPE [--FIELD VALUE ...] [OPTION ...]"
 def main(arguments: Sequence[str]) -> int:
     """Train a recipe, and return the exit status."""
     options, words = _read_options(arguments)
-    given = read_object("--config", options.config) if options.config else {}
-    given = _merge(given, read_fields(words))
+    given = _merge(read_given("--config", options.config) or {}, read_fields(words))
     gang = Gang(
         options.nnodes,
         options.nproc_per_node,
         options.max_restarts,
-        read_object("--cluster", options.cluster) if options.cluster else None,
+        read_given("--cluster", options.cluster),
     )
     check_run_id(options.run_id)
     check_url(options.checkpoints or RUNS, "--checkpoints")
@@ -150,22 +155,15 @@ def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-    def add(flag: str, help: str, **options: Any) -> None:
-        underscored = f"--{flag[2:].replace('-', '_')}"
-        parser.add_argument(*dict.fromkeys((flag, underscored)), help=help, **options)
-
     names = ", ".join(BUILTIN)
     parser.add_argument("recipe", metavar="RECIPE", help=f"{names}, or the dotted name of your own")
-    add("--config", "further fields: JSON, or a YAML or JSON file; options win", default="")
-    add("--data", "path or URL, for recipes that read data of yours", default="")
-    add("--nproc-per-node", "ranks: a number, gpu, cpu or auto (default auto)", default="auto")
-    add("--nnodes", "machines, or a range such as 1:4 (default 1)", default="1")
-    add("--cluster", "the machines: JSON, or a YAML or JSON file", default="")
     most = ClusterConfig.max_restarts
-    add("--max-restarts", f"of all ranks after a loss (default {most})", type=int, default=most)
     text = f"directory or URL: an unfinished run there goes on (default: a new one in {RUNS}/)"
-    add("--checkpoints", text, default="")
-    add("--run-id", "the same for all attempts of this run", default="")
+    more = (
+        ("--max-restarts", f"of all ranks after a loss (default {most})", most),
+        ("--checkpoints", text, ""),
+        ("--run-id", "the same for all attempts of this run", ""),
+    )
+    add_options(parser, (*RECIPE_OPTIONS, *more))
     add_observer_options(parser)
     return parser.parse_known_args(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from flyte_ddp.config.fields import read_object
+from flyte_ddp.launch.run_options import RECIPE_OPTIONS, add_options, read_given
 from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE, predict
 from flyte_ddp.storage import redact_url
 
@@ -15,21 +15,13 @@ def main(arguments: Sequence[str]) -> str:
     text = "Predict new data with a trained model, into Parquet files. The same command resumes."
     parser = argparse.ArgumentParser("flyte-ddp predict", description=text, allow_abbrev=False)
     parser.add_argument("recipe", metavar="RECIPE", help="of the model")
-    for flag, help_text, default in (
+    own = (
         ("--model-state", "path or URL of a state dict, or the directory of a champion", None),
         ("--output", "directory or URL for the predictions", None),
-        ("--data", "path or URL of the data (default: the recipe's own)", ""),
         ("--batch-size", f"samples of a forward pass (default {BATCH_SIZE})", BATCH_SIZE),
         ("--part-size", f"samples of a file (default {PART_SIZE})", PART_SIZE),
-        ("--config", "fields of the config: JSON, or a YAML or JSON file", ""),
-        ("--nproc-per-node", "processes: a number, gpu, cpu or auto (default auto)", "auto"),
-        ("--nnodes", "machines (default 1)", "1"),
-        ("--cluster", "the machines: JSON, or a YAML or JSON file", ""),
-    ):
-        kind = int if isinstance(default, int) else str
-        parser.add_argument(
-            flag, help=help_text, default=default, type=kind, required=default is None
-        )
+    )
+    add_options(parser, (*own, *RECIPE_OPTIONS))
     options = parser.parse_args(arguments)
     made = predict(
         options.recipe,
@@ -38,10 +30,10 @@ def main(arguments: Sequence[str]) -> str:
         options.output,
         batch_size=options.batch_size,
         part_size=options.part_size,
-        config=read_object("--config", options.config) if options.config else {},
+        config=read_given("--config", options.config) or {},
         nnodes=options.nnodes,
         nproc_per_node=options.nproc_per_node,
-        cluster=read_object("--cluster", options.cluster) if options.cluster else None,
+        cluster=read_given("--cluster", options.cluster),
     )
     files = f"{len(made.paths)} file{'s' * (len(made.paths) != 1)}"
     return f"{made.num_rows:,} predictions in {files} of {redact_url(options.output)}"
