@@ -58,7 +58,8 @@ def main(recipe: str | type[Recipe], config: TrainingConfig) -> None:
     current = session.current()
     program = current.process.job.program
     program.check_compiler()  # on a Dask worker, whose image the driver has not seen
-    if program.batch:  # a launcher may have split it further
+    # a launcher may have split it further
+    if program.batch and program.batch != config.batch:
         config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
     parallelism = _prepare_torch(config, current.process)
     world = parallelism.world
