@@ -272,6 +272,12 @@ def test_each_walk_through_the_code_names_what_is_there():
         assert re.search(rf"^ *(async )?(def|class) {name}\b", code, re.MULTILINE), (path, name)
     assert len({path for path, _ in steps["A killed rank's state, out and in again"]}) <= 10
     assert len(steps["`session.save` of a function"]) <= 9 + 1  # with the call back up
+    for title, max_functions, max_rooms in (
+        ("A hyperparameter, from the command line to its use", 10, 6),
+        ("A schedule, to a promotion", 21, 9),
+    ):
+        assert 0 < len(steps[title]) <= max_functions
+        assert len({str(Path(path).parent) for path, _ in steps[title]}) <= max_rooms
     title = next(each for each in walks if each.startswith("SIGTERM on a worker"))
     assert len({path for path, _ in steps[title]}) <= 12
     assert len(re.findall(r"^\d+\. ", walks[title], re.MULTILINE)) - 1 <= 7  # hops
