@@ -295,7 +295,8 @@ OTHER_NAMES = {
         "class_names": ("class_name", "classNames"),
         "defaults": ("default",),
         "num_targets": ("num_target",),
-        "datasets": ("dataset", "train_dataloader", "collate_fn"),
+        "collate": ("collate_fn",),
+        "datasets": ("dataset", "train_dataloader"),
         "model": ("forward",),
         "prepare": ("prepare_data",),
     }.items()

@@ -293,7 +293,7 @@ class _IsolatedDataset(SeededDataset):
     generators.
     """
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         with isolate_draws([]):
             return super().__getitems__(places)
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.rank.nested import collate, describe_kind, map_tensors
+from flyte_ddp.rank.nested import collate, describe_kind, map_tensors, tensors_in
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
@@ -58,8 +58,9 @@ def open_samples(
     samples: list[TensorSamples | LoadedSamples] = []
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
     budget = int(MAX_GPU_MEMORY_FRACTION * free)
+    has_own = type(recipe).collate is not Recipe.collate
     for dataset in datasets:
-        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2 and not has_own:
             in_memory = TensorSamples(dataset, recipe, world)
             if in_memory.nbytes <= budget:
                 in_memory.move_to_device()
@@ -206,6 +207,7 @@ class LoadedSamples:
         self.device = world.device
         self.recipe = recipe
         self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
+        self.has_own_collate = type(recipe).collate is not Recipe.collate
         self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its
         # processes start once: each imports torch for seconds.
@@ -215,9 +217,9 @@ class LoadedSamples:
         # whose advice, fork, does not help: `batches` gives ours
         warnings.filterwarnings("ignore", "Got pickle error")
         self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(dataset, config.seed),
+            SeededDataset(dataset, config.seed, recipe.collate if self.has_own_collate else None),
             batch_sampler=self._plan,
-            collate_fn=collate,
+            collate_fn=_keep if self.has_own_collate else collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self.device.type == "cuda",
@@ -245,12 +247,14 @@ class LoadedSamples:
     def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         self._plan[:] = [[(epoch, sample) for sample in index.tolist()] for index in indices]
         try:
-            for batch in self._loader:
+            for batch, index in zip(self._loader, indices, strict=True):
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                     got = describe_kind(batch)
                     raise DataError(
                         f"datasets: expected (input, target) pairs as samples, got {got}"
                     )
+                if self.has_own_collate:
+                    self._check_size(batch, len(index))
                 yield map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
@@ -274,6 +278,15 @@ class LoadedSamples:
                 message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
             raise DataError(message) from error
 
+    def _check_size(self, batch: Any, num_samples: int) -> None:
+        """Raise ConfigError if the recipe's `collate` has not made its batch of all samples."""
+        for tensor in tensors_in(batch):
+            if tensor.shape[:1] != (num_samples,):
+                raise ConfigError(
+                    f"{locate(self.recipe, 'collate')}: expected tensors whose first dimension is "
+                    f"the batch, {num_samples}, got shape {tuple(tensor.shape)}"
+                )
+
 
 Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
 
@@ -286,20 +299,31 @@ class SeededDataset(Dataset[Any]):
     middle of an epoch.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        collate: Callable[[list[Any], bool], Any] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.collate = collate  # of samples, and whether they are trained on
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """A batch: what a DataLoader calls where there is such a method."""
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
-        return [self[place] for place in places]
+        samples = [self[place] for place in places]
+        return self.collate(samples, places[0][0] > 0) if self.collate else samples
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place
         seed_generators(derived_seed(self.seed, epoch, index))
         return self.dataset[index]
+
+
+def _keep(batch: Any) -> Any:
+    return batch  # collated before, where it is known what it is for
 
 
 def seed_generators(seed: int) -> None:

@@ -58,7 +58,8 @@ _OF_OTHERS = {
     "optimizer_groups": "param_groups",
     "schedule": "configure_schedulers create_scheduler lr_scheduler scheduler get_scheduler",
     "model": "forward configure_model build_model get_model model_init",
-    "datasets": "train_dataloader val_dataloader test_dataloader collate_fn setup train_dataset "
+    "collate": "collate_fn data_collator",
+    "datasets": "train_dataloader val_dataloader test_dataloader setup train_dataset "
     "eval_dataset get_train_dataloader get_eval_dataloader",
     "on_epoch": "on_epoch_end on_train_epoch_end on_validation_epoch_end",
     "on_step": "on_step_end on_train_batch_end callbacks",

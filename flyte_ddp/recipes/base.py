@@ -170,6 +170,16 @@ class Recipe:
         """
         return [{"params": list(model.parameters())}]
 
+    def collate(self, samples: Sequence[Any], training: bool) -> tuple[Any, Any]:
+        """Return the batch of these (input, target) pairs: inputs and targets, whose tensors have
+        the batch as their first dimension.
+
+        Optional; for example to pad samples of different lengths. A loader process calls it for
+        each micro-batch, of held-out samples with `training` false, and of predicted ones with
+        their index as target. What it draws is seeded by its last sample.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define collate")
+
     def sampling_weights(self, dataset: Dataset[Any]) -> Any:
         """Return a number for each training sample, (N,): how often it is drawn, in proportion.
 

@@ -7,6 +7,7 @@ recipe's file and line.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sized
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.data import Samples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.rank.data import LoadedSamples, Samples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
 from flyte_ddp.rank.snapshot import unchanged
@@ -45,6 +46,8 @@ BASES: dict[type[Recipe], str] = {
     MultiLabel: "that of MultiLabel is for labels (B, L) and their logits (B, L)",
     Segmentation: "that of Segmentation is for classes (B, H, W) and their logits (B, C, H, W)",
 }
+logger = logging.getLogger(__name__)
+
 MAX_NAMES = 3  # of parameters in an error
 
 
@@ -142,6 +145,8 @@ def check_contract(
         expected = "expected a model of the samples' inputs"
         return _call(recipe, "model", expected, model, inputs=given)
 
+    if isinstance(train, LoadedSamples) and train.has_own_collate:
+        _tell_mixing(recipe, train)
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):
             first = torch.arange(num_samples, device=train.index_device)
@@ -184,6 +189,23 @@ def check_contract(
                 shown = problem.format(abbreviate(names, MAX_NAMES))
                 raise ConfigError(f"{place}: expected {shown}")
         return
+
+
+def _tell_mixing(recipe: Recipe, train: LoadedSamples) -> None:
+    """Warn if a sample's part of a batch depends on the other samples in it."""
+    first = torch.arange(min(MAX_SAMPLES, len(train)))
+    with unchanged(nn.Module(), recipe, train.dataset):
+        whole, *halves = train.batches([first, *first.tensor_split(2)], epoch=1)
+    for all_of_it, *parts in zip(tensors_in(whole), *map(tensors_in, halves), strict=True):
+        # samples may be padded to the longest of their batch
+        if all(each.shape[1:] == all_of_it.shape[1:] for each in parts) and not torch.equal(
+            torch.cat(parts), all_of_it
+        ):
+            logger.warning(
+                "%s: it mixes the samples of a batch, so other numbers of ranks train on others",
+                locate(recipe, "collate"),
+            )
+            return
 
 
 def _check_results(

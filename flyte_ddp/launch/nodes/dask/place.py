@@ -190,7 +190,8 @@ class DaskPlace:
             waited = time.monotonic() - begun
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
                 return workers
-            if waited > max(patience, self.config.start_timeout):
+            is_gone = not is_connected and self.client.status == "closed"
+            if waited > max(patience, self.config.start_timeout) or is_gone:
                 break
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited))  # at first they are about to be idle
         message = (

@@ -1,5 +1,5 @@
-"""A recipe's own optimizer and schedule, and averaged weights, train as in a plain loop, and resume
-exactly.
+"""A recipe's own optimizer, schedule, averaged weights, batches and hooks train as in a plain loop,
+and resume exactly.
 """
 
 from __future__ import annotations
@@ -8,14 +8,19 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import AttemptStarted, Reported
-from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.rank.data import epoch_order, open_samples
 from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.training.contract import check_contract
+from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.world import ALONE
 from tests.support.recipes import Dropping, Restarting, Tiny
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
@@ -108,6 +113,57 @@ def test_a_run_with_averaged_weights_does_not_go_on_from_a_state_without(tmp_pat
         new_trainer(run, stop_after=2).fit()
     with pytest.raises(ConfigError, match=r"^ema_decay: expected 0.0, with which .* got 0.9"):
         new_trainer(run, ema_decay=0.9).resume()
+
+
+class Padded(Tiny):
+    """Sequences of one to four numbers, padded to the longest of their micro-batch."""
+
+    def datasets(self, directory):
+        drawn = torch.arange(1.0, 41.0)
+        pairs = [(drawn[at : at + 1 + at % 4], int(at % 3)) for at in range(36)]
+        return pairs, pairs[:7]
+
+    def collate(self, samples, training):
+        inputs, targets = zip(*samples, strict=True)
+        padded = pad_sequence(inputs, batch_first=True)
+        features = torch.stack([padded.sum(1), (padded > 0).sum(1), padded.amax(1)], dim=1)
+        return features / 40, torch.tensor([[target, target] for target in targets])
+
+
+class Mixed(Padded):
+    def collate(self, samples, training):
+        inputs, targets = super().collate(samples, training)
+        return (inputs + inputs.flip(0) if training else inputs), targets
+
+
+class Short(Padded):
+    def collate(self, samples, training):
+        return super().collate(samples[1:], training)
+
+
+def test_a_recipes_own_collate_is_given_each_micro_batch_and_held_out_samples_apart(caplog):
+    config = TrainingConfig(global_batch_size=8)
+    for kind, is_mixed in ((Padded, False), (Mixed, True)):
+        caplog.clear()
+        recipe = kind()
+        train, held_out = open_samples(recipe.datasets(None), recipe, config, ALONE)
+        model = torch.nn.Linear(3, 3)
+        check_contract(recipe, model, train, Parallelism(config, ALONE), held_out)
+        assert ("it mixes the samples of a batch" in caplog.text) is is_mixed
+        part = torch.arange(7)
+        (trained,), (tested,) = train.batches([part], epoch=1), held_out.batches([part], epoch=0)
+        assert torch.equal(trained[0], tested[0]) is not is_mixed
+        assert trained[0].shape == (7, 3)
+        evaluation = evaluate(model, recipe, held_out, Parallelism(config, ALONE))
+        assert math.isfinite(evaluation.loss)
+
+
+def test_a_collate_that_drops_samples_is_refused_before_the_first_step():
+    recipe, config = Short(), TrainingConfig(global_batch_size=8)
+    (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
+    expected = r"Short.collate: expected tensors .* is the batch, 8, got shape \(7, 3\)$"
+    with pytest.raises(ConfigError, match=expected):
+        check_contract(recipe, torch.nn.Linear(3, 3), train, Parallelism(config, ALONE))
 
 
 def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_the_training(
