@@ -68,13 +68,14 @@ VARIABLES = (
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
 SHORT = {"--redirects": ["-r"], "--tee": ["-t"]}
+CLUSTER_OPTION = ("--cluster", "the machines: JSON, or a YAML or JSON file", "")
 # The options by which `train` and `predict` take a recipe and place its ranks: name, help, default.
 RECIPE_OPTIONS = (
     ("--config", "fields of the config: JSON, or a YAML or JSON file; options win", ""),
     ("--data", "path or URL, for recipes that read data of yours", ""),
     ("--nproc-per-node", "ranks: a number, gpu, cpu or auto (default auto)", "auto"),
     ("--nnodes", "machines, or a range such as 1:4 (default 1)", "1"),
-    ("--cluster", "the machines: JSON, or a YAML or JSON file", ""),
+    CLUSTER_OPTION,
 )
 
 
@@ -127,15 +128,15 @@ def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> i
 
 
 def add_options(
-    parser: argparse.ArgumentParser, options: Iterable[tuple[str, str, str | int | None]]
+    parser: argparse.ArgumentParser, options: Iterable[tuple[str, str, str | float | None]]
 ) -> None:
     """Add `options`, as those of `RECIPE_OPTIONS`, which take dashes and underscores. One without
     a default is required.
     """
     for flag, text, default in options:
-        kind = int if isinstance(default, int) else str
-        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
         required = default is None
+        kind = str if required else type(default)
+        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
         parser.add_argument(*names, help=text, default=default, type=kind, required=required)
 
 
@@ -158,7 +159,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     def add_switch(*flags: str, help: str) -> None:
         add(*flags, action="store_true", default=False, help=help).type = _read_switch
 
-    stall_timeout = Program.stall_timeout
     add("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
     add(
         "--nproc-per-node",
@@ -171,21 +171,24 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="restarts of all ranks after a loss (default 0)",
     )
-    parser.add_argument(
-        "--cluster", default="", help="the machines: JSON, or the name of a YAML or JSON file"
-    )
     parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
-    text = (
-        "the same for all attempts of this run: a retry on another machine takes over its "
-        "checkpoints at once"
+    own = (
+        CLUSTER_OPTION,
+        (
+            "--run-id",
+            "the same for all attempts of this run: a retry on another machine takes over its "
+            "checkpoints at once",
+            "",
+        ),
+        (
+            "--stall-timeout",
+            "seconds without a session.report until the run is ended "
+            f"(default {Program.stall_timeout:g})",
+            Program.stall_timeout,
+        ),
+        ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
     )
-    parser.add_argument("--run-id", "--run_id", default="", help=text)
-    text = f"seconds without a session.report until the run is ended (default {stall_timeout:g})"
-    parser.add_argument(
-        "--stall-timeout", "--stall_timeout", type=float, default=stall_timeout, help=text
-    )
-    text = "until the run is ended, after a last checkpoint (default: no limit)"
-    parser.add_argument("--max-hours", "--max_hours", type=float, default=0, help=text)
+    add_options(parser, own)
     add_switch("-m", "--module", help="SCRIPT is a module, as for python -m")
     add_switch("--no-python", help="SCRIPT is a program of any kind")
     parser.add_argument(
