@@ -61,7 +61,7 @@ def rows(data: Path) -> dict[str, list[Row]]:
             Row(
                 "`pyflyte run` to first step / torchrun DDP, 2 ranks",
                 start,
-                _pyflyte(),
+                _pyflyte(data / "outputs"),
                 torchrun,
                 "",
             ),
@@ -102,14 +102,20 @@ def num_threads(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
-def _pyflyte() -> Variant:
+def _pyflyte(output: Path) -> Variant:
     """Return the whole command that users type; it includes flytekit's start and the preparation of
-    the data.
+    the data. Without IPython, which flytekit imports where it is installed, as beside the tests.
     """
+    command = (
+        "import sys; sys.modules['IPython'] = None; "
+        "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
+    )
     return Variant(
         "pyflyte run",
         (
-            str(Path(sys.executable).with_name("pyflyte")),
+            sys.executable,
+            "-c",
+            command,
             "run",
             str(ROOT / "workflows" / "single_node.py"),
             "single_node_training_wf",
@@ -119,6 +125,8 @@ def _pyflyte() -> Variant:
             "2",
             "--config",
             f'{{"epochs": 1, "global_batch_size": {BATCH_SIZE}}}',
+            "--output",
+            str(output),
         ),
         num_threads(2),
     )
