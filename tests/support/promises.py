@@ -53,7 +53,19 @@ def meet_fault(directory: str, rank: int, num_steps: int) -> None:
         if int(who) == rank and num_steps >= int(when):
             if not always:
                 order.unlink()
+            if kind == "kill" and num_steps > 2:
+                _wait_for_checkpoint(Path(directory, "../checkpoints"))
             FAULTS[kind]()
+
+
+def _wait_for_checkpoint(checkpoints: Path) -> None:
+    """Wait until a state is in the store: one is written beside the steps, on a busy machine for
+    longer than they take.
+    """
+    for _ in range(300):
+        if any(checkpoints.glob("step-*.json")):
+            return
+        time.sleep(PACE)
 
 
 @dataclass
