@@ -46,6 +46,9 @@ class WeightAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the model have the averages for the length of the block."""
+        if not self.decay:
+            yield
+            return
         reshard(self.model)
         self._trained = {name: each.detach().clone() for name, each in self._own().items()}
         self.keep()

@@ -65,19 +65,26 @@ def open_optimizer(
 
 
 def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) -> int:
-    """Return the bytes of the optimizer's state, measured by a step of a model without contents."""
+    """Return the bytes of the optimizer's state, measured by a step of a model without contents; 0
+    where the model has no copy, such as one with a lock, or the optimizer takes no such step.
+    """
     tensors = (*model.parameters(), *model.buffers())
     empty: dict[int, Any] = {}
     for each in tensors:
         empty[id(each)] = value = each.detach().to("meta")
         if isinstance(each, nn.Parameter):
             empty[id(each)] = nn.Parameter(value, each.requires_grad)
-    optimizer = open_optimizer(recipe, copy.deepcopy(model, empty), config)
-    for group in optimizer.param_groups:
-        group["fused"] = False  # whose kernels need a device
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    try:
+        optimizer = open_optimizer(recipe, copy.deepcopy(model, empty), config)
+        for group in optimizer.param_groups:
+            group["fused"] = False  # whose kernels need a device
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    except (
+        Exception
+    ):  # of any kind: it is only an estimate, and what is wrong shows in the training
+        return 0
     values = [each for state in optimizer.state.values() for each in state.values()]
     return sum(each.nbytes for each in values if isinstance(each, torch.Tensor))
 

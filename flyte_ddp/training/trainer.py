@@ -111,7 +111,8 @@ class Trainer:
             self.save_checkpoint(best=True)
         while not self.is_done:
             sums, own_seconds = self.train_epoch()
-            share_buffers(self.evaluated_model, self.world)
+            if self.config.ema_decay:  # the averaged buffers take the place of these
+                share_buffers(self.evaluated_model, self.world)
             with self.average.in_place():
                 evaluation = self.evaluate()
                 finished = self._finish_epoch(sums, own_seconds, evaluation)
@@ -148,7 +149,7 @@ class Trainer:
             try:
                 state = self.store.load(self.best.step, self.world, self._boxes())
                 load_model(self.model, state["model"])
-                self.average.load(state["average"])
+                self.average.load(state.get("average", {}))
                 kept = self.best
             except CheckpointError as error:
                 logger.warning(
