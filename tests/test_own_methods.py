@@ -177,6 +177,12 @@ def test_a_recipes_own_collate_is_given_each_micro_batch_and_held_out_samples_ap
         assert math.isfinite(evaluation.loss)
 
 
+def test_one_sample_is_no_mixture():
+    recipe, config = Mixed(), TrainingConfig(global_batch_size=1)
+    (train,) = open_samples([recipe.datasets(None)[0][:1]], recipe, config, ALONE)
+    check_contract(recipe, torch.nn.Linear(3, 3), train, Parallelism(config, ALONE))
+
+
 def test_a_collate_that_drops_samples_is_refused_before_the_first_step():
     recipe, config = Short(), TrainingConfig(global_batch_size=8)
     (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
