@@ -1,0 +1,116 @@
+"""The order of shards' samples: each once, the same for any ranks, and few shards for each."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
+from flyte_ddp.data.permutation import derive_key, permute
+
+ORDERS = st.builds(
+    lambda sizes, **fields: EpochOrder(np.array(sizes, np.int64), **fields),
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    seed=st.integers(0, 2**64),
+    epoch=st.integers(0, 100),
+    lanes=st.integers(1, 16),
+    window=st.integers(1, 60),
+)
+
+
+def samples(order, times=None):
+    """The samples of some times, all by default: (shard, place) of each."""
+    times = np.arange(order.num_samples) if times is None else times
+    return list(zip(*(each.tolist() for each in order.shards_and_rows(times)), strict=True))
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**64))
+@settings(max_examples=100, deadline=None)
+def test_a_permutation_has_each_number_once_wherever_one_looks(size, seed):
+    key = derive_key(seed)
+    whole = permute(np.arange(size), size, key)
+    assert sorted(whole) == list(range(size))
+    assert permute(np.array([size - 1]), size, key) == whole[-1:]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_permutation_of_few_numbers_is_as_likely(size):
+    num_keys = 500 * np.prod(np.arange(1, size + 1))
+    keys = derive_key(np.arange(num_keys))
+    columns = [permute(np.array(place), size, keys) for place in range(size)]
+    found = collections.Counter(map(tuple, np.stack(columns, axis=1).tolist()))
+    assert len(found) == num_keys // 500
+    # the chance of more than six standard deviations is below 10^-8
+    assert all(abs(count - 500) < 6 * 500**0.5 for count in found.values())
+
+
+@given(order=ORDERS)
+@settings(max_examples=200, deadline=None)
+def test_each_sample_is_in_an_epoch_once(order):
+    expected = [(shard, row) for shard, size in enumerate(order.sizes) for row in range(size)]
+    assert sorted(samples(order)) == expected
+
+
+@given(order=ORDERS, size=st.integers(1, 50), first=st.integers(0, 300))
+@settings(max_examples=200, deadline=None)
+def test_batches_are_runs_of_times_listed_lane_by_lane(order, size, first):
+    batch = order.batch(first, size).tolist()
+    end = min(first + size, order.num_samples)
+    assert batch == sorted(range(first, end), key=lambda time: (time % order.lanes, time))
+
+
+@given(order=ORDERS)
+@settings(max_examples=100, deadline=None)
+def test_a_sample_stays_in_its_window(order):
+    whole = samples(order)
+    line = [(int(shard), row) for shard in order._line[0] for row in range(order.sizes[int(shard)])]
+    start = 0
+    for lane in range(order.lanes):
+        found = whole[lane :: order.lanes]
+        first = -(-order.window * (lane + 1) // order.lanes)
+        ends = itertools.count(first, order.window)
+        begin = 0
+        while begin < len(found):
+            end = min(next(ends), len(found))
+            assert sorted(found[begin:end]) == sorted(line[start + begin : start + end])
+            begin = end
+        start += len(found)
+
+
+def test_seed_and_epoch_draw_other_orders_which_a_version_keeps():
+    orders = [
+        EpochOrder(np.full(50, 20), seed, epoch, lanes=8, window=30)
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    ]
+    # Checkpoints were written with them: other numbers need another `VERSION`.
+    assert [order.checksum_next(0) for order in orders[:2]] == [3735738743, 4209997179]
+    assert orders[0].checksum_next(333) == 112606247
+    found = {tuple(samples(order)) for order in orders}
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_a_rank_needs_few_shards(num_ranks):
+    order = EpochOrder(np.full(1000, 180), seed=3, epoch=1, lanes=48, window=2000)
+    needed = [set() for _ in range(num_ranks)]
+    for first in range(0, order.num_samples, 96):
+        parts = np.array_split(order.batch(first, 96), num_ranks)
+        for shards, part in zip(needed, parts, strict=True):
+            shards.update(order.shards_and_rows(part)[0].tolist())
+    most = max(map(len, needed)) / 1000
+    assert most <= (1 / num_ranks + 2 / 48) * (1 + 48 / 1000)  # as docs/streams.md has it
+    assert most * num_ranks <= (1.25 if num_ranks == 5 else 1.1)
+
+
+def test_lanes_and_window_follow_from_batch_and_index():
+    found = [choose_lanes(*each) for each in ((96, 1000), (96, 500), (97, 9999), (64, 2000))]
+    assert found == [48, 24, 8, 64]
+    assert choose_lanes(96, 100) == 8  # fewer than 128 shards
+    assert choose_window(48, 10**6, 10**9) == 2**18 // 48
+    assert choose_window(48, 10**6, 10**12) == 8 * 2**30 // 10**6 // 48
+    assert choose_window(64, 3, 10**12) == 1
