@@ -59,7 +59,7 @@ OUT_OF_RANGE = [
     ("seed", 1 << 64),  # torch takes seeds of 64 bits
     ("optimizer", "lbfgs"),
     ("schedule", "step"),
-    ("precision", "fp16"),
+    ("precision", "fp64"),
     ("backend", "mpi"),
     ("optimizer", ""),
     ("optimizer", "AdamW"),

@@ -320,3 +320,46 @@ def test_the_bytes_of_an_optimizers_state_are_measured_without_them(recipe, opti
     found = count_state_bytes(recipe(), model, config)
     assert found == pytest.approx(num_tensors * 4_000_000, abs=8)
     assert model.weight.grad is None
+
+
+def test_evaluations_within_an_epoch_count_as_those_at_its_end_also_after_a_stop(tmp_path):
+    # nine steps an epoch: after 4, 8 and 9 of each
+    config = {"evaluation_interval": 4, "learning_rate": 1.0, "model_state": "best", "epochs": 2}
+    whole = new_trainer(new_run(tmp_path / "whole"), **config)
+    whole.fit()
+    epochs = whole.progress.epochs
+    assert [each.step for each in epochs] == [4, 8, 9, 13, 17, 18]
+    assert [each.position for each in epochs] == pytest.approx([4 / 9, 8 / 9, 1, 13 / 9, 17 / 9, 2])
+    without = new_trainer(new_run(tmp_path / "without"), **{**config, "evaluation_interval": 0})
+    without.fit()
+    ends = [each.test_loss for each in without.progress.epochs]
+    assert [each.test_loss for each in epochs if each.share == 1] == ends
+    assert whole.best is min(epochs, key=lambda each: each.test_loss)
+    seconds = [each.seconds * each.samples_per_second for each in epochs]
+    assert seconds == pytest.approx([48, 48, 1, 48, 48, 1])
+
+    # in a step, in an evaluation within an epoch, in a step after one
+    for stop_after, step in ((3, 3), (6, 4), (10, 5)):
+        run = new_run(tmp_path / f"stopped-{stop_after}")
+        with pytest.raises(StopRequested):
+            new_trainer(run, stop_after=stop_after, **config).fit()
+        resumed = new_trainer(run, **config)
+        resumed.resume()
+        assert resumed.progress.step == step
+        resumed.fit()
+        assert [each.test_loss for each in resumed.progress.epochs] == [
+            each.test_loss for each in epochs
+        ]
+        assert resumed.load_model_state().step == whole.best.step
+
+
+def test_patience_counts_evaluations_and_ends_within_an_epoch(tmp_path):
+    monitor = {"metric": "test_loss", "mode": "max"}  # which falls from the first one on
+    config = {"evaluation_interval": 2, "patience": 2, "monitor": monitor, "model_state": "best"}
+    trainer = new_trainer(new_run(tmp_path), **config)
+    trainer.fit()
+    assert [each.step for each in trainer.progress.epochs] == [2, 4, 6]
+    resumed = new_trainer(new_run(tmp_path), **config)
+    resumed.resume()
+    assert resumed.is_done
+    assert resumed.load_model_state().step == 2

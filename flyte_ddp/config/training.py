@@ -98,6 +98,12 @@ class TrainingConfig:
         ),
     )
     evaluation_batch_size: int = field(1000, minimum=1, help="samples per rank and forward pass")
+    evaluation_interval: int = field(
+        0,
+        minimum=0,
+        help="optimizer steps from one evaluation to the next within an epoch; each counts as an "
+        "epoch's does. 0: only at each epoch's end",
+    )
     optimizer: str = field(
         "adamw",
         choices=("sgd", "adam", "adamw", OWN),
@@ -136,7 +142,10 @@ class TrainingConfig:
         "returned in their place; 0: none",
     )
     precision: str = field(
-        "fp32", choices=("fp32", "bf16"), help="bf16: autocast; weights and optimizer stay fp32"
+        "fp32",
+        choices=("fp32", "bf16", "fp16"),
+        help="bf16, fp16: autocast; weights and optimizer stay fp32. fp16 scales the loss, and "
+        "leaves steps out whose gradient overflows: at another number of ranks maybe others",
     )
     channels_last: bool = field(True, help="memory format of image-shaped (4-D) tensors")
     compile: bool = field(
@@ -149,6 +158,16 @@ class TrainingConfig:
             "ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are "
             "split over all ranks"
         ),
+    )
+    find_unused_parameters: bool = field(
+        False,
+        help="for a model that leaves parameters out of some steps; with ddp alone, which then "
+        "looks for them in each step",
+    )
+    broadcast_buffers: bool = field(
+        True,
+        help="with ddp every forward pass begins with rank 0's buffers; else each rank has its "
+        "own, and rank 0's are saved",
     )
     activation_checkpointing: bool = field(
         False,
@@ -171,14 +190,14 @@ class TrainingConfig:
         0,
         minimum=0,
         help=(
-            "epochs without a better one, by `monitor`, until the training ends; "
+            "evaluations without a better one, by `monitor`, until the training ends; "
             "0: it never ends early"
         ),
     )
     model_state: str = field(
         "best",
         choices=("best", "last"),
-        help="the epoch, by `monitor`, whose weights the run returns",
+        help="the evaluation, by `monitor`, whose weights the run returns",
     )
     backend: str = field(
         "auto",

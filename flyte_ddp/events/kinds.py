@@ -113,7 +113,9 @@ class RunStarted(Timed):
 
 @dataclass(frozen=True)
 class EpochFinished(Timed):
-    """The results of an epoch, over all ranks."""
+    """The results of an epoch, over all ranks; with `evaluation_interval` of a part of one, since
+    the evaluation before it.
+    """
 
     epoch: int  # from 1
     step: int  # optimizer steps since the start of the run
@@ -141,6 +143,12 @@ class EpochFinished(Timed):
     metrics: dict[str, float] = field(default_factory=dict)
     # text that the model generated after this epoch, if the recipe's models generate any
     sample: str = ""
+    share: float = 1.0  # of the epoch that was done then
+
+    @property
+    def position(self) -> float:
+        """The epochs that were done, such as 1.5 in the middle of the second."""
+        return self.epoch if self.share == 1 else self.epoch - 1 + self.share
 
     def figures(self) -> Figures:
         return Figures(
@@ -154,7 +162,7 @@ class EpochFinished(Timed):
             },
             axis="epoch",
             step=self.step,
-            epoch=self.epoch,
+            epoch=self.position,
         )
 
 

@@ -39,7 +39,8 @@ class RunState(Listener):
     started: kinds.RunStarted | None = None  # the latest
     loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
     reports: list[kinds.Reported] = field(default_factory=list)
-    epochs: list[EpochFinished] = field(default_factory=list)  # those of earlier attempts included
+    # those of earlier attempts included; with `evaluation_interval` several of an epoch
+    epochs: list[EpochFinished] = field(default_factory=list)
     checkpoint: kinds.CheckpointWritten | None = None  # the newest
     predictions: kinds.PredictionsMade | None = None
     finished: kinds.RunFinished | None = None
@@ -92,8 +93,8 @@ class RunState(Listener):
             case EpochFinished():
                 # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has
                 # brought already.
-                by_number = {epoch.epoch: epoch for epoch in self.epochs} | {event.epoch: event}
-                self.epochs = list(by_number.values())
+                by_step = {epoch.step: epoch for epoch in self.epochs} | {event.step: event}
+                self.epochs = list(by_step.values())
             case kinds.CheckpointWritten():
                 self.checkpoint = event
                 self.writing_seconds = event.at - self._copied_at.pop(event.step, event.at)
@@ -108,6 +109,11 @@ class RunState(Listener):
     def monitor(self) -> Monitor:
         """The figure of an epoch that decides which is the best."""
         return Monitor(**(self.started.config.get("monitor", {}) if self.started else {}))
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of whole epochs that are done."""
+        return sum(each.share == 1 for each in self.epochs)
 
     @property
     def best(self) -> EpochFinished | None:

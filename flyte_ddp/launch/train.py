@@ -59,7 +59,8 @@ class Trained:
         figures = {"test_loss": self.best.test_loss, **self.best.metrics}
         shown = ", ".join(f"{name} {value:.5g}" for name, value in figures.items())
         name = self._run.started.name if self._run.started else ""
-        return f"<Trained {name}: epoch {self.best.epoch} of {len(self.epochs)} is best, {shown}>"
+        best, last = self.best.position, self.epochs[-1].position
+        return f"<Trained {name}: epoch {best:.3g} of {last:.3g} is best, {shown}>"
 
     def _repr_html_(self) -> str:
         from flyte_ddp.observers.reports.run import Report

@@ -41,13 +41,13 @@ class HistoryFile:
         self._file.truncate(len_of_whole_lines(path.read_bytes()))
 
     def handle(self, event: Event) -> None:
-        known = [epoch.epoch for epoch in self._state.epochs]
+        known = [epoch.step for epoch in self._state.epochs]
         self._state.handle(event)
         if not isinstance(event, NOT_IN_HISTORY):
             self._write(event)
         if isinstance(event, CheckpointLoaded):
             for epoch in event.epochs:
-                if epoch.epoch not in known:
+                if epoch.step not in known:
                     self._write(epoch)
 
     def close(self, error: BaseException | None) -> None:

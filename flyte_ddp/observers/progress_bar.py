@@ -114,7 +114,7 @@ class ProgressBar:
             leave=False,
             miniters=0,
             unit="step",
-            desc=self._epoch_label(len(event.epochs)),
+            desc=self._epoch_label(event.epochs[-1].position if event.epochs else 0),
         )
 
     def _show_figures(self, figures: Figures) -> None:

@@ -376,10 +376,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
 
 
 def epoch_shards(
-    samples: Samples, config: TrainingConfig, world: World, epoch: int, first_batch: int = 0
+    samples: Samples,
+    config: TrainingConfig,
+    world: World,
+    epoch: int,
+    first_batch: int = 0,
+    end: int | None = None,
 ) -> list[BatchShard]:
-    """Return this rank's shards of the epoch's global batches from `first_batch` on, the last and
-    smaller one included.
+    """Return this rank's shards of the epoch's global batches from `first_batch` to before `end`,
+    by default the epoch's, the last and smaller batch included.
 
     A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many
     micro-batches, because layers such as SyncBatchNorm's communicate in each.
@@ -388,7 +393,7 @@ def epoch_shards(
     order = order.to(samples.index_device)
     size = config.batch.size_per_rank(world.world_size)
     shards = []
-    for batch in order.split(config.global_batch_size)[first_batch:]:
+    for batch in order.split(config.global_batch_size)[first_batch:end]:
         parts = batch.tensor_split(world.world_size)
         mine = parts[world.rank]
         micro_batches = mine.tensor_split(-(-len(parts[0]) // size))

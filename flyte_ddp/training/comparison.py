@@ -103,7 +103,7 @@ class Measurement:
     def _add(self, outputs: Any, targets: Any) -> None:
         outputs, targets = map_tensors(Tensor.cpu, outputs), map_tensors(Tensor.cpu, targets)
         if self._metric is not None:
-            predicted = self._metrics.read_outputs(outputs)
+            predicted = self._recipe.metric_outputs(outputs)
             if not self._can_merge:
                 self._blocks.append(partial(self._metric.update, predicted, targets))
                 return

@@ -171,24 +171,38 @@ def check_contract(
                     check_classes(outputs, getattr(samples, "targets", None))
                 check_classes(outputs, targets)
             losses = _check_results(recipe, config, outputs, targets, num_samples)
-            (losses.sum() * 0.0).backward()
-            gradients = {
-                name: each.grad for name, each in model.named_parameters() if each.requires_grad
-            }
+            gradients = _gradients(losses.sum() * 0.0, model, parallelism)
         for problem, names in {
             "dense gradients, which optimizers here take, got sparse ones of {}: leave out "
             "sparse=True, as of nn.Embedding": [
                 name for name, each in gradients.items() if each is not None and each.is_sparse
             ],
             "a gradient for every parameter, got none for {}: use them in the forward pass, or "
-            "freeze them by requires_grad_(False)": [
-                name for name, each in gradients.items() if each is None
+            "freeze them by requires_grad_(False); with ddp the config's find_unused_parameters "
+            "allows it": [
+                name
+                for name, each in gradients.items()
+                if each is None and (parallelism.is_collective or not config.find_unused_parameters)
             ],
         }.items():
             if names:
                 shown = problem.format(abbreviate(names, MAX_NAMES))
                 raise ConfigError(f"{place}: expected {shown}")
         return
+
+
+def _gradients(
+    loss: Tensor, model: nn.Module, parallelism: Parallelism
+) -> dict[str, Tensor | None]:
+    """Return the gradient of each trained parameter, None where `loss` has none."""
+    if parallelism.is_collective:
+        loss.backward()  # after which the parameters are split again
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if parallelism.is_collective:
+        return {name: each.grad for name, each in trained.items()}
+    # a backward pass would call DDP's hooks, which note the parameters that its next one uses
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return dict(zip(trained, found, strict=True))
 
 
 def _tell_mixing(recipe: Recipe, train: LoadedSamples) -> None:
@@ -367,7 +381,7 @@ def _check_metrics(
     for name, metric in metrics.objects.items():
         metric.sync_on_compute = False
         expected = f"expected {name} of outputs and targets"
-        predicted = {"outputs": metrics.read_outputs(outputs), "targets": targets}
+        predicted = {"outputs": recipe.metric_outputs(outputs), "targets": targets}
         _call(recipe, "metrics", expected, metric.update, **predicted)
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))

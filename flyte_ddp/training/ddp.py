@@ -27,10 +27,14 @@ class DdpParallelism(Parallelism):
             model,
             device_ids=[self.world.device.index] if on_gpu else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
+            broadcast_buffers=self.config.broadcast_buffers,
+            find_unused_parameters=self.config.find_unused_parameters,
         )
         if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
             set_ddp_timing_interval(replica, TIMED_INTERVAL)
-            if self.world.world_size > 2:  # the sum of two is the same in either order
+            # the sum of two is the same in either order, and where any may be unused DDP keeps its
+            # first arrangement
+            if self.world.world_size > 2 and not self.config.find_unused_parameters:
                 _arrange_buckets(model, replica)
         return replica
 
@@ -41,7 +45,7 @@ class DdpParallelism(Parallelism):
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         super().watch(timer, model)
-        if any(True for _ in model.buffers()):  # every rank gets those of rank 0 first
+        if self.config.broadcast_buffers and any(True for _ in model.buffers()):
             timer.waiting = [FORWARD, *timer.waiting]
 
     def exchange_seconds(self, replica: Any) -> dict[str, Any]:

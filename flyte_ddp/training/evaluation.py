@@ -183,5 +183,5 @@ def peak_flops(config: TrainingConfig, world: World) -> float:
     if world.device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(world.device)
-    bf16, fp32 = next((rates for part, rates in TERAFLOPS.items() if part in name), (0.0, 0.0))
-    return 1e12 * (bf16 if config.precision == "bf16" else fp32)
+    half, fp32 = next((rates for part, rates in TERAFLOPS.items() if part in name), (0.0, 0.0))
+    return 1e12 * (fp32 if config.precision == "fp32" else half)

@@ -62,9 +62,9 @@ class FsdpParallelism(Parallelism):
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         inner = outer = MixedPrecisionPolicy()
         # weights and optimizer stay fp32, and gradients are summed in it
-        if self.config.precision == "bf16":
-            inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        if self.half:
+            inner = MixedPrecisionPolicy(self.half, torch.float32)
+            outer = MixedPrecisionPolicy(self.half, torch.float32, torch.float32)
         for unit in (*blocks, model):
             if self.config.compile and unit is not model:
                 unit.compile()

@@ -21,7 +21,6 @@ from flyte_ddp.config.fields import plain_number, suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.frames import frames_of_user
-from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
@@ -77,7 +76,7 @@ class HeldOutMetrics:
         for name, function in self.functions.items():
             self.sums[name] += function(outputs, targets).sum()
         if self.objects:
-            predicted = self.read_outputs(outputs)
+            predicted = self.recipe.metric_outputs(outputs)
             for metric in self.objects.values():
                 metric.update(predicted, targets)
 
@@ -114,16 +113,6 @@ class HeldOutMetrics:
                 ) from error
             values.update(read_value(name, value))
         return values
-
-    def read_outputs(self, outputs: Any) -> Any:
-        """Return what the metrics take, in single precision at least: they sum over many
-        samples.
-        """
-        half = torch.bfloat16, torch.float16
-        return map_tensors(
-            lambda each: each.float() if each.dtype in half else each,
-            self.recipe.metric_outputs(outputs),
-        )
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:

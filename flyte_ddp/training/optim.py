@@ -115,6 +115,9 @@ def build_optimizer(
     _check_parameters(model, trained, "optimizer_groups")
     rate, decay = config.learning_rate, config.weight_decay
     if config.optimizer == "sgd":
+        # torch 2.15's fused kernel begins with a momentum of random memory where the first step is
+        # one that a scaler leaves out
+        has_fused_sgd = has_fused_sgd and config.precision != "fp16"
         return torch.optim.SGD(
             trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=has_fused_sgd
         )
@@ -222,7 +225,7 @@ class Schedule:
         if self._scheduler and not self._is_by_epoch:
             self._scheduler.step()
 
-    def end_epoch(self, finished: EpochFinished) -> None:
+    def end_evaluation(self, finished: EpochFinished) -> None:
         """Let a ReduceLROnPlateau know the figure that the config monitors."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(finished.figures().values[self.monitor.metric])

@@ -60,6 +60,13 @@ class Parallelism:
     def __init__(self, config: TrainingConfig, world: World) -> None:
         self.config = config
         self.world = world
+        # of fp16's losses, whose gradients would else be rounded to zero
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The type that most of the model computes in; None for single precision."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
 
     @property
     def saves(self) -> bool:
@@ -153,9 +160,9 @@ class Parallelism:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a context in which the model computes in the configured precision."""
-        if self.config.precision == "fp32":
+        if not self.half:
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.world.device.type, dtype=self.half)
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         """Let `timer` know the phases in which a wait for other ranks cannot be told from work."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.rank.data import Batch, BatchShard, derived_seed
-from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
@@ -29,11 +29,16 @@ def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Any) -> Any:
 
 
 def forward(model: Any, recipe: Recipe, parallelism: Parallelism, batch: Any) -> Any:
-    """Return the outputs of `model`, in the configured precision, for a batch as the data set holds
-    it.
+    """Return the outputs of `model`, computed in the configured precision, for a batch as the data
+    set holds it. They are in single precision at least, because losses and metrics are sums.
     """
     with parallelism.autocast():
-        return model(model_inputs(recipe, parallelism.config, batch))
+        outputs = model(model_inputs(recipe, parallelism.config, batch))
+    if not parallelism.half:
+        return outputs
+    return map_tensors(
+        lambda each: each.float() if each.dtype == parallelism.half else each, outputs
+    )
 
 
 def count_targets(recipe: Recipe, targets: Any) -> Tensor:
@@ -104,9 +109,8 @@ def compute_gradients(
             # It averages over the ranks. Times their number that is the sum, and over the targets
             # of the whole global batch the mean, however the batch was shared: the uneven last one
             # included.
-            (
-                loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))
-            ).backward()
+            mean = loss_sum * (world.world_size / (1.0 if num_targets is None else num_targets))
+            parallelism.scaler.scale(mean).backward()
             timer.end()
         if num_targets is None:
             counted += count_targets(recipe, targets).cpu() * weight

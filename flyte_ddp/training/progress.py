@@ -26,21 +26,26 @@ class Progress:
     step: int = 0  # optimizer steps since the start of the run
     epoch: int = 1  # the current one, from 1
     batch: int = 0  # global batches of it that are done
-    # of the current epoch, over the targets of all ranks, up to the last checkpoint
+    # since the last evaluation, over the targets of all ranks, up to the last checkpoint
     loss_sum: float = 0.0
     num_targets: float = 0.0  # likewise
+    num_samples: int = 0  # likewise
     seconds: float = 0.0  # likewise, wall-clock
     learning_rate: float = 0.0  # of the optimizer's first group, in the last step
     epochs: list[EpochFinished] = field(default_factory=list)
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""
 
-    def finish_epoch(self, finished: EpochFinished) -> None:
-        """Note the current epoch's results and advance to the next epoch."""
+    def note(self, finished: EpochFinished) -> None:
+        """Note the results since the last evaluation, and advance to the next epoch after a whole
+        one.
+        """
         self.epochs.append(finished)
         self._lines += json.dumps(dataclasses.asdict(finished)) + "\n"
-        self.epoch += 1
-        self.batch = 0
+        if finished.share == 1:
+            self.epoch += 1
+            self.batch = 0
+        self.num_samples = 0
         self.loss_sum = self.num_targets = self.seconds = 0.0
 
     def to_dict(self) -> dict[str, Any]:

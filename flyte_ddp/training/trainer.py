@@ -54,6 +54,8 @@ REMEDY = (
     "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds "
     "such values"
 )
+# of fp16, which begins with 65536 and is halved by each gradient that overflows
+MIN_LOSS_SCALE = 2.0**-10
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Trainer:
     def __post_init__(self) -> None:
         recipe, parallelism, model = self.recipe, self.parallelism, self.model
         config, world = self.config, self.world = parallelism.config, parallelism.world
+        self.scaler = parallelism.scaler
         self.store = self.session.open_checkpoints()
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
@@ -116,7 +119,9 @@ class Trainer:
             with self.average.in_place():
                 evaluation = self.evaluate()
                 finished = self._finish_epoch(sums, own_seconds, evaluation)
-            self.save_checkpoint(best=finished is self.best)
+            is_best = finished is self.best
+            if is_best or finished.share == 1 or self.is_done:
+                self.save_checkpoint(is_best)
         self.store.has_finished = True
         self.session.wait()
         return self.progress
@@ -130,12 +135,12 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """True once all epochs are trained, or `patience` of them were not better than one
-        before.
+        """True once all epochs are trained, or `patience` of the evaluations were not better than
+        one before.
         """
-        num_done, patience = self.progress.epoch - 1, self.config.patience
-        return num_done >= self.config.epochs or bool(
-            patience and num_done and num_done - self.best.epoch >= patience
+        epochs, patience = self.progress.epochs, self.config.patience
+        return self.progress.epoch > self.config.epochs or bool(
+            patience and epochs and self.best not in epochs[-patience:]
         )
 
     def load_model_state(self) -> EpochFinished:
@@ -161,14 +166,20 @@ class Trainer:
         return kept
 
     def train_epoch(self) -> tuple[MetricSums, float]:
-        """Take the optimizer steps of the current epoch that are not done yet.
+        """Take the optimizer steps of the current epoch that are not done yet, those up to the next
+        evaluation.
 
         Returns:
             The sums over these steps, and the mean seconds per step that this rank spent on its own
             part of them, without its waits for the others: a straggler's are more.
         """
         config, progress = self.config, self.progress
-        shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch)
+        end = None
+        if config.evaluation_interval:
+            evaluated = progress.epochs[-1].step if progress.epochs else 0
+            left = evaluated + config.evaluation_interval - progress.step
+            end = progress.batch + max(0, left)
+        shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch, end)
         batches = self.train.batches(
             [index for shard in shards for index in shard.micro_batches], progress.epoch
         )
@@ -196,9 +207,11 @@ class Trainer:
             # a GPU would wait for each loss that is read
             if is_logged or self.world.device.type == "cpu":
                 self._check_loss(log_sums)
+            self.scaler.unscale_(self.optimizer)
             norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
             progress.learning_rate = self.schedule.begin_step(progress.step)
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)  # not where a gradient overflows
+            self.scaler.update()
             self.schedule.end_step()
             self.average.update(progress.step)
             epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
@@ -292,6 +305,7 @@ class Trainer:
             **self.average.state_dicts(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
 
     def _count_bytes(self) -> int:
@@ -351,6 +365,7 @@ class Trainer:
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
             self.schedule.load_state_dict(state.get("schedule", {}))
+            self.scaler.load_state_dict(state.get("scaler", {}))
             self.average.load(state.get("average", {}))
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
@@ -412,11 +427,11 @@ class Trainer:
         progress = self.progress
         progress.loss_sum = earlier.loss_sum + self.world.all_reduce(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
+        progress.num_samples = earlier.num_samples + sums.num_samples
         progress.seconds = earlier.seconds + sums.seconds
-        checked = {
-            "loss summed over all ranks": progress.loss_sum,
-            "gradient's norm": gradient_norm(self.model, self.parallelism),
-        }
+        checked = {"loss summed over all ranks": progress.loss_sum}
+        if not self.scaler.is_enabled():  # whose steps are left out where a gradient overflows
+            checked["gradient's norm"] = gradient_norm(self.model, self.parallelism)
         for name, value in checked.items():
             if not math.isfinite(value):
                 raise NonFiniteLoss(
@@ -425,6 +440,11 @@ class Trainer:
                 )
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
+        if self.scaler.is_enabled() and self.scaler.get_scale() < MIN_LOSS_SCALE:
+            raise NonFiniteLoss(
+                f"precision: every gradient overflows in fp16 up to step {self.progress.step}: "
+                "bf16 or fp32 may help, or the gradient is NaN"
+            )
         reported = Reported(
             step=self.progress.step,
             epoch=self.progress.step * self.config.epochs / self.num_steps,
@@ -443,7 +463,9 @@ class Trainer:
     def _finish_epoch(
         self, sums: MetricSums, own_seconds: float, evaluation: Evaluation
     ) -> EpochFinished:
-        """Report the epoch's results and advance to the next epoch."""
+        """Report the results since the last evaluation, and advance to the next epoch after a whole
+        one.
+        """
         progress, world = self.progress, self.world
         finished = EpochFinished(
             epoch=progress.epoch,
@@ -452,7 +474,7 @@ class Trainer:
             test_loss=evaluation.loss,
             learning_rate=progress.learning_rate,
             seconds=progress.seconds,
-            samples_per_second=len(self.train) / progress.seconds,
+            samples_per_second=progress.num_samples / progress.seconds,
             evaluation_seconds=evaluation.seconds,
             rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
             rank_step_seconds=world.all_gather(own_seconds),
@@ -462,6 +484,7 @@ class Trainer:
                 )[0]
             ),
             metrics=evaluation.metrics,
+            share=progress.batch / num_batches(self.train, self.config),
             **self.parallelism.exchange_seconds(self.replica),
         )
         with log_failures("figures"):
@@ -485,6 +508,6 @@ class Trainer:
         if world.is_first:
             with log_failures("result of on_epoch"):
                 self.recipe.on_epoch(finished)
-        self.schedule.end_epoch(finished)
-        progress.finish_epoch(finished)
+        self.schedule.end_evaluation(finished)
+        progress.note(finished)
         return finished

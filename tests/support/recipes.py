@@ -105,6 +105,28 @@ class Tiny(Recipe):
         return super().report_samples(batch, outputs, targets[:, 0])
 
 
+class Skipping(Tiny):
+    """Each rank leaves out a layer of some of its steps, by chance, as stochastic depth does."""
+
+    def model(self):
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+                self.norm = nn.BatchNorm1d(NUM_FEATURES)
+                self.last = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+            def forward(self, inputs):
+                if not self.training or torch.rand(()) < 0.4:
+                    inputs = inputs + self.first(inputs)
+                return self.last(self.norm(inputs))
+
+        return Net()
+
+
 @dataclass
 class Optional(Tiny):
     """With options of its own."""

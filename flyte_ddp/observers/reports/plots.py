@@ -133,7 +133,8 @@ class _Curves:
         epochs = self.state.epochs
         lines = {
             label: [
-                (each.epoch, (vars(each) | each.metrics).get(figure, math.nan)) for each in epochs
+                (each.position, (vars(each) | each.metrics).get(figure, math.nan))
+                for each in epochs
             ]
             for label, figure in figures.items()
             if epochs
@@ -184,7 +185,7 @@ class _Curves:
         state = self.state
         ends = [
             0.0,
-            *(epoch.epoch for epoch in state.epochs),
+            *(epoch.position for epoch in state.epochs),
             *(line[-1][0] for line in self.reported.values()),
         ]
         label_x(axes, self.axis)
@@ -196,7 +197,7 @@ class _Curves:
     def draw_ranks(self, axes: Axes) -> None:
         """Draw a line per rank; for many ranks their range and their median."""
         times = {
-            epoch.epoch: [1e3 * seconds for seconds in epoch.rank_step_seconds]
+            epoch.position: [1e3 * seconds for seconds in epoch.rank_step_seconds]
             for epoch in self.state.epochs
             if epoch.rank_step_seconds
         }

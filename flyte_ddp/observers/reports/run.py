@@ -146,11 +146,13 @@ class Report(Page):
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
         tiles = [
             tile(
-                f"Best {metric}".replace("_", " "), value, f"in epoch {best.epoch if best else 0}"
+                f"Best {metric}".replace("_", " "),
+                value,
+                f"in epoch {best.position if best else 0:.3g}",
             ),
             tile(
                 "Epochs",
-                f"{len(state.epochs)} / {epochs}" if epochs else "",
+                f"{state.num_epochs} / {epochs}" if epochs else "",
                 f"{self._percent_done(started)} % of {started.num_steps:,} steps",
             ),
             tile(
@@ -197,7 +199,7 @@ class Report(Page):
         ]
         rows = [
             [
-                cell(epoch.epoch),
+                cell(epoch.position, "{:.3g}".format),
                 cell(epoch.train_loss, "{:.4g}".format),
                 cell(epoch.test_loss, "{:.4g}".format),
                 *(
@@ -239,7 +241,8 @@ class Report(Page):
         """
         written = [epoch for epoch in reversed(self._state.epochs) if epoch.sample][:MAX_TEXTS]
         texts = [
-            (f"after epoch {epoch.epoch}", shorten(epoch.sample, MAX_TEXT)) for epoch in written
+            (f"after epoch {epoch.position:.3g}", shorten(epoch.sample, MAX_TEXT))
+            for epoch in written
         ]
         log = "\n".join(self._lines)
         return [

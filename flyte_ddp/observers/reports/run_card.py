@@ -61,7 +61,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
             "files": finished.exported,
             **({"missing": finished.not_exported} if finished.not_exported else {}),
         },
-        "epochs": [{"epoch": each.epoch, **each.figures().values} for each in state.epochs],
+        "epochs": [{"epoch": each.position, **each.figures().values} for each in state.epochs],
         "best_epoch": finished.best_epoch,
         "ranks": {
             "world_sizes": list(dict.fromkeys(sizes)),
