@@ -11,6 +11,7 @@ import re
 import select
 import struct
 import termios
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from flyte_ddp.launch.control.driver import Dispatcher
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import RunFigures
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.reports.run import Report
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
@@ -49,6 +51,24 @@ from tests.support.short_run import (
 
 # --- progress bar
 # --------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_follows_the_pace_of_the_ranks_that_started_last() -> None:
+    now, stream = time.time(), io.StringIO()
+    bar, report, state = ProgressBar(stream), Report(), RunState()
+    steps = [replace(reported(step), at=now + 100 * step) for step in (1, 2, 3)]
+    for event in (started(), loaded(), *steps):
+        for listener in (bar, report, state):
+            listener.handle(event)
+    assert state.seconds_left(now + 300) == pytest.approx(900)
+    assert state.seconds_left(now + 400) == pytest.approx(800)
+    assert "Time left" in [each["name"] for each in report.content()["tiles"]]
+    bar._next_step_line = 0.0
+    bar.handle(replace(reported(4), at=now + 400))
+    assert stream.getvalue().splitlines()[-1].endswith(" left")
+    for again in (started(), loaded(2), replace(reported(3), at=now + 500)):
+        state.handle(again)
+    assert state.seconds_left(now + 500) is None
 
 
 def test_the_line_about_a_resumed_run_counts_the_steps_that_are_done_again() -> None:

@@ -52,6 +52,10 @@ class RunState(Listener):
     grace_seconds: float = 0.0  # as `AttemptStarted` has it
     # from the copy of the newest whole checkpoint until the store had it; 0: not known
     writing_seconds: float = 0.0
+    # seconds and step of the first and the last sign of progress of the ranks that started last
+    _progress: list[tuple[float, int]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
     # by step
     _copied_at: dict[int, float] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -69,6 +73,8 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
+        if isinstance(event, kinds.Reported | EpochFinished) and event.at:
+            self._progress = [*self._progress[:1], (event.at, event.step)]
         match event:
             case kinds.AttemptStarted():
                 self.grace_seconds = event.grace_seconds
@@ -83,7 +89,7 @@ class RunState(Listener):
                     self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))
             case kinds.RunStarted():
                 self.num_starts += 1
-                self.started, self.loaded = event, None
+                self.started, self.loaded, self._progress = event, None, []
             case kinds.CheckpointLoaded():
                 self.loaded = event
                 self.reports = [each for each in self.reports if each.step <= event.step]
@@ -135,6 +141,18 @@ class RunState(Listener):
     def resumed_step(self) -> int:
         """The step of the checkpoint that the ranks have resumed from; 0 for none."""
         return self.loaded.step if self.loaded else 0
+
+    def seconds_left(self, now: float) -> float | None:
+        """Estimate the seconds from `now`, since the epoch, to the last step, by the pace since
+        these ranks' first report; None where it is not known.
+        """
+        num_steps = self.started.num_steps if self.started else 0
+        if not num_steps or self.finished or len(self._progress) < 2:
+            return None
+        (began, first), (ended, last) = self._progress
+        if last <= first:
+            return None
+        return max(0.0, ended - now + (num_steps - last) * (ended - began) / (last - first))
 
     def time_spent(self, until: float = 0.0) -> TimeSpent:
         """Return what the wall time went to, up to the last event, or `until` (seconds since the

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 
-from flyte_ddp.events import AttemptEnded, Event, RunStarted
+from flyte_ddp.events import AttemptEnded, Event, RunStarted, RunState
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
 PORT_NAME = "metrics"  # of that port in the task's pod, by which deploy/alerts.yaml finds it
@@ -55,6 +55,10 @@ METRICS = {
         "last_event_timestamp_seconds",
         "when rank 0 last reported anything",
     ),
+    "flyte_ddp_remaining_seconds": (
+        "remaining_seconds",
+        "until the last step, by the pace since the ranks' first report",
+    ),
     "flyte_ddp_finished": ("finished", "1 when the run has ended well"),
 }
 
@@ -72,11 +76,13 @@ class RunFigures:
     labels: dict[str, str]
     attempt: int = 0
     is_open: bool = True
+    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
     _num_restarts: int = -1  # those after an announced loss included
     _num_announced: int = 0
     _values: dict[str, float] = field(default_factory=lambda: {"finished": 0, **NO_STRAGGLERS})
 
     def handle(self, event: Event) -> None:
+        self._state.handle(event)
         figures = event.figures()
         found = {**figures.values, "step": figures.step, "epoch": figures.epoch}
         if isinstance(event, AttemptEnded):
@@ -93,8 +99,10 @@ class RunFigures:
 
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
+        left = self._state.seconds_left(time.time())
         known = {
             **self._values,
+            **({} if left is None else {"remaining_seconds": left}),
             "attempt": self.attempt,
             "restarts_total": max(0, self._num_restarts - self._num_announced),
             "announced_losses_total": self._num_announced,

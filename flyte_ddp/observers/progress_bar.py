@@ -12,8 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from flyte_ddp.config.waits import LINE_INTERVAL
-from flyte_ddp.events import AttemptEnded, CheckpointLoaded, Event, Figures, RunFinished, RunStarted
-from flyte_ddp.observers.formats import format_count
+from flyte_ddp.events import (
+    AttemptEnded,
+    CheckpointLoaded,
+    Event,
+    Figures,
+    RunFinished,
+    RunStarted,
+    RunState,
+)
+from flyte_ddp.observers.formats import duration, format_count
 from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
@@ -37,7 +45,7 @@ class ProgressBar:
     stream: TextIO | None = None  # the output; standard error by default
     lines: TextIO | None = None  # the output of `write`; by default the same
     _bar: Any = None
-    _run: RunStarted | None = None
+    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
     _next_step_line: float = 0.0
     _lost_step: int = 0  # that the attempt before had reached
     # `write` is called from other threads than `handle`
@@ -51,6 +59,7 @@ class ProgressBar:
 
     def handle(self, event: Event) -> None:
         with self._lock:
+            self._state.handle(event)
             match event:
                 case RunStarted():
                     self._start(event)
@@ -80,7 +89,6 @@ class ProgressBar:
                 self._bar = None
 
     def _start(self, event: RunStarted) -> None:
-        self._run = event
         nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
         threads = format_count(event.num_threads, "thread")
         parts = [
@@ -100,14 +108,15 @@ class ProgressBar:
         again = f": {format_count(num_steps, 'step')} again" if num_steps else ""
         if event.url or again:
             self._print((start if event.url else "started again at step 0") + again)
-        if not self._is_live or not self._run or not self._run.num_steps:
+        started = self._state.started
+        if not self._is_live or not started or not started.num_steps:
             return
         from tqdm import tqdm
 
         if self._bar is not None:
             self._bar.close()
         self._bar = tqdm(
-            total=self._run.num_steps,
+            total=started.num_steps,
             initial=event.step,
             file=self._stream,
             dynamic_ncols=True,
@@ -131,7 +140,10 @@ class ProgressBar:
         elif (now := time.monotonic()) >= self._next_step_line:
             self._next_step_line = now + LINE_INTERVAL
             step = f"step {figures.step:,}{self._total_steps()}"
-            self._print(", ".join(filter(None, [epoch, step])) + (f": {values}" if values else ""))
+            seconds = self._state.seconds_left(time.time())
+            left = "" if seconds is None else f"; {duration(seconds)} left"
+            start = ", ".join(filter(None, [epoch, step]))
+            self._print(start + (f": {values}" if values else "") + left)
         if self._bar is not None and figures.step is not None:
             self._bar.update(figures.step - self._bar.n)
 
@@ -143,11 +155,13 @@ class ProgressBar:
         return ", ".join(filter(None, words))
 
     def _epoch_label(self, epoch: float) -> str:
-        epochs = self._run.config.get("epochs") if self._run else None
+        started = self._state.started
+        epochs = started.config.get("epochs") if started else None
         return f"epoch {epoch:.4g}" + (f"/{epochs}" if epochs else "")
 
     def _total_steps(self) -> str:
-        return f" of {self._run.num_steps:,}" if self._run and self._run.num_steps else ""
+        started = self._state.started
+        return f" of {started.num_steps:,}" if started and started.num_steps else ""
 
     def _print(self, line: str, stream: Output | None = None) -> None:
         line, stream = redact_url(line), stream or self._stream

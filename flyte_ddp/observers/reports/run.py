@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -170,6 +171,7 @@ class Report(Page):
                 duration(seconds),
                 "since the launch" + (", this attempt" if state.resumed_step else ""),
             ),
+            tile("Time left", *self._describe_time_left()),
             tile(
                 "Goodput",
                 percent(spent.goodput) if spent.wall else "",
@@ -188,6 +190,15 @@ class Report(Page):
             ),
         ]
         return [each for each in tiles if each["value"]]
+
+    def _describe_time_left(self) -> tuple[str, str]:
+        """Return the time to the last step and when that will be; empty where it is not known."""
+        now = time.time()
+        left = None if self.closed_at else self._state.seconds_left(now)
+        if left is None:
+            return "", ""
+        end = datetime.datetime.fromtimestamp(now + left, datetime.timezone.utc)
+        return duration(left), f"until about {end:%H:%M} UTC"
 
     def _epochs_table(self) -> dict[str, Any]:
         best, epochs = self._state.best, self._state.epochs
