@@ -269,7 +269,7 @@ def test_functions_scripts_and_recipes_are_recorded(
     fork_functions(monkeypatch)
     for module in (mlflow, distributed):
         monkeypatch.setattr(module, "find_server", lambda: files)
-    monkeypatch.setattr("flyte_ddp.flyte.task.MLFLOW", (files, "tests"))
+    monkeypatch.setattr("flyte_ddp.flyte.task.TRACKING", ("mlflow", files, "tests"))
     for run in (
         lambda: run_script(tmp_path, "--mlflow", "tests") or str(tmp_path / "c"),
         recorded,

@@ -18,6 +18,7 @@ EXTRAS = {  # as in pyproject.toml
     "pandas": "sweep",
     "pyarrow": "text",
     "sklearn": "digits",
+    "tensorboard": "tensorboard",
     "tokenizers": "text",
     "torchmetrics": "metrics",
     "transformers": "text",

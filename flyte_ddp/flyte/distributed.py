@@ -40,6 +40,7 @@ from flyte_ddp.launch.agent.devices import num_gpus
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.mlflow import find_server
+from flyte_ddp.observers.recorder import TRACKERS
 from flyte_ddp.observers.reports.run import Report
 
 # beginnings of the names that tell a process its execution; no secrets
@@ -81,6 +82,8 @@ class Distributed:
         mlflow: instead of it, the experiment of MLflow that records the run, on the server that
             MLFLOW_TRACKING_URI or settings.toml names, by the token of the task's secret
             `mlflow/token` or of MLFLOW_TRACKING_TOKEN.
+        tensorboard: instead of both, a directory or URL for TensorBoard, in which each run gets
+            one.
         allowed: what the task's cluster and its input files may be, such as {"kinds": ["existing"],
             "addresses": ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is
             that of the table `allowed` in the settings.toml beside this package. Without that file:
@@ -106,11 +109,14 @@ class Distributed:
     wandb: str = ""
     allowed: Mapping[str, Sequence[str]] | None = None
     mlflow: str = ""
+    tensorboard: str = ""
 
     def __post_init__(self) -> None:
         check("allowed", self.allowed or {}, Allowed)
-        if self.wandb and self.mlflow:
-            raise ConfigError(f"mlflow: expected none beside wandb, got {self.mlflow!r}")
+        trackers = [name for name in TRACKERS if getattr(self, name)]
+        for name in trackers[1:]:
+            got = getattr(self, name)
+            raise ConfigError(f"{name}: expected none beside {trackers[0]}, got {got!r}")
         finite_number("max_hours", self.max_hours, minimum=0, unit="hours")
         self.gang()
 
@@ -142,6 +148,12 @@ class Distributed:
         elif kind == "local" and values.get("gpus_per_node", 0) > num_gpus():
             values["gpus_per_node"] = 0  # the same task, tried out on a machine without GPUs
         return dataclasses.replace(gang, cluster=values)
+
+    def tracking(self) -> tuple[str, ...]:
+        """Return what records the runs, as of `open_frame`. Raises ConfigError as `find_server`."""
+        server = [find_server()] if self.mlflow else []
+        found = [(name, *server, place) for name in TRACKERS if (place := getattr(self, name))]
+        return found[0] if found else ()
 
     def list_ignored(self) -> list[str]:
         """Return the fields that were given and have no meaning here."""
@@ -209,12 +221,10 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         name = self.name.split(".")[-1]
         report = Report(name)
         with flyte_errors():
-            mlflow = (find_server(), config.mlflow) if config.mlflow else None
+            tracking = config.tracking()
         # A function may call W&B itself, so its ranks get that key where MLflow does not record the
         # run.
-        with open_frame(
-            report, name, wandb_project=config.wandb, hides_key=bool(mlflow), mlflow=mlflow
-        ) as frame:
+        with open_frame(report, name, tracking=tracking, hides_key=bool(config.mlflow)) as frame:
             frame.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)

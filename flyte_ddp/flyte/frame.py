@@ -44,9 +44,11 @@ from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_por
 from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
+from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
@@ -76,10 +78,9 @@ class Frame:
     name: str  # of this attempt
     # of W&B and MLflow, by their variables; the ranks' environment has none
     keys: Mapping[str, str]
-    wandb_project: str  # "" for runs that W&B does not record
+    # what records the runs, and where: see `open_frame`
+    tracking: tuple[str, ...]
     opened_at: float  # seconds since the epoch
-    # server and experiment, if it records the runs and not W&B
-    mlflow: tuple[str, str] | None = None
     output_directory: Path | None = None  # of a local run's outputs; None for the task's own
     bar: ProgressBar = field(default_factory=ProgressBar)
 
@@ -143,7 +144,7 @@ class Frame:
             is_kept: see `Job`.
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
-        if self.wandb_project or self.mlflow:
+        if self.tracking:
             history = self.output_url(HISTORY) or str(self.directory / HISTORY)
             report.tracker = self.tracker(self.run_id(), origin, history)
             listeners.append(report.tracker)
@@ -159,19 +160,23 @@ class Frame:
             raise
 
     def run_id(self) -> str:
-        """Return the id by which W&B or MLflow knows this run in all of its attempts."""
+        """Return the id by which a tracker knows this run in all of its attempts."""
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
     def tracker(
         self, run_id: str, origin: Mapping[str, str], history: str, **options: Any
-    ) -> Wandb | Mlflow:
-        """Return an observer of W&B or MLflow for a run with this `history`, path or URL; `origin`
-        as of `run_card`.
+    ) -> Recorder:
+        """Return the tracker of a run with this `history`, path or URL; `origin` as of
+        `run_card`.
         """
         options = {"notes": self.execution.url, "keys": self.keys, "say": self.say, **options}
-        if self.mlflow is not None:
-            return Mlflow(*self.mlflow, run_id, origin=origin, history=history, **options)
-        project = os.environ.get("WANDB_PROJECT", self.wandb_project)
+        kind, *place = self.tracking
+        if kind == "mlflow":
+            server, experiment = place
+            return Mlflow(server, experiment, run_id, origin=origin, history=history, **options)
+        if kind == "tensorboard":
+            return Tensorboard(place[0] or self.storage.join(kind), run_id, **options)
+        project = os.environ.get("WANDB_PROJECT", place[0])
         # A pod's directory is lost with the pod. A local run's stays where it is.
         offline_url = "" if self.is_local else self.storage.join("wandb")
         return Wandb(project, run_id, self.directory, offline_url=offline_url, **options)
@@ -283,20 +288,19 @@ def open_frame(
     report: Page,
     name: str,
     checkpoints: str = "",
-    wandb_project: str = "",
+    tracking: tuple[str, ...] = (),
     hides_key: bool = True,
     output_directory: Path | None = None,
-    mlflow: tuple[str, str] | None = None,
 ) -> Iterator[Frame]:
     """Open the frame of the current task.
 
     Args:
         name: of the attempt in a local run, where Flyte gives none.
         checkpoints: URL that the user gave; "" for the execution's own.
-        wandb_project: "" for a task whose runs W&B does not record.
+        tracking: ("wandb", project), ("mlflow", server, experiment) or ("tensorboard", directory
+            or URL, "" for one beside the checkpoints); empty for runs that none of them records.
         hides_key: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
         output_directory: of a local run's outputs; None leaves them in the task's own.
-        mlflow: server and experiment of MLflow, if that records the runs and not W&B.
 
     Raises:
         UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
@@ -316,9 +320,8 @@ def open_frame(
             storage,
             attempt,
             keys,
-            wandb_project,
+            tracking,
             opened_at,
-            mlflow,
             output_directory,
         )
         try:

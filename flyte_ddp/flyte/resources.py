@@ -34,21 +34,28 @@ from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # of every task: what it was registered with
-MLFLOW = (
-    (SETTINGS.mlflow_url, SETTINGS.mlflow_experiment) if SETTINGS.tracking == "mlflow" else None
-)
+TRACKING: tuple[str, ...] = {
+    "wandb": ("wandb", SETTINGS.wandb_project),
+    "mlflow": ("mlflow", SETTINGS.mlflow_url, SETTINGS.mlflow_experiment),
+    "tensorboard": ("tensorboard", SETTINGS.tensorboard_logdir),
+}[SETTINGS.tracking]
 # Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task whose secret is
 # missing starts, and records offline.
-SECRETS = [MLFLOW_SECRET] if MLFLOW else [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else []
+SECRETS = {
+    "wandb": [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else [],
+    "mlflow": [MLFLOW_SECRET],
+}.get(SETTINGS.tracking, [])
 # Also for the tasks that record nothing, because each of them reads the settings.
-MLFLOW_ENVIRONMENT = {
-    "TRACKING": "mlflow",
-    "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
-    "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
-}
+TRACKING_ENVIRONMENT = {
+    "mlflow": {
+        "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
+        "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
+    },
+    "tensorboard": {"TENSORBOARD_LOGDIR": SETTINGS.tensorboard_logdir},
+}.get(SETTINGS.tracking, {})
 # W&B's own variables.
 WANDB_ENVIRONMENT = {
-    "WANDB_MODE": "disabled" if MLFLOW else SETTINGS.wandb_mode,
+    "WANDB_MODE": SETTINGS.wandb_mode if SETTINGS.tracking == "wandb" else "disabled",
     "WANDB_PROJECT": SETTINGS.wandb_project,
     **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
     **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
@@ -76,7 +83,7 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
     )
     environment = {
         LIBRARY_VARIABLE: library_version(),
-        **(MLFLOW_ENVIRONMENT if MLFLOW else {}),
+        **({"TRACKING": SETTINGS.tracking, **TRACKING_ENVIRONMENT} if TRACKING_ENVIRONMENT else {}),
         **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
     }
     template = RegisteredPod(annotations={"flyte-ddp/settings": SETTINGS.digest})

@@ -28,6 +28,7 @@ from flyte_ddp.config.source_code import (
     read_settings,
 )
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.observers.recorder import TRACKERS
 
 PROFILES = ("production", "sandbox")
 
@@ -78,9 +79,10 @@ class Settings:
     small: Size = field(Size(1, 2, 20, 6))
     allowed: Allowed = field(Allowed())
     termination_grace: int = field(60, minimum=10)  # seconds
-    tracking: str = field("wandb", choices=("wandb", "mlflow"))
+    tracking: str = field("wandb", choices=TRACKERS)
     mlflow_url: str = field("", pattern=r"|https?://\S+", example="http://mlflow.team:5000")
     mlflow_experiment: str = field("flyte-ddp")
+    tensorboard_logdir: str = field("")  # "" for a directory beside the checkpoints
 
     def __post_init__(self) -> None:
         validate(self)
@@ -118,7 +120,7 @@ def load_settings(
     if switch:
         tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
-    trackers = {name: tables.pop(name, {}) for name in ("wandb", "mlflow")}
+    trackers = {name: tables.pop(name, {}) for name in TRACKERS}
     chosen = profiles.get(str(tables.get("profile")), profiles["production"])
     values = {
         **tables,
@@ -160,6 +162,7 @@ _NAMES = (
 )
 VARIABLES = {**{name.upper(): name for name in _NAMES}, "RETRAIN_SCHEDULE": "schedule"}
 VARIABLES |= {"MLFLOW_TRACKING_URI": "mlflow_url", "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment"}
+VARIABLES |= {"TENSORBOARD_LOGDIR": "tensorboard_logdir"}
 
 # What fails the run, or the registration, and not the import.
 _problems: list[SettingsError] = []

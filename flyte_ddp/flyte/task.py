@@ -22,8 +22,7 @@ from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.frame import Frame, open_frame
 from flyte_ddp.flyte.outputs import open_output_directory
 from flyte_ddp.flyte.resources import (
-    MLFLOW,
-    WANDB_ENVIRONMENT,
+    TRACKING,
     check_library,
     code_version,
 )
@@ -70,8 +69,7 @@ def open_task_frame(
     """
     check_urls(checkpoints=checkpoints)
     directory = open_output_directory(output, name)
-    project = WANDB_ENVIRONMENT["WANDB_PROJECT"]
-    return open_frame(report, name, checkpoints, project, output_directory=directory, mlflow=MLFLOW)
+    return open_frame(report, name, checkpoints, TRACKING, output_directory=directory)
 
 
 def describe_origin(frame: Frame) -> dict[str, str]:

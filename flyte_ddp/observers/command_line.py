@@ -19,7 +19,7 @@ from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import Storage
 
 RUNS = "runs"  # where the directory of a run is made
-# a file beside the checkpoints, so that every attempt continues the same run of W&B or MLflow
+# a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "wandb-run-id"
 
 
@@ -37,6 +37,8 @@ def add_observer_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run"
     parser.add_argument("--mlflow", default="", metavar="EXPERIMENT", help=text)
+    text = "directory or URL for TensorBoard, in which the run gets one"
+    parser.add_argument("--tensorboard", default="", metavar="DIR", help=text)
 
 
 def resume_command(checkpoints: str = "") -> str:
@@ -69,8 +71,8 @@ def make_run_directory(name: str) -> Path:
 
 
 def keep_run_id(storage: Storage, new: str) -> str:
-    """Return the id of the run in W&B or MLflow: the one that an earlier attempt kept in `storage`,
-    or `new`.
+    """Return the id of the run for trackers: the one that an earlier attempt kept in `storage`, or
+    `new`.
     """
     try:
         return storage.read(RUN_ID).decode()
@@ -108,7 +110,7 @@ def make_observers(
             f"--history, --report: expected files that can be written, got {error.filename}: "
             f"{error.strerror}"
         ) from None
-    if options.wandb or options.mlflow:
+    if options.wandb or options.mlflow or options.tensorboard:
         run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
         if options.checkpoints:
             run_id = keep_run_id(Storage(options.checkpoints), run_id)
@@ -125,6 +127,10 @@ def make_observers(
         # no rank gets them
         keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}
         listeners.append(Mlflow(find_server(), options.mlflow, run_id, keys=keys, say=print_line))
+    if options.tensorboard:
+        from flyte_ddp.observers.tensorboard import Tensorboard
+
+        listeners.append(Tensorboard(options.tensorboard, run_id, say=print_line))
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))
 

@@ -80,8 +80,6 @@ class Mlflow(Recorder):
     def _record(self, event: Event) -> None:
         self._state.handle(event)
         super()._record(event)
-        if self._metrics and self._queue.empty():
-            self._flush()
 
     def _open(self, event: RunStarted) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # to an outside service
@@ -138,20 +136,21 @@ class Mlflow(Recorder):
         for first in range(0, len(parameters) + 1, 100):
             self._client.log_batch(self._id, params=parameters[first : first + 100], tags=tags)
 
-    def _log(self, event: Event, figures: Figures) -> None:
+    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        prefix = {"step": "train/", "epoch": "epoch/", "": ""}[figures.axis]
         step = int(getattr(figures, figures.axis)) if figures.axis else 0
         self._metrics += [
-            Metric(prefix + _clean(name), float(value), _milliseconds(event), step)
-            for name, value in figures.values.items()
+            Metric(_clean(name), float(value), _milliseconds(event), step)
+            for name, value in values.items()
             if math.isfinite(value)  # not every store of MLflow's has the others
         ]
         if len(self._metrics) >= MAX_METRICS:
             self._flush()
 
     def _flush(self) -> None:
+        if not self._metrics:
+            return
         from mlflow.entities import RunTag
 
         tags = [RunTag(AXIS_TAG + axis, str(place)) for axis, place in self._reached.items()]
@@ -232,7 +231,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _clean(name: str) -> str:
     """Return `name` in the characters that MLflow allows, as a normalized path."""
     path = posixpath.normpath("/" + re.sub(r"[^/\w.\- ]", "_", name))
-    return path.lstrip("/")[: MAX_NAME - len("epoch/")] or "_"
+    return path.lstrip("/")[:MAX_NAME] or "_"
 
 
 def main(arguments: Sequence[str]) -> int:

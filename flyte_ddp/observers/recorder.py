@@ -7,6 +7,7 @@ service.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -14,14 +15,24 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from flyte_ddp.errors import TrainingStopped
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, RunStarted, plain
+from flyte_ddp.events import (
+    CheckpointLoaded,
+    Event,
+    Figures,
+    Histogram,
+    HistogramsTaken,
+    RunStarted,
+    plain,
+)
 from flyte_ddp.storage import redact_url, redact_values
 
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # by their options
 MAX_EVENTS = 20_000  # that wait for the service
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
 
 NOTHING = {"step": 0.0, "epoch": 0.0}
+PREFIXES = {"step": "train/", "epoch": "epoch/", "": ""}  # of figures, by their axis
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +42,8 @@ class Recorder:
     """Records a run in a service, which is only called in this recorder's thread.
 
     An error there is printed once and ends the recording. A run with the same `run_id` is
-    continued: only what it does not have yet is logged. A service implements `_open`, `_configure`,
-    `_log`, `_finish` and `_hint`.
+    continued: only what it does not have yet is logged. A service implements those of `_open`,
+    `_configure`, `_log`, `_log_histograms`, `_flush`, `_finish` and `_hint` that it needs.
     """
 
     service: ClassVar[str]
@@ -92,6 +103,8 @@ class Recorder:
         try:
             while not isinstance(item := self._queue.get(), str):
                 self._record(item)
+                if self._run is not None and self._queue.empty():
+                    self._flush()
             status = item
         except Exception as error:  # of any kind: no failure of a service may end the training
             self._give_up(error)
@@ -129,7 +142,18 @@ class Recorder:
         for each in [*(event.epochs if isinstance(event, CheckpointLoaded) else ()), event]:
             figures = each.figures()
             if self._is_new(figures):
-                self._log(each, figures)
+                prefix = PREFIXES[figures.axis]
+                values = {prefix + name: value for name, value in figures.values.items()}
+                self._log(each, figures, values)
+        if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
+            found = {
+                f"{kind}/{name}": each
+                for kind in ("parameters", "gradients")
+                for name, each in getattr(event, kind).items()
+                # NaN or infinite values have no histogram
+                if each.counts and all(map(math.isfinite, each.edges))
+            }
+            self._log_histograms(event.step, found)
 
     def _is_new(self, figures: Figures) -> bool:
         """Return True if there are figures, and the service's run does not have them yet."""
@@ -148,8 +172,16 @@ class Recorder:
     def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         """Log what the ranks have started with."""
 
-    def _log(self, event: Event, figures: Figures) -> None:
-        """Log figures on their axis, or as part of the run's summary."""
+    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
+        """Log figures on their axis, or as part of the run's summary. `values` have the names of
+        `figures` with the prefix of their axis.
+        """
+
+    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms of parameters and gradients by name."""
+
+    def _flush(self) -> None:
+        """Send what waits; called whenever the queue is empty."""
 
     def _finish(self, status: str) -> None:
         """End the service's run as FINISHED, FAILED or KILLED."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import html
 import io
-import math
 import os
 import re
 import shlex
@@ -28,7 +27,7 @@ from typing import Any
 from flyte_ddp.events import (
     Event,
     Figures,
-    HistogramsTaken,
+    Histogram,
     PredictionsMade,
     RunFinished,
     RunStarted,
@@ -105,8 +104,6 @@ class Wandb(Recorder):
     def _record(self, event: Event) -> None:
         super()._record(event)
         match event:
-            case HistogramsTaken() if event.step > self._known["step"]:
-                self._record_histograms(event)
             case PredictionsMade():
                 self._record_predictions(event)
             case RunFinished() if event.model_state_url:
@@ -129,13 +126,12 @@ class Wandb(Recorder):
         if event.layers:
             self._run.summary["graph_0"] = graph
 
-    def _log(self, event: Event, figures: Figures) -> None:
+    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
         if not figures.axis:
-            self._run.summary.update(figures.values)
+            self._run.summary.update(values)
             return
-        prefix = "train" if figures.axis == "step" else "epoch"
-        row: dict[str, Any] = {f"{prefix}/{name}": value for name, value in figures.values.items()}
-        if prefix == "train" and figures.epoch is not None:
+        row: dict[str, Any] = dict(values)
+        if figures.axis == "step" and figures.epoch is not None:
             row["train/epoch"] = figures.epoch
         if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
             import wandb
@@ -201,17 +197,14 @@ class Wandb(Recorder):
             else f"W&B: {self.url or mode}"
         )
 
-    def _record_histograms(self, event: HistogramsTaken) -> None:
+    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         import wandb
 
-        row: dict[str, Any] = {"step": event.step}
-        for kind in ("parameters", "gradients"):
-            for name, histogram in getattr(event, kind).items():
-                # NaN or infinite values have no histogram, and W&B would raise
-                if histogram.counts and all(map(math.isfinite, histogram.edges)):
-                    bins = histogram.counts, histogram.edges
-                    row[f"{kind}/{name}"] = wandb.Histogram(np_histogram=bins)
-        self._run.log(row)
+        drawn = {
+            name: wandb.Histogram(np_histogram=(each.counts, each.edges))
+            for name, each in histograms.items()
+        }
+        self._run.log({"step": step, **drawn})
 
     def _record_predictions(self, event: PredictionsMade) -> None:
         import wandb

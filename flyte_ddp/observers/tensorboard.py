@@ -1,0 +1,144 @@
+"""The observer that writes a run for TensorBoard, whose package the extra `tensorboard` brings.
+
+Imports it when a run starts, and neither torch nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.config.extras import require
+from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, RunStarted
+from flyte_ddp.observers.recorder import Recorder
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage, check_url, redact_url
+
+UPLOAD_INTERVAL = 30.0  # seconds between uploads of a file to a store, which takes it whole
+
+
+@dataclass(eq=False)
+class Tensorboard(Recorder):
+    """Writes a run into a directory of its own in `logdir`. A failure never affects the training.
+
+    All curves are over optimizer steps. Ranks that start again repeat steps: what was written from
+    there on is purged first, by the record that TensorBoard has for it, so no step is drawn twice.
+    """
+
+    service, label = "TensorBoard", "TensorBoard log"
+    close_timeout = 2 * SHORT_TIMEOUT
+
+    logdir: str  # path or URL; created if missing
+    run_id: str  # the same in every attempt of one run; the name of the directory
+    _has_earlier: bool = field(default=False, init=False)  # files of earlier attempts
+    _has_start: bool = field(default=False, init=False)  # of these ranks: the purging record
+    _resumed_step: int | None = field(default=None, init=False)
+    _next_upload: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("tensorboard", "tensorboard")
+        check_url(self.logdir, "tensorboard")
+        self.url = f"{self.logdir.rstrip('/')}/{self.run_id}"
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._has_start, self._resumed_step = False, None
+            case CheckpointLoaded():
+                self._resumed_step = event.step
+                if self._has_earlier:
+                    event = dataclasses.replace(event, epochs=[])
+                self._has_earlier = True
+        super()._record(event)
+
+    def _open(self, event: RunStarted) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._place = Storage(self.url, "tensorboard", SHORT_TIMEOUT)
+        self._has_earlier = bool(self._place.names())
+        self._name = (
+            f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        )
+        directory = self._place.root
+        if self._place.is_local:
+            os.makedirs(directory, exist_ok=True)
+        else:  # no store can append
+            self._directory = tempfile.TemporaryDirectory()
+            directory = self._directory.name
+        self._file = Path(directory, self._name)
+        self._run = RecordWriter(self._file.open("wb"))
+        self._write(0, file_version="brain.Event:2")
+        self.say(f"TensorBoard: {redact_url(self.url)}")
+
+    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        if not self._has_earlier:
+            rows = (f"| {name} | {value} |" for name, value in config.items())
+            self._write_text("config", "\n".join(["| | |", "|---|---|", *rows]), 0)
+
+    def _is_new(self, figures: Figures) -> bool:
+        return bool(figures.axis and figures.values)
+
+    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        step = figures.step or 0
+        if not self._has_start:
+            self._has_start = True
+            first = step if self._resumed_step is None else self._resumed_step + 1
+            self._write(first, session_log=SessionLog(status=SessionLog.START))
+        self._summarize(step, {name: {"simple_value": value} for name, value in values.items()})
+        if sample := getattr(event, "sample", ""):
+            self._write_text("epoch/sample", f"```\n{sample}\n```", step)
+
+    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._summarize(
+            step,
+            {
+                name: {
+                    "histo": {
+                        "min": each.edges[0],
+                        "max": each.edges[-1],
+                        "num": sum(each.counts),
+                        "bucket_limit": each.edges[1:],
+                        "bucket": each.counts,
+                    }
+                }
+                for name, each in histograms.items()
+            },
+        )
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        tensor = {"dtype": DT_STRING, "string_val": [text.encode()]}
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        self._summarize(step, {name: {"tensor": tensor, "metadata": metadata}})
+
+    def _summarize(self, step: int, values: Mapping[str, Mapping[str, Any]]) -> None:
+        summary = {"value": [{"tag": name, **value} for name, value in values.items()]}
+        self._write(step, summary=summary)
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+
+        self._run.write(Record(wall_time=time.time(), step=step, **content).SerializeToString())
+
+    def _flush(self) -> None:
+        self._run.flush()
+        if not self._place.is_local and time.monotonic() >= self._next_upload:
+            self._place.write(self._name, self._file)
+            self._next_upload = time.monotonic() + UPLOAD_INTERVAL
+
+    def _finish(self, status: str) -> None:
+        self._next_upload = 0.0
+        self._flush()
+        self._run.close()
+        if not self._place.is_local:
+            self._directory.cleanup()
