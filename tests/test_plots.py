@@ -5,8 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flyte_ddp.events import Event, RunState, Straggler, StragglersFound
+from flyte_ddp.events import Event, Prediction, RunState, Straggler, StragglersFound
 from flyte_ddp.observers.reports import drawing, plots, template
+from flyte_ddp.observers.reports.predictions import prediction_panels
 from tests.support import sample_run
 
 
@@ -138,6 +139,22 @@ def test_a_panel_fits_any_page():
         assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= set(own)
         ids += own
     assert len(ids) == len(set(ids))
+
+
+def test_values_are_shown_on_hover() -> None:
+    loss = drawing.to_svg(panels_of(sample_run.training())["loss"])
+    titles = re.findall("<title>(.*?)</title>", loss, re.DOTALL)
+    assert 4 <= len(titles) <= drawing.MAX_STRIPS
+    (second,) = (each for each in titles if " at epoch 2" in each.partition("test")[2])
+    test_loss = sample_run.epoch(2).test_loss
+    assert f"test: {test_loss:.4g} at epoch 2" in second.splitlines()
+    made = [Prediction(truth="3", guess=guess, scores={}) for guess in ("3", "8&")]
+    (panel,) = prediction_panels(made)
+    svg = drawing.to_svg(panel)
+    assert "<title>true 3, predicted 8&amp;: 1 of 2 (50.00 %)</title>" in svg
+    # neither a white picture nor an ink of its own, which a dark page would not show
+    assert "<image" not in svg
+    assert "currentColor" in svg
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#000000"])

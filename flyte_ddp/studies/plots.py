@@ -62,7 +62,11 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
             if index < len(best):
                 look = {"linewidth": 1.6, "label": f"{run.trial.number}"}
             # the best on top
-            look |= {"color": colors[index], "zorder": 3 - index / len(ranked)}
+            look |= {
+                "gid": f"{run.trial}",
+                "color": colors[index],
+                "zorder": 3 - index / len(ranked),
+            }
             marker = "o" if len(points) <= MAX_MARKERS else ""
             drawn += plot(axes, points, marker=marker, markersize=3.5, **look)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -74,7 +78,9 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
             log_scale(axes, values, axis="x")
         else:
             values = [printable(format_value(value))[:MAX_CHOICE] for value in values]
-        axes.scatter(values, figures, color=colors, alpha=0.8, zorder=2)
+        for run, value, figure, color in zip(ranked, values, figures, colors, strict=True):
+            look = {"linestyle": "", "marker": "o", "color": color, "alpha": 0.8, "zorder": 2}
+            plot(axes, [(value, figure)], gid=f"{run.trial}", **look)
         label_x(axes, name)
         log_scale(axes, figures)
 
@@ -140,20 +146,11 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
             for (label, points), color in zip(
                 lines.items(), itertools.cycle(PALETTE), strict=False
             ):
-                if points:
-                    axes.errorbar(
-                        [size for size, _ in points],
-                        [y.mean for _, y in points],
-                        # a single measurement has no bar
-                        [y.half_width or math.nan for _, y in points]
-                        if any(y.half_width for _, y in points)
-                        else None,
-                        color=color,
-                        marker="o",
-                        markersize=6,
-                        capsize=4,
-                        label=label,
-                    )
+                known = [(size, y.mean) for size, y in points]
+                plot(axes, known, color=color, marker="o", markersize=6, label=label)
+                for size, y in points:  # a single measurement has no bar
+                    if y.half_width:
+                        axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
             plot(
                 axes,
                 sorted(ideals.items()),

@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from flyte_ddp.events import to_utf8
+from flyte_ddp.observers.formats import format_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,10 +33,12 @@ PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0
 MAX_MARKERS = 30  # of one line; with more points it has none
 MAX_TITLE = 40  # characters of a title
 MAX_LEGEND = 54  # characters of one line of a legend, its lines and gaps included
+MAX_STRIPS = 48  # of a panel, which show values on hover
 MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
 
 # of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
 INK = "#767676"
+PAGE_INK = "#767677"  # on a color of ours; in a page its own
 # inches of a panel with text of 10 points, which is about 10 pixels on a phone
 WIDTH, HEIGHT = 4.2, 2.6
 FAINT = 0.55  # opacity of minor lines, such as the loss of every step
@@ -76,6 +80,8 @@ LOOK = {  # settings of matplotlib: no frame, faint horizontal rules
     "legend.borderpad": 0.2,
     "legend.labelcolor": INK,
 }
+
+_TITLE, _BREAK = "title:", "\u2028"  # of the ids of what shows a text on hover; its line break
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -144,14 +150,16 @@ def to_svg(panel: Panel) -> str:
 
     with _settings(panel.name):
         figure = Figure(layout="constrained")
-        panel.draw_on(figure.add_subplot())
+        axes = figure.add_subplot()
+        panel.draw_on(axes)
+        _add_values(axes)
         root = _tree(figure)
     summary = "".join(each for each in to_utf8(panel.summary) if each.isprintable())
     root.attrib |= {"class": "panel", "role": "img", "aria-label": summary}
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     svg: str = ElementTree.tostring(root, encoding="unicode")
-    return svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return svg.replace("'DejaVu Sans'", "system-ui, sans-serif").replace(PAGE_INK, "currentColor")
 
 
 def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> None:
@@ -167,11 +175,45 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
 
 
 def plot(axes: Axes, points: Points, **look: Any) -> list[tuple[float, float]]:
-    """Draw a line through the finite `points`, if there are any, and return these."""
+    """Draw a line through the finite `points`, if there are any, and return these. A page shows its
+    values on hover, with its `gid` or label.
+    """
     drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if drawn:
-        axes.plot(*zip(*drawn, strict=True), **look)
+        axes.plot(*zip(*drawn, strict=True), **{"gid": look.get("label") or "", **look})
     return drawn
+
+
+def show_on_hover(text: str) -> dict[str, Any]:
+    """Return what gives a patch a text that a page shows on hover, by SVG's titles."""
+    return {"gid": _TITLE + _BREAK.join(map(printable, text.split("\n")))}
+
+
+def _add_values(axes: Axes) -> None:
+    """Divide the x axis into strips that show on hover the last point there of each line of
+    `plot`.
+    """
+    import numpy as np
+
+    lines = [line for line in axes.lines if line.get_gid() is not None]
+    if not lines:
+        return
+    points: list[Any] = [line.get_xydata() for line in lines]
+    every = np.unique(np.concatenate([each[:, 0] for each in points]))
+    groups = np.array_split(every, min(len(every), MAX_STRIPS))
+    low, high = axes.get_xlim()
+    edges = [low, *((one[-1] + other[0]) / 2 for one, other in pairwise(groups)), high]
+    for group, begin, end in zip(groups, edges, edges[1:], strict=False):
+        texts = []
+        for line, known in zip(lines, points, strict=True):
+            x, y = known[max(0, np.searchsorted(known[:, 0], group[-1], "right") - 1)]
+            if group[0] <= x <= group[-1]:
+                value = ": ".join(filter(None, [line.get_gid(), format_figure("", y)]))
+                is_curve = line.get_linestyle() != "None"
+                where = f" at {axes.get_xlabel()} {format_figure('', x)}" if is_curve else ""
+                texts.append(value + where)
+        axes.axvspan(begin, end, alpha=0, **show_on_hover("\n".join(texts)))
+    axes.set_xlim(low, high)
 
 
 def label_x(axes: Axes, text: str) -> None:
@@ -211,8 +253,8 @@ def _settings(salt: str) -> Iterator[None]:
 
 
 def _tree(figure: Any) -> ElementTree.Element:
-    """Return `figure` as an SVG tree without what a page does not need: size, metadata, unused
-    ids.
+    """Return `figure` as an SVG tree without what a page does not need: size, metadata, ids. Those
+    of `show_on_hover` become titles.
     """
     file = io.BytesIO()
     figure.savefig(
@@ -227,8 +269,12 @@ def _tree(figure: Any) -> ElementTree.Element:
     }
     root.remove(root[0])
     for each in root.iter():
-        if each.tag == f"{{{_SVG}}}g":
-            each.attrib.pop("id", None)
+        if each.tag == f"{{{_SVG}}}g" and (text := each.attrib.pop("id", "")).startswith(_TITLE):
+            each.set("class", "value")
+            each[0].attrib.pop("clip-path", None)
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = text.removeprefix(_TITLE).replace(_BREAK, "\n")
+            each.insert(0, title)
         for name in {"d", "x", "y", "transform"}.intersection(each.attrib):
             # a hundredth of a point is finer than any screen
             rounded = re.sub(

@@ -9,12 +9,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flyte_ddp.events import Prediction
-from flyte_ddp.observers.reports.drawing import FAINT, INK, PALETTE, Panel, label_x, printable
+from flyte_ddp.observers.formats import percent
+from flyte_ddp.observers.reports.drawing import (
+    FAINT,
+    INK,
+    PAGE_INK,
+    PALETTE,
+    Panel,
+    label_x,
+    printable,
+    show_on_hover,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_CLASSES, MAX_CLASS_NAME = 20, 12  # of a confusion matrix; characters of each
+MAX_OPACITY = 0.75
 
 
 def prediction_panels(predictions: Sequence[Prediction]) -> list[Panel]:
@@ -55,18 +66,22 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
     counts = Counter(pairs)
 
     def draw(axes: Axes) -> None:
-        rows = [[counts[truth, guess] for guess in classes] for truth in classes]
-        shares = [[count / max(1, sum(row)) for count in row] for row in rows]
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for y, row in enumerate(rows):
-            for x, count in enumerate(row):
-                color = "white" if shares[y][x] > 0.6 else "#222222"
-                axes.text(x, y, f"{count or ''}", ha="center", va="center", fontsize=8, color=color)
+        from matplotlib.patches import Rectangle
+
+        totals = Counter(truth for truth, _ in pairs)
+        for (truth, guess), count in counts.items():
+            x, y, share = classes.index(guess), classes.index(truth), count / totals[truth]
+            text = f"true {truth}, predicted {guess}: {count} of {totals[truth]} ({percent(share)})"
+            # never opaque: on a light and on a dark page the page's own ink can be read on it
+            look = {"facecolor": PALETTE[0], "alpha": MAX_OPACITY * share, **show_on_hover(text)}
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+            axes.text(x, y, f"{count}", ha="center", va="center", fontsize=8, color=PAGE_INK)
         names = [printable(name)[:MAX_CLASS_NAME] for name in classes]
         axes.set_xticks(
             range(len(classes)), names, fontsize=8, rotation=0 if max(map(len, names)) < 3 else 60
         )
         axes.set_yticks(range(len(classes)), names, fontsize=8)
+        axes.set(xlim=(-0.5, len(classes) - 0.5), ylim=(len(classes) - 0.5, -0.5))
         axes.grid(False)
         label_x(axes, "predicted")
 

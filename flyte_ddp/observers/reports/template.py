@@ -41,7 +41,7 @@ STYLE = """
 .training-report .card {
   background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem 1.1rem; min-width: 0;
 }
-.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.8rem, 1fr)); gap: .7rem; }
+.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.3rem, 1fr)); gap: .7rem; }
 .training-report .tiles .card { padding: .65rem .85rem; }
 .training-report .tile-name { color: var(--soft); font-size: .8rem; }
 .training-report .tile-value {
@@ -50,6 +50,9 @@ STYLE = """
 .training-report .tile-note { color: var(--soft); font-size: .8rem; }
 .training-report .panels .card { padding: .7rem .6rem .4rem; }
 .training-report svg.panel { display: block; width: 100%; height: auto; }
+.training-report svg.panel * { pointer-events: none; }
+.training-report svg.panel .value path { pointer-events: all; }
+.training-report svg.panel .value:hover path[style$="opacity: 0"] { fill: var(--soft) !important; opacity: .16 !important; }
 @media (min-width: 760px) {
   .training-report .panels { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .training-report .facts { columns: 2; }
