@@ -9,14 +9,16 @@ import threading
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from examples.pulses import Pulses
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import AttemptStarted, Reported
 from flyte_ddp.rank.data import epoch_order, open_samples
-from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes import config_of
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
@@ -37,51 +39,62 @@ def by_factor(recipe):
     return recipe
 
 
-def plain_loop(run):
-    """Return the state of the same training in one process, without any code of ours but the order
-    of the samples; of its averaged weights, the rates of its steps, and the losses of its epochs.
+def plain_loop(num_epochs=3):
+    """Return the state of the example's training in one process, without any code of ours but the
+    order of the samples; of its averaged weights, the rates of its steps, and the losses of its
+    evaluations.
     """
-    recipe, rates, losses = get_recipe(run.recipe), [], []
-    (inputs, targets), held_out = (each.tensors for each in recipe.datasets(run.data()))
-    torch.manual_seed(run.config.seed)
-    model = recipe.model()
-    optimizer = recipe.optimizer(model, run.config)
-    scheduler = recipe.schedule(optimizer, run.config, 27)
-    average = recipe.model()
+    recipe, rates, losses = Pulses(), [], []
+    config = config_of("examples.pulses.Pulses", {})
+    train, held_out = recipe.datasets(None)
+    labels = torch.tensor([label for _, label in train])
+    weights = torch.tensor([1 / int((labels == label).sum()) for label in labels])
+    torch.manual_seed(0)
+    model, average = recipe.model(), recipe.model()
     average.load_state_dict(model.state_dict())
-    for epoch in range(1, 4):
-        for batch in epoch_order(97, run.config.seed, epoch).split(12):
+    optimizer = recipe.optimizer(model, config)
+    scheduler = recipe.schedule(optimizer, config, 11 * num_epochs)
+    for epoch in range(1, num_epochs + 1):
+        for batch in epoch_order(325, 0, epoch, weights.double()).split(30):
             optimizer.zero_grad()
-            recipe.plain_losses(model(inputs[batch]), targets[batch]).mean().backward()
+            inputs, targets = recipe.collate([train[index] for index in batch], training=True)
+            cross_entropy(model(inputs), targets).backward()
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
-            decay = min(DECAY, len(rates) / (9 + len(rates)))
+            decay = min(0.9, len(rates) / (9 + len(rates)))
             with torch.no_grad():
                 for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                     mean.mul_(decay).add_(value, alpha=1 - decay)
-        with torch.no_grad():
-            losses.append(float(recipe.plain_losses(average(held_out[0]), held_out[1]).mean()))
+                if len(rates) % 11 in (0, 6):
+                    inputs, targets = recipe.collate(held_out, training=False)
+                    losses.append(float(cross_entropy(average(inputs), targets)))
     return dict(average.state_dict()), rates, losses
 
 
 @pytest.mark.parametrize(
     ("parallel", "num_ranks"),
-    [("ddp", 2), ("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.long)],
+    [
+        ("ddp", 2),
+        ("fsdp", 2),
+        pytest.param("ddp", 1, marks=pytest.mark.long),
+        pytest.param("ddp", 3, marks=pytest.mark.long),
+    ],
 )
-def test_a_recipes_own_optimizer_and_schedule_end_as_in_a_plain_loop_also_after_a_kill(
-    finished_run, tmp_path, monkeypatch, parallel, num_ranks
+def test_the_example_with_all_methods_ends_as_a_plain_loop_also_after_a_kill(
+    tmp_path, monkeypatch, parallel, num_ranks
 ):
-    options = {"parallel": parallel, "ema_decay": DECAY}
-    run = finished_run("Restarting", num_ranks, **options)
-    state, rates, losses = plain_loop(run)
+    options = {"parallel": parallel, "epochs": 3, "log_interval": 1, "model_state": "last"}
+    name = "tests.support.pulses.Pulses"
+    run = new_run(tmp_path / "whole", name).train(num_ranks, **options)
+    state, rates, losses = plain_loop()
     torch.testing.assert_close(run.state(), state, rtol=1e-4, atol=1e-5)
     assert [epoch.test_loss for epoch in run.result.epochs] == pytest.approx(losses, rel=1e-4)
     steps = [event for event in run.events if isinstance(event, Reported)]
     assert [event.values["learning_rate"] for event in steps] == pytest.approx(rates)
 
-    monkeypatch.setenv("FAULT", "kill 1 20")
-    killed = new_run(tmp_path, "Restarting").train(num_ranks, max_restarts=3, **options)
+    monkeypatch.setenv("FAULT", f"kill {num_ranks - 1} 20")
+    killed = new_run(tmp_path / "killed", name).train(num_ranks, max_restarts=3, **options)
     assert sum(isinstance(event, AttemptStarted) for event in killed.events) > 1
     torch.testing.assert_close(killed.state(), run.state(), rtol=0, atol=0)
 

@@ -27,7 +27,20 @@ from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 NUM_FEATURES, NUM_CLASSES = 8, 3
 
 
-class Tiny(Recipe):
+class Faulty(Recipe):
+    """Meets the fault that `FAULT` names."""
+
+    _num_steps = 0
+
+    def meet_fault(self, losses):
+        self._num_steps += 1
+        kind, rank, step = os.environ.get("FAULT", "none 0 0").split()
+        if int(rank) == _rank() and int(step) == self._num_steps:
+            losses = FAULTS[kind](losses)
+        return losses
+
+
+class Tiny(Faulty):
     """A small MLP. Targets are (class, sample number) pairs, so that losses know whose they are."""
 
     # 97 leaves one sample for the last of the batches of 12: fewer than ranks
@@ -42,7 +55,6 @@ class Tiny(Recipe):
         "log_interval": 1,
         "model_state": "last",  # as a plain loop ends
     }
-    _num_steps = 0
 
     def prepare(self, source, directory):
         print("preparing", flush=True)
@@ -75,7 +87,6 @@ class Tiny(Recipe):
         if not outputs.requires_grad:
             _record("test", targets[:, -1].tolist())
             return losses
-        self._num_steps += 1
         pace = (
             "ALONE_SECONDS"
             if os.environ.get("ALONE_SECONDS") and _world_size() == 1
@@ -88,10 +99,7 @@ class Tiny(Recipe):
             losses.register_hook(
                 lambda gradient: _record("train", targets[:, -1].tolist(), gradient.tolist())
             )
-        kind, rank, step = os.environ.get("FAULT", "none 0 0").split()
-        if int(rank) == _rank() and int(step) == self._num_steps:
-            losses = FAULTS[kind](losses)
-        return losses
+        return self.meet_fault(losses)
 
     def plain_losses(self, outputs, targets):
         return super().losses(outputs, targets[:, 0])
