@@ -1,1 +1,5 @@
 """Shards of samples, of any size, and the order in which an epoch visits their samples."""
+
+from flyte_ddp.data.shards import Shards
+
+__all__ = ["Shards"]

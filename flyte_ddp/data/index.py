@@ -1,0 +1,231 @@
+"""The index of shards: names, samples, bytes and versions. Read as others have written it, or made
+once.
+
+Found beside the shards: our own, that of MosaicML's streaming, that of wids, that of Energon. No
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.data.cache import Entry, make_file, open_shard, reading
+from flyte_ddp.data.readers import Read, count_parquet, find_format
+from flyte_ddp.data.source import CONCURRENT_READS, Source, version_of
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.storage import read_file, write_file
+
+OWN_INDEX = "flyte_ddp_index.npz"
+ENERGON = ".nv-meta/.info.json"
+FOREIGN = ("index.json", ENERGON)  # of MosaicML's streaming or of wids; of Energon
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """The shards of a source, in an order that stays when others are added.
+
+    Arrays, because every loader process has them: Python objects would take ten times the memory.
+    """
+
+    names: NDArray[Any]  # (S,) in UTF-8
+    samples: NDArray[np.int64]  # (S,)
+    sizes: NDArray[np.int64]  # (S,) bytes; -1 where not known
+    versions: NDArray[Any]  # (S,) as the store had them; b"" where not known
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def entry(self, shard: int) -> Entry:
+        return Entry(
+            self.names[shard].decode(),
+            int(self.samples[shard]),
+            int(self.sizes[shard]),
+            self.versions[shard].decode(),
+        )
+
+    def head(self, count: int) -> ShardIndex:
+        """Return the index of the first `count` shards."""
+        return ShardIndex(*(each[:count] for each in vars(self).values()))
+
+    def checksum(self) -> str:
+        """Return a checksum of names, samples and sizes. Versions differ between copies."""
+        digest = hashlib.sha256(b"\0".join(self.names.tolist()))
+        digest.update(np.stack([self.samples, self.sizes]).astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards whose size is known."""
+        return int(np.maximum(self.sizes, 0).sum())
+
+
+def read_index(source: Source, url: str) -> ShardIndex:
+    """Return the index at `url`, or beside the shards for "".
+
+    Raises:
+        DataError: there is none, it is no index, it has no sample, or two shards of one name.
+    """
+    index, _ = _find_index(source, url)
+    if index is None:
+        got = url or f"none of {', '.join((OWN_INDEX, *FOREIGN))} beside them"
+        raise DataError(
+            f"index: expected the index of {source.join('')}, got no file ({got}): call "
+            "`prepare()` of the Shards once, before the ranks start"
+        )
+    if not index.samples.sum():
+        raise DataError(f"data: expected samples, got none in {source.join('')}")
+    return index
+
+
+def prepare_index(source: Source, url: str, read: Read | None) -> str:
+    """Make the index if there is none, or add new shards to our own. Return a description.
+
+    Args:
+        url: where it is kept; "" for beside the shards.
+
+    Raises:
+        DataError: there is no shard, one cannot be read, or two have one name.
+        ConfigError: a list of shards needs a place for the index.
+    """
+    known, is_own = _find_index(source, url)
+    if known is None or is_own:
+        if not url and isinstance(source.place, tuple):
+            raise ConfigError("index: expected a URL where the index of these shards is kept")
+        known = _count(source, known, read)
+        arrays = io.BytesIO()
+        np.savez(arrays, **vars(known))
+        write_file(url or source.join(OWN_INDEX), arrays.getvalue(), "index", source.timeout)
+    return (
+        f"{known.samples.sum():,} samples in {len(known):,} shards of {source.join('')}, "
+        f"{known.num_bytes / 2**30:,.2f} GiB"
+    )
+
+
+def _find_index(source: Source, url: str) -> tuple[ShardIndex | None, bool]:
+    """Return the index and whether it is our own; None if there is none."""
+    names = (OWN_INDEX, *FOREIGN) if isinstance(source.place, str) else ()
+    for place in [url] if url else [source.join(name) for name in names]:
+        try:
+            contents = read_file(place, "index", source.timeout)
+        except FileNotFoundError:
+            continue
+        is_own = contents.startswith(b"PK")
+        try:
+            index = _read_own(contents) if is_own else _read_foreign(contents, source)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"index: expected an index of shards, got {place}: {error}") from error
+        _check_names(index.names.tolist())
+        return index, is_own
+    return None, True
+
+
+def _read_own(contents: bytes) -> ShardIndex:
+    with np.load(io.BytesIO(contents), allow_pickle=False) as arrays:
+        return ShardIndex(**arrays)
+
+
+def _read_foreign(contents: bytes, source: Source) -> ShardIndex:
+    """Parse the index of MosaicML's streaming, of wids or of Energon."""
+    found = json.loads(contents)
+    if "shard_counts" in found:  # Energon's, without sizes
+        files = source.find()
+        return _make_index(
+            [
+                Entry(name, count, int(files.get(name, {}).get("size", -1)), "")
+                for name, count in found["shard_counts"].items()
+            ]
+        )
+    if "shardlist" in found:
+        rows = [(each["url"], each["nsamples"], each["filesize"]) for each in found["shardlist"]]
+    else:
+        shards = [(each["zip_data"] or each["raw_data"], each) for each in found["shards"]]
+        rows = [(file["basename"], each["samples"], file["bytes"]) for file, each in shards]
+    return _make_index([Entry(*row, "") for row in rows])
+
+
+def _make_index(entries: Sequence[Entry]) -> ShardIndex:
+    return ShardIndex(
+        np.array([each.name.encode() for each in entries], dtype=bytes),
+        np.array([each.samples for each in entries], np.int64),
+        np.array([each.size for each in entries], np.int64),
+        np.array([each.version.encode() for each in entries], dtype=bytes),
+    )
+
+
+def _check_names(names: Sequence[bytes]) -> None:
+    if len(set(names)) < len(names):
+        (name, count), *_ = Counter(names).most_common(1)
+        raise DataError(
+            f"data: expected shards with other names, got {name.decode()} {count} times"
+        )
+
+
+def _count(source: Source, known: ShardIndex | None, read: Read | None) -> ShardIndex:
+    """Return an index of all shards of `source`. Those of `known` that are unchanged stay first."""
+    if isinstance(source.place, tuple):
+        _check_names([name.encode() for name in source.place])
+    files = {
+        name: (int(info["size"]), version_of(info))
+        for name, info in sorted(source.find().items())
+        if find_format(name, read) and not _is_hidden(name) and name != OWN_INDEX
+    }
+    if not files:
+        raise DataError(
+            f"data: expected shards (.tar, .parquet, .mds, .jsonl), got none in {source.join('')}"
+        )
+    found = [known.entry(shard) for shard in range(len(known))] if known is not None else []
+    entries = [each for each in found if files.get(each.name) == (each.size, each.version)]
+    new = files.keys() - {each.name for each in entries}
+    to_count = [Entry(name, -1, *file) for name, file in files.items() if name in new]
+    read_whole = [each.size for each in to_count if not _has_footer(each, read)]
+    if to_count:
+        logger.warning(
+            "counts the samples of %d shards of %s once, for which it reads %.2f GiB",
+            len(to_count),
+            source.join(""),
+            sum(read_whole) / 2**30,
+        )
+    with ThreadPoolExecutor(CONCURRENT_READS) as threads:
+        counts = threads.map(lambda entry: _count_samples(source, entry, read), to_count)
+        entries += [
+            dataclasses.replace(each, samples=count)
+            for each, count in zip(to_count, counts, strict=True)
+        ]
+    return _make_index(entries)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith((".", "_"))
+
+
+def _has_footer(entry: Entry, read: Read | None) -> bool:
+    return entry.name.endswith(".parquet") and read is None
+
+
+def _count_samples(source: Source, entry: Entry, read: Read | None) -> int:
+    if _has_footer(entry, read):
+        with reading(source, entry):
+            return source.read_parts(entry.name, count_parquet)
+    kind = find_format(entry.name, read)
+    assert kind is not None  # only such are listed
+    with tempfile.TemporaryDirectory(prefix="shard-") as place:
+        path = source.local_path(entry.name)
+        if not path or kind.unpack:
+            path = f"{place}/shard"
+            make_file(source, entry, kind, None, path)
+        return len(open_shard(source, entry, kind, None, path))

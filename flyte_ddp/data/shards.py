@@ -1,0 +1,176 @@
+"""`Shards`: samples in files of a store, of any size, as one data set.
+
+It knows the order of an epoch for a loop that asks for it (`session.batches`, a recipe's), and
+neither ranks nor loader processes. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.data.cache import ShardCache, make_directory, reading
+from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
+from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
+from flyte_ddp.data.permutation import VERSION
+from flyte_ddp.data.readers import Fields, Read
+from flyte_ddp.data.source import Source
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.storage import has_password
+
+# seconds that a store is waited for; below the default stall_timeout
+STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
+DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
+    what a reader of yours knows.
+
+        data = Shards("s3://bucket/train", transform=decode)
+        for batch, weight in session.batches(data, 256, epoch, num_workers=4):
+
+    Each sample of an epoch is in one batch of one rank, at any number of ranks, and a rank fetches
+    about its part of the shards only. A run goes on in mid-epoch at another number of ranks. It
+    reads an index, which `prepare` makes once where there is none.
+
+    Args:
+        source: a path or URL that all files below belong to, or a list of the shards' URLs.
+        transform: makes a sample of a record's fields, in the loader process. The fields are a
+            dict; a tar's are the members' contents in bytes by their extensions. Random draws are
+            seeded by seed, epoch and sample.
+        columns: the fields that are read; None for all.
+        index: URL of the index, if it does not lie beside the shards.
+        reader: yields the records, dicts, of a shard that was fetched to a local path, in the same
+            order each time. With it shards may be any kind of file.
+        lanes: in which the shards of an epoch are read side by side. They and `window` follow from
+            the batch size and the index, and may be given.
+        window: samples of a lane that are shuffled with each other.
+        cache_dir: a directory of this user's for fetched shards; by default a temporary one.
+        cache_gib: its size, of all processes of a machine together.
+
+    Raises:
+        ConfigError: an argument is not of its kind.
+        DataError: there is no index, or it is none; or, once it is read, a shard is gone, damaged
+            or not the one of the index. Names the shard, and the sample.
+        StorageUnavailable: a store was away for too long, or the disk is full.
+    """
+
+    source: str | Sequence[str]
+    _: KW_ONLY
+    transform: Callable[[Fields], Any] | None = None
+    columns: Sequence[str] | None = None
+    index: str | None = None
+    reader: Read | None = None
+    lanes: int | None = None
+    window: int | None = None
+    cache_dir: str | None = None
+    cache_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        urls = [self.source] if isinstance(self.source, str) else list(self.source)
+        if not urls or not all(isinstance(each, str) and each for each in urls):
+            raise ConfigError(
+                f"source: expected a path or URL, or a list of URLs, got {self.source!r}"
+            )
+        if any(map(has_password, urls)):  # which every rank would store
+            raise ConfigError(
+                "source: expected URLs without a user name or a password; give them in the "
+                "environment instead"
+            )
+        for name in ("lanes", "window"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, value, minimum=1))
+        if self.cache_gib is not None:
+            finite_number("cache_gib", self.cache_gib, above=0)
+
+    def prepare(self) -> str:
+        """Make the index if there is none, or add shards that are new; return a description.
+
+        To be called once, before the ranks start: by a recipe's `prepare`, or on one machine. It
+        reads all tar files and JSON lines whole, and of Parquet the footers.
+        """
+        return prepare_index(self._files, self.index or "", self.reader)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, sample: int) -> Any:
+        if not 0 <= sample < len(self):
+            raise IndexError(sample)
+        shard = int(np.searchsorted(self._ends, sample, side="right"))
+        entry = self._index.entry(shard)
+        row = sample - int(self._ends[shard] - self._index.samples[shard])
+        fields = self._cache.sample(entry, row)
+        if self.transform is None:
+            return fields
+        with reading(self._files, entry, f"sample {row}"):
+            return self.transform(fields)
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch the shards of some samples, several at once."""
+        shards = np.unique(np.searchsorted(self._ends, samples, side="right"))
+        self._cache.ensure(map(self._index.entry, shards.tolist()))
+
+    def batches(
+        self, global_batch_size: int, seed: int, epoch: int, first: int = 0
+    ) -> Iterator[list[int]]:
+        """Yield the samples of each global batch of an epoch, without those of the `first` samples,
+        lane by lane.
+        """
+        order = self._order(global_batch_size, seed, epoch)
+        starts = self._ends - self._index.samples
+        for start in range(first, len(self), global_batch_size):
+            shards, rows = order.shards_and_rows(order.batch(start, global_batch_size))
+            yield (starts[shards] + rows).tolist()
+
+    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
+        """Return the facts that a position in an epoch depends on, beside its epoch and sample."""
+        order = self._order(global_batch_size, seed, 0)
+        return {
+            "dataset: shards": f"{len(self._index)} with checksum {self._index.checksum()}",
+            "dataset: lanes": order.lanes,
+            "dataset: window": order.window,
+            "dataset: order": f"version {VERSION} with checksum {order.checksum_next(0)}",
+        }
+
+    def _order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
+        lanes = self.lanes or choose_lanes(global_batch_size, len(self._index))
+        window = self.window or choose_window(lanes, len(self), self._index.num_bytes)
+        return EpochOrder(self._index.samples, seed, epoch, lanes, window)
+
+    @functools.cached_property
+    def _files(self) -> Source:
+        if not isinstance(self.source, str):
+            return Source(tuple(self.source), STORE_TIMEOUT)
+        place = self.source if "://" in self.source else os.path.abspath(self.source)
+        return Source(place.rstrip("/"), STORE_TIMEOUT)
+
+    @functools.cached_property
+    def _index(self) -> ShardIndex:
+        return read_index(self._files, self.index or "")
+
+    @functools.cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self._index.samples)
+
+    @functools.cached_property
+    def _cache(self) -> ShardCache:
+        default = os.path.join(tempfile.gettempdir(), f"flyte-ddp-shards-{os.getuid()}")
+        directory = os.path.abspath(self.cache_dir or default)
+        make_directory(directory)
+        limit = min(DEFAULT_CACHE_BYTES, shutil.disk_usage(directory).free // 2)
+        if self.cache_gib is not None:
+            limit = int(self.cache_gib * 2**30)
+        return ShardCache(self._files, self.reader, self.columns, directory, limit)

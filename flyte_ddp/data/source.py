@@ -1,0 +1,96 @@
+"""Where shards lie: below a prefix, or at a list of URLs. Listed, and fetched with retries.
+
+Credentials come from the environment (`flyte_ddp.storage`), and are in no index and no pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flyte_ddp.storage import Storage, redact_url
+
+T = TypeVar("T")
+
+CONCURRENT_READS = 8  # of a process
+VERSIONS = ("ETag", "etag")  # keys of what file systems report
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place of shards. A name is relative to the prefix, or a URL of the list.
+
+    Each process has clients of its own, because a client's connections and threads survive neither
+    a fork nor a pickle.
+    """
+
+    place: str | tuple[str, ...]
+    timeout: float  # seconds that a store is waited for
+
+    def find(self) -> dict[str, dict[str, Any]]:
+        """Return the file system's `info` of each file, by its name. Raises as `Storage.find`."""
+        if isinstance(self.place, str):
+            return self._storage("")[0].find()
+        with ThreadPoolExecutor(CONCURRENT_READS) as threads:
+            return dict(zip(self.place, threads.map(self.info, self.place), strict=True))
+
+    def info(self, name: str) -> dict[str, Any]:
+        """Return the file system's `info` of a file. Raises FileNotFoundError if there is none."""
+        storage, path = self._storage(name)
+
+        def look() -> dict[str, Any]:
+            storage.file_system.invalidate_cache()
+            return dict(storage.file_system.info(path))
+
+        return storage.retry(look)
+
+    def local_path(self, name: str) -> str:
+        """Return where a file lies on this machine; "" if it is in a store."""
+        storage, path = self._storage(name)
+        return path if storage.is_local else ""
+
+    def fetch(self, name: str, file: str) -> None:
+        """Copy a file to the local path `file`. Raises FileNotFoundError if there is none."""
+        storage, path = self._storage(name)
+        storage.retry(lambda: storage.file_system.get_file(path, file))
+
+    def read_parts(self, name: str, read: Callable[[Any], T]) -> T:
+        """Return the result of `read`, which is called with the open file."""
+        storage, path = self._storage(name)
+
+        def read_open() -> T | ValueError:
+            with storage.file_system.open(path, "rb") as file:
+                try:
+                    return read(file)
+                except ValueError as error:  # of the contents, which no other try changes
+                    return error
+
+        found = storage.retry(read_open)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def join(self, name: str) -> str:
+        """Return the URL of a file, as an error shows it."""
+        return redact_url(name if isinstance(self.place, tuple) else f"{self.place}/{name}")
+
+    def _storage(self, name: str) -> tuple[Storage, str]:
+        """Return the storage of a file and its path there."""
+        place = self.place if isinstance(self.place, str) else name.rpartition("/")[0]
+        storage = _open(os.getpid(), place, self.timeout)
+        relative = name if isinstance(self.place, str) else name.rpartition("/")[2]
+        return storage, f"{storage.root}/{relative}"
+
+
+def version_of(info: dict[str, Any]) -> str:
+    """Return what a store changes with a file's contents, from its `info`; "" where it has none."""
+    return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+
+
+@functools.lru_cache(maxsize=64)
+def _open(process: int, url: str, timeout: float) -> Storage:
+    return Storage(url, "data", timeout, skip_instance_cache=True)

@@ -1,0 +1,325 @@
+"""Shards in each format and place, read in any order; and what is wrong with them, in one line."""
+
+from __future__ import annotations
+
+import decimal
+import gzip
+import io
+import json
+import os
+import pickle
+
+import numpy
+import pyarrow
+import pytest
+from PIL import Image
+
+from flyte_ddp.data import Shards
+from flyte_ddp.data.readers import decode_mds
+from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.storage import Storage
+from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
+from tests.support.image_store import write_tree
+from tests.support.shards import FORMATS, SIZES, make_tree, mds, record, tar, to_record
+
+
+def put(url, tree):
+    place = Storage(url)
+    for name, contents in tree.items():
+        place.write(name, contents)
+    return url
+
+
+@pytest.fixture(name="cache", autouse=True)
+def cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path / f"flyte-ddp-shards-{os.getuid()}"
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_any_sample_of_each_format_is_read(kind, place, bucket, tmp_path):
+    tree, read = make_tree(kind)
+    url = put(f"{bucket}/train" if place == "store" else str(tmp_path / "train"), tree)
+    shards = Shards(url, transform=to_record, reader=read)
+    with pytest.raises(DataError, match=r"index: expected the index of .*: call `prepare\(\)`"):
+        len(shards)
+    assert shards.prepare().startswith(f"100 samples in 8 shards of {url}/, 0.00 GiB")
+    shards = pickle.loads(pickle.dumps(Shards(url, transform=to_record, reader=read)))
+    assert len(shards) == 100
+    shards.prefetch([0, 3, 50])
+    assert [shards[number] for number in range(99, -1, -1)] == [
+        record(number) for number in range(99, -1, -1)
+    ]
+    with pytest.raises(IndexError):
+        shards[100]
+
+
+@pytest.mark.parametrize("kind", ["tar", "mds", "jsonl"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_shards_are_unpacked_once(kind, suffix, tmp_path):
+    tree, _ = make_tree(kind)
+    codec = {".gz": "gzip", ".zst": "zstd"}[suffix]
+    packed = {
+        f"{name}{suffix}": gzip.compress(contents)
+        if codec == "gzip"
+        else pyarrow.compress(contents, codec, asbytes=True)
+        for name, contents in tree.items()
+    }
+    shards = Shards(write_tree(packed, tmp_path / "train"), transform=to_record)
+    shards.prepare()
+    assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
+
+
+def test_columns_are_those_that_are_read(tmp_path):
+    for kind in FORMATS:
+        tree, read = make_tree(kind)
+        url = write_tree(tree, tmp_path / kind)
+        shards = Shards(url, columns=["number"], reader=read)
+        shards.prepare()
+        assert int(shards[41].pop("number")) == 41
+        assert shards[41].keys() == {"number"}
+        shards = Shards(url, columns=["label"], reader=read)
+        with pytest.raises(DataError, match="shard-0003.* columns: expected 'label', got only"):
+            shards[21]
+
+
+def test_indexes_of_others_are_read_as_they_are(tmp_path):
+    sizes = dict(zip(make_tree("mds")[0], SIZES, strict=True))
+    for kind in ("mds", "wids", "energon"):
+        tree, _ = make_tree("mds" if kind == "mds" else "tar")
+        rows = [
+            (name, size, len(contents))
+            for (name, contents), size in zip(tree.items(), sizes.values(), strict=True)
+        ]
+        name, index = {
+            "mds": (
+                "index.json",
+                {
+                    "version": 2,
+                    "shards": [
+                        {
+                            "samples": size,
+                            "raw_data": {"basename": name, "bytes": num_bytes, "hashes": {}},
+                            "zip_data": None,
+                        }
+                        for name, size, num_bytes in rows
+                    ],
+                },
+            ),
+            "wids": (
+                "index.json",
+                {
+                    "wids_version": 1,
+                    "shardlist": [
+                        {"url": name, "nsamples": size, "filesize": num_bytes}
+                        for name, size, num_bytes in rows
+                    ],
+                },
+            ),
+            "energon": (
+                ".nv-meta/.info.json",
+                {"shard_counts": {name: size for name, size, _ in rows}},
+            ),
+        }[kind]
+        tree[name] = json.dumps(index).encode()
+        shards = Shards(write_tree(tree, tmp_path / kind), transform=to_record)
+        assert [shards[number]["number"] for number in (0, 55, 99)] == [0, 55, 99]
+        assert shards._index.num_bytes == sum(num_bytes for _, _, num_bytes in rows)
+        assert shards.prepare().startswith("100 samples in 8 shards")
+
+
+def test_new_shards_follow_those_that_the_index_has(tmp_path):
+    tree, _ = make_tree("tar")
+    late = tree.pop("shard-0002.tar")
+    url = write_tree(tree, tmp_path / "train")
+    Shards(url).prepare()
+    before = Shards(url)._index
+    write_tree({"shard-0002.tar": late}, tmp_path / "train")
+    Shards(url).prepare()
+    after = Shards(url)._index
+    assert after.entry(7).name == "shard-0002.tar"
+    assert after.head(7).checksum() == before.checksum() != after.checksum()
+
+
+def test_a_list_of_urls_has_its_index_at_a_place_of_its_own(bucket, tmp_path):
+    tree, _ = make_tree("jsonl")
+    put(bucket, tree)
+    urls = [f"{bucket}/{name}" for name in tree]
+    with pytest.raises(ConfigError, match="index: expected a URL where the index"):
+        Shards(urls).prepare()
+    shards = Shards(urls, index=f"{tmp_path}/index", transform=to_record)
+    shards.prepare()
+    assert [shards[number]["number"] for number in (0, 55, 99)] == [0, 55, 99]
+    with pytest.raises(DataError, match=r"other names, got .*shard-0000.jsonl 2 times"):
+        Shards([*urls, urls[0]], index=f"{tmp_path}/other").prepare()
+
+
+def test_every_encoding_of_mds_is_decoded():
+    image = Image.new("RGB", (3, 2), (10, 20, 30))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    array = numpy.arange(6, dtype=numpy.int16).reshape(2, 3)
+    raw = numpy.array([3, 2, 3], numpy.uint32).tobytes() + b"RGB" + image.tobytes()
+    cases = [
+        ("bytes", b"ab", b"ab"),
+        ("str", "ä".encode(), "ä"),
+        ("int", numpy.int64(-5).tobytes(), -5),
+        ("uint16", numpy.uint16(65535).tobytes(), 65535),
+        ("float32", numpy.float32(1.5).tobytes(), 1.5),
+        ("str_int", b"123456789012345678901", 123456789012345678901),
+        ("str_float", b"1.25", 1.25),
+        ("str_decimal", b"1.10", decimal.Decimal("1.10")),
+        ("json", b'{"a": [1]}', {"a": [1]}),
+    ]
+    for encoding, data, expected in cases:
+        assert decode_mds(encoding, data) == expected, encoding
+    for encoding, data in (
+        ("ndarray:int16:2,3", array.tobytes()),
+        ("ndarray:int16", bytes([2 << 2, 2, 3]) + array.tobytes()),
+        ("ndarray", bytes([17, 2 << 2 | 1, 2, 0, 3, 0]) + array.tobytes()),
+    ):
+        found = decode_mds(encoding, data)
+        assert found.dtype == array.dtype
+        assert numpy.array_equal(found, array)
+    for encoding, data in (("png", file.getvalue()), ("pil", raw), ("jpeg:90", file.getvalue())):
+        assert decode_mds(encoding, data).convert("RGB").tobytes() == image.tobytes()
+    with pytest.raises(DataError, match="got 'pkl', which runs code of whoever wrote it"):
+        decode_mds("pkl", pickle.dumps(1))
+
+
+def test_values_of_parquet_are_pythons_and_lists_of_numbers_arrays(tmp_path):
+    import pyarrow.parquet
+
+    rows = [
+        {"tokens": [1, 2, 3], "names": ["a"], "image": {"bytes": b"x"}, "score": None},
+        {"tokens": [4], "names": [], "image": None, "score": 0.5},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    shards = Shards(str(tmp_path))
+    shards.prepare()
+    found = [{**shards[row], "tokens": shards[row]["tokens"].tolist()} for row in range(2)]
+    assert found == rows
+    assert shards[0]["tokens"].dtype == numpy.int64
+
+
+def cut(tree):
+    tree["shard-0004.tar"] = tree["shard-0004.tar"][:-2000]
+
+
+def replace(tree):
+    # as many bytes: the store's version tells
+    tree["shard-0004.tar"] = tree["shard-0004.tar"].replace(b"record 25", b"recorr 25")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "place", "expected"),
+    [
+        (lambda tree: tree.pop("shard-0004.tar"), "disk", "FileNotFoundError"),
+        (lambda tree: tree.pop("shard-0004.tar"), "store", "FileNotFoundError"),
+        (cut, "disk", r"expected \d+ bytes as in the index, got"),
+        (cut, "store", "expected version .* as in the index, got"),
+        (replace, "store", "expected version .* as in the index, got"),
+    ],
+)
+def test_a_shard_that_is_gone_or_changed_is_named(break_it, place, expected, bucket, tmp_path):
+    tree, _ = make_tree("tar")
+    url = bucket if place == "store" else str(tmp_path / "train")
+    Shards(put(url, tree)).prepare()
+    Storage(url).delete("shard-0004.tar")
+    break_it(tree)
+    shards = Shards(put(url, tree))
+    assert shards[0]["number"] == b"0"
+    for read in (lambda: shards[25], lambda: shards[26]):
+        with pytest.raises(DataError, match="shard-0004.tar cannot be read: ") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+        caught.match(expected)
+
+
+def test_damaged_shards_and_samples_are_named_with_the_reason(tmp_path):
+    tree, _ = make_tree("jsonl")
+    url = write_tree(tree, tmp_path / "train")
+    Shards(url).prepare()
+    contents = tree["shard-0004.jsonl"].replace(b'{"number": 25', b'["number": 25')
+    write_tree({"shard-0004.jsonl": contents}, tmp_path / "train")
+    shards = Shards(url, transform=lambda fields: 1 / (fields["number"] - 40))
+    with pytest.raises(DataError, match="shard-0004.jsonl: sample 0 cannot be read: json.decoder"):
+        shards[25]
+    assert shards[26] == -1 / 14
+    with pytest.raises(
+        DataError,
+        match=r"shard-0004.jsonl: sample 15 cannot be read: ZeroDivisionError.*\(test_shards.py:",
+    ):
+        shards[40]
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, "expected shards .*, got none in"),
+        ({"README.md": b"text"}, "expected shards .*, got none in"),
+        ({"a.tar": b"no tar"}, "a.tar cannot be read: tarfile.ReadError"),
+        ({"a.parquet": b"no parquet"}, "a.parquet cannot be read: pyarrow.lib.ArrowInvalid"),
+        ({"a.mds": mds([record(0)])[:-5] + b""}, None),
+        ({"index.json": b"{}"}, "index: expected an index of shards, got .*index.json: 'shards'"),
+    ],
+)
+def test_a_prefix_without_shards_and_files_that_are_none_are_refused(tree, expected, tmp_path):
+    shards = Shards(write_tree({"other/x": b"", **tree}, tmp_path / "train"))
+    if expected is None:
+        shards.prepare()
+        with pytest.raises(DataError, match="a.mds: sample 0 cannot be read: expected .* bytes"):
+            shards[0]
+        return
+    with pytest.raises(DataError, match=expected):
+        shards.prepare()
+
+
+def test_shards_of_no_sample_are_passed_over(tmp_path):
+    tree, _ = make_tree("tar", [0, 3, 0, 2, 0])
+    shards = Shards(write_tree(tree, tmp_path / "train"), transform=to_record)
+    shards.prepare()
+    assert [shards[number]["number"] for number in range(len(shards))] == [0, 1, 2, 3, 4]
+    empty = Shards(write_tree({"a.tar": tar([])}, tmp_path / "empty"))
+    empty.prepare()
+    with pytest.raises(DataError, match="data: expected samples, got none in"):
+        len(empty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"source": []}, "source: expected a path or URL, or a list of URLs, got"),
+        ({"source": "https://me:secret@host/x"}, "source: expected URLs without a user name"),
+        ({"lanes": 0}, "lanes: expected"),
+        ({"window": 1.5}, "window: expected"),
+        ({"cache_gib": 0}, "cache_gib: expected"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, expected):
+    with pytest.raises(ConfigError, match=expected):
+        Shards(**{"source": "/data", **arguments})
+
+
+def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noqa: F811
+    tree, _ = make_tree("tar")
+    put(bucket, tree)
+    Shards(bucket).prepare()
+    size = max(map(len, tree.values()))
+    limit = 2 * size / 2**30
+    shards = Shards(bucket, transform=to_record, cache_gib=limit)
+    for number in (*range(0, 100, 3), 0):
+        assert shards[number] == record(number)
+        kept = [file.stat().st_size for file in cache.iterdir() if file.suffix != ".lock"]
+        assert sum(kept) <= 2 * size
+    s3.requests.clear()
+    assert Shards(bucket, transform=to_record)[0] == record(0)  # another process's
+    assert s3.asked_for("shard-0000.tar") == []
+    small = Shards(bucket, cache_gib=limit / 4)
+    with pytest.raises(ConfigError, match=r"cache_gib: expected at least .* got"):
+        small[30]
+    cache.chmod(0o777)
+    with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):
+        Shards(bucket)[0]
