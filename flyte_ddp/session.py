@@ -168,8 +168,11 @@ def epochs(num_epochs: int) -> range:
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
-    """Report progress and metrics: for the progress bar, the history, the report and W&B. Rank 0's
-    are shown.
+    """Report progress and metrics: for the progress bar, the history, the report and W&B.
+
+    Each rank may report other names, and waits for no other. Rank 0's are the run's figures. Those
+    of the others, which travel once a second, are in the history with their rank; the report has
+    their mean and range.
 
     Every rank's call is a heartbeat: after the first one, a run in which no rank reports for
     `stall_timeout` seconds is ended, with the rank that the others wait for and the stacks.

@@ -6,6 +6,7 @@ from flyte_ddp.events import (
     CheckpointLoaded,
     CheckpointWritten,
     Event,
+    RankReported,
     Reported,
     RunFinished,
     RunStarted,
@@ -49,5 +50,9 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
     assert f"&lt;line {MAX_LINES - 1}&gt;" not in shown
     assert "secret" not in shown
     assert "<td>1 <small>in this attempt" in shown
+    assert "other ranks" not in shown
+    for rank, loss in ((1, 0.25), (2, 0.5), (3, 0.75), (3, 1.5)):
+        report.handle(RankReported(rank, [Reported(10, None, {"loss": loss})]))
+    assert "other ranks: 0.75, 0.25 to 1.5" in report.render()
     report.handle(RunFinished(10, 1.0))
     assert report.status == "finished"

@@ -23,7 +23,7 @@ from flyte_ddp.rank.batches import EpochBatches
 from tests.support.gang import session_of
 
 
-def test_a_report_counts_steps_where_none_is_given_and_only_rank_0_is_shown():
+def test_a_report_counts_steps_where_none_is_given_and_other_ranks_are_sent_together():
     for rank in (0, 1):
         session, link = session_of(rank, 2)
         session.report(None, None, {"loss": 1})
@@ -35,7 +35,12 @@ def test_a_report_counts_steps_where_none_is_given_and_only_rank_0_is_shown():
             events.Reported(10, 0.5, {}),
             events.Reported(11, None, {}),
         ]
-        assert link.events == (expected if rank == 0 else [])
+        session.close()
+        if rank:
+            assert {event.rank for event in link.events} == {1}
+            assert [each for event in link.events for each in event.reports] == expected
+        else:
+            assert link.events == expected
 
 
 STEP = (torch.tensor(5), np.int64(5), 5)

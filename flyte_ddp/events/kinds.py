@@ -205,6 +205,16 @@ class Reported(Timed):
 
 
 @dataclass(frozen=True)
+class RankReported(Timed):
+    """What a function has reported on another rank than 0, at most one event per second: the run's
+    figures are rank 0's.
+    """
+
+    rank: int
+    reports: list[Reported]  # since the event before
+
+
+@dataclass(frozen=True)
 class Histogram:
     """`counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
 
@@ -365,6 +375,7 @@ Event = (
     | RunStarted
     | CheckpointLoaded
     | Reported
+    | RankReported
     | EpochFinished
     | HistogramsTaken
     | PredictionsMade

@@ -39,6 +39,8 @@ class RunState(Listener):
     started: kinds.RunStarted | None = None  # the latest
     loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
     reports: list[kinds.Reported] = field(default_factory=list)
+    # the newest values of the other ranks in this attempt
+    rank_values: dict[int, dict[str, float]] = field(default_factory=dict)
     # those of earlier attempts included; with `evaluation_interval` several of an epoch
     epochs: list[EpochFinished] = field(default_factory=list)
     checkpoint: kinds.CheckpointWritten | None = None  # the newest
@@ -90,12 +92,17 @@ class RunState(Listener):
             case kinds.RunStarted():
                 self.num_starts += 1
                 self.started, self.loaded, self._progress = event, None, []
+                self.rank_values = {}
             case kinds.CheckpointLoaded():
                 self.loaded = event
                 self.reports = [each for each in self.reports if each.step <= event.step]
                 self.epochs = list(event.epochs)
             case kinds.Reported() if self.keep_reports:
                 self.reports.append(event)
+            case kinds.RankReported():
+                values = self.rank_values.setdefault(event.rank, {})
+                for report in event.reports:
+                    values.update(report.values)
             case EpochFinished():
                 # A history file repeats the epochs of earlier attempts that `CheckpointLoaded` has
                 # brought already.

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
+# seconds: what other ranks than 0 report within them travels as one message, the newest of it
+REPORT_INTERVAL, MAX_REPORTS = 1.0, 1000
 # Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
 # split state: they may wait for it in a collective, whose failure would end the run without the
 # reason.
@@ -86,6 +89,8 @@ class Session:
         self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
         self._link.on_stop = self._terminate
         self._timer: StepTimer | None = None  # of a function's steps, from report to report
+        # of another rank than 0, to be sent
+        self._reports: deque[events.Reported] = deque(maxlen=MAX_REPORTS)
         # There is a checkpoint, or will be one whenever the run is asked to stop.
         self.can_resume = process.job.program.kind is Kind.RECIPE
 
@@ -377,12 +382,27 @@ class Session:
         epoch = None if epoch is None else finite_number("session.report: epoch", epoch, minimum=0)
         self._link.beat(self.step)
         self._time_report()
-        if self.process.rank > 0:
-            return
         metrics = {
             name: plain_number(f"session.report: {name}", value) for name, value in values.items()
         }
-        self.emit(events.Reported(self.step, epoch, metrics))
+        reported = events.Reported(self.step, epoch, metrics)
+        if self.process.rank == 0:
+            self.emit(reported)
+            return
+        self._reports.append(reported)
+        if len(self._reports) == 1:  # else a timer runs, which takes this one too
+            timer = threading.Timer(REPORT_INTERVAL, self._send_reports)
+            timer.daemon = True
+            timer.start()
+
+    def _send_reports(self) -> None:
+        """Send what this rank has reported since the last time. Any thread may call this."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self._reports.popleft())
+        if found:
+            self._link.send(Emitted(events.RankReported(self.process.rank, found)))
 
     def _time_report(self) -> None:
         """Publish the time from report to report of a function whose ranks may wait for one
@@ -468,6 +488,7 @@ class Session:
 
     def close(self) -> None:
         """Wait until the checkpoints are written. Raises as `save`."""
+        self._send_reports()
         self.wait()
         self.stop.close()
 
@@ -479,8 +500,9 @@ class Session:
         try:
             yield
         except Exception:
-            if self._store is not None:
-                with contextlib.suppress(Exception):  # the block's error is the one to report
+            with contextlib.suppress(Exception):  # the block's error is the one to report
+                self._send_reports()
+                if self._store is not None:
                     self._store.wait(self._beat, WRITE_GRACE)
             raise
 

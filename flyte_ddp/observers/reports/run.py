@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -184,7 +185,7 @@ class Report(Page):
                 f"{devices} x wall time",
             ),
             *(
-                tile(name.replace("_", " "), f"{value:.4g}", "last reported")
+                tile(name.replace("_", " "), f"{value:.4g}", self._describe_others(name))
                 for name, value in list(latest.items())[:MAX_TILES]
                 if not state.epochs and name != speed
             ),
@@ -199,6 +200,13 @@ class Report(Page):
             return "", ""
         end = datetime.datetime.fromtimestamp(now + left, datetime.timezone.utc)
         return duration(left), f"until about {end:%H:%M} UTC"
+
+    def _describe_others(self, name: str) -> str:
+        """Describe what the other ranks have reported last under this name."""
+        reported = self._state.rank_values.values()
+        if not (found := [values[name] for values in reported if name in values]):
+            return "last reported"
+        return f"other ranks: {statistics.fmean(found):.4g}, {min(found):.4g} to {max(found):.4g}"
 
     def _epochs_table(self) -> dict[str, Any]:
         best, epochs = self._state.best, self._state.epochs
