@@ -189,6 +189,25 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
         _current.report(step, epoch, values)
 
 
+def submit_result(path: str, data: str | bytes) -> None:
+    """Send a file of this rank to where the run was started, into `results` of `flyte_ddp.run`.
+
+    It is there whole or not at all, before the run ends; what was sent before this rank is killed
+    as well. The latest under a path stays, of a restart also over what the ranks before it have
+    sent. The call waits only while many files of this rank have not arrived. Without `results`
+    nothing is kept.
+
+    Args:
+        path: of the file below the directory, such as "rank-1/losses.json".
+        data: at most 64 MiB; text is stored as UTF-8.
+
+    Raises:
+        ConfigError: the path is none of a file below a directory, or the data are something else.
+    """
+    if _current:
+        _current.submit_result(path, data)
+
+
 _current: Session | None = None
 
 

@@ -5,6 +5,7 @@ of them dies.
 from __future__ import annotations
 
 import ctypes
+import glob
 import importlib
 import itertools
 import json
@@ -569,10 +570,14 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
         "import os\n"
         "import torch, torch.distributed as dist\n"
         "from constants import FACTOR\n"
+        "from flyte_ddp import session\n"
         "def train(value):\n"
         "    dist.init_process_group('gloo')\n"
         "    total = torch.ones(1) * value * FACTOR\n"
         "    dist.all_reduce(total)\n"
+        "    for number in range(3):\n"
+        "        name = f'{os.environ[\"RANK\"]}/{number}'\n"
+        "        session.submit_result(name, bytes([number]) * (3 << 20))\n"
         "    names = ('RANK', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'LOCAL_WORLD_SIZE', "
         "'TORCHELASTIC_RESTART_COUNT')\n"
         "    return total.item(), [os.environ[name] for name in names], bytes(5 << 20)\n"
@@ -586,12 +591,21 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
 
     listener = Listener()
     total, variables, rest = flyte_ddp.run(
-        functions.train, 2, nnodes=2, client=client, listeners=[listener]
+        functions.train,
+        2,
+        nnodes=2,
+        client=client,
+        listeners=[listener],
+        results=tmp_path / "results",
     )
 
     assert (total, variables, rest) == (12.0, ["0", "0", "2", "1", "0"], bytes(5 << 20))
     (started,) = listener.of(events.RunStarted)
     assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
+    for name in (f"{rank}/{number}" for rank in (0, 1) for number in range(3)):
+        assert (tmp_path / "results" / name).read_bytes() == bytes([int(name[-1])]) * (3 << 20)
+    left = client.run(lambda dask_worker: glob.glob(f"{dask_worker.local_directory}/results-*"))
+    assert [*left.values()] == [[], []]
 
 
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):

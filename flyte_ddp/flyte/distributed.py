@@ -88,6 +88,8 @@ class Distributed:
             "addresses": ["tcp://dask:8786"], "env": ["NCCL_*"]}. A field that it does not name is
             that of the table `allowed` in the settings.toml beside this package. Without that file:
             the kind "kubernetes" with whatever pods, and files in object stores or at https.
+        results: URL for the files that `session.submit_result` sends, or a directory of the task's
+            machine.
 
     Raises:
         ConfigError: a value has the wrong type or range.
@@ -110,6 +112,7 @@ class Distributed:
     allowed: Mapping[str, Sequence[str]] | None = None
     mlflow: str = ""
     tensorboard: str = ""
+    results: str = ""
 
     def __post_init__(self) -> None:
         check("allowed", self.allowed or {}, Allowed)
@@ -247,6 +250,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                     labels={"task": name},
                     checkpoints=checkpoints,
                     is_kept=not is_local,
+                    results=config.results,
                 )
                 frame.keep_history(report)
         outputs, decks = unpack(returned_value(state))

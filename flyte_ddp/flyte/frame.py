@@ -132,6 +132,7 @@ class Frame:
         origin: Mapping[str, str] = MappingProxyType({}),
         checkpoints: str | None = None,
         is_kept: bool = True,
+        results: str = "",
     ) -> RunState:
         """Run the one program of this task, shown by all observers. Arguments and errors as of
         `driver.run`.
@@ -142,6 +143,7 @@ class Frame:
             origin: see `run_card`; for the card that MLflow gets.
             checkpoints: their URL; "" keeps none; by default the frame's.
             is_kept: see `Job`.
+            results: directory or URL for the files that ranks submit.
         """
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.tracking:
@@ -153,7 +155,13 @@ class Frame:
         job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
         try:
             return driver.run(
-                job, place, data, listeners, relay or self.say, earlier_failure=earlier_failure
+                job,
+                place,
+                data,
+                listeners,
+                relay or self.say,
+                earlier_failure=earlier_failure,
+                results=results or None,
             )
         except BaseException:
             self.keep_history(report)  # an attempt that fails has no outputs

@@ -33,10 +33,11 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.by_value import pickle
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.agent.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.control.results import Destination
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import (
     OUTPUTS_VARIABLE,
@@ -196,6 +197,14 @@ class Gang:
         return not self.needs_cluster or self.cluster_config().resolved_kind == "local"
 
 
+@dataclass(frozen=True)
+class RunResult:
+    """What `run` returns with `raise_errors=False`."""
+
+    value: Any  # rank 0's; None after a failure of a rank
+    error: Exception | None  # of a rank, or of `results`; None if there was none
+
+
 def run(
     function: Callable[..., T],
     *arguments: Any,
@@ -209,6 +218,8 @@ def run(
     stall_timeout: float = Program.stall_timeout,
     listeners: Sequence[events.Listener] = (),
     progress: bool = True,
+    results: Destination | None = None,
+    raise_errors: bool = True,
 ) -> T:
     """Call `function(*arguments)` in every rank, in torchrun's environment, and return rank 0's
     value.
@@ -226,6 +237,11 @@ def run(
             killed.
         listeners: receive every event of the run.
         progress: show on standard error what `session.report` is given, and the ranks' lines.
+        results: directory or URL for the files that `session.submit_result` sends, or a function
+            `results(path, data: bytes)` that is called here for each, in a thread, one at a time.
+            What it refuses is logged at once, and raised when the ranks have ended.
+        raise_errors: False for a `RunResult`, which has what would be raised, unless the run was
+            stopped.
 
     Raises:
         ConfigError: bad input, before anything is started, such as a function that cannot be
@@ -240,21 +256,25 @@ def run(
     module = getattr(function, "__module__", None) or "__main__"
     program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
     bars = [ProgressBar()] if progress else []
-    state = run_program(
-        program,
-        gang,
-        checkpoints,
-        [*bars, *listeners],
-        bars[0].write if bars else None,
-        client,
-        run_id,
-    )
+    relay = bars[0].write if bars else None
+    state = events.RunState(keep_reports=False)
+    failure: Exception | None = None
+    listeners = [state, *bars, *listeners]
     try:
-        return cloudpickle.loads(returned_value(state))  # type: ignore[no-any-return]
+        run_program(program, gang, checkpoints, listeners, relay, client, run_id, results)
+    except Exception as error:
+        if raise_errors or isinstance(error, TrainingStopped):
+            raise
+        failure = error
+    try:
+        value: Any = cloudpickle.loads(returned_value(state))
     except Exception as error:
         raise ConfigError(
             f"{name}: expected a value that can be unpickled here, got {error!r}"
         ) from error
+    if not raise_errors:
+        value = RunResult(value, failure)
+    return value  # type: ignore[no-any-return]
 
 
 def run_program(
@@ -265,6 +285,7 @@ def run_program(
     relay: Callable[[str], None] | None = None,
     client: Client | None = None,
     run_id: str = "",
+    results: Destination | None = None,
 ) -> events.RunState:
     """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and
     `driver.run`.
@@ -277,7 +298,7 @@ def run_program(
         if not checkpoints and client is None and gang.is_on_this_machine:
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        return driver.run(job, place, None, listeners, relay)
+        return driver.run(job, place, None, listeners, relay, results=results)
 
 
 def _working_directory() -> str:

@@ -94,7 +94,13 @@ def main(arguments: Sequence[str]) -> int:
         print_line(note)
     return end_as_shell(
         lambda: run_program(
-            program, gang, options.checkpoints or "", listeners, relay, run_id=options.run_id
+            program,
+            gang,
+            options.checkpoints or "",
+            listeners,
+            relay,
+            run_id=options.run_id,
+            results=options.results or None,
         ),
         options.max_hours,
         resume_command() if options.checkpoints else "",
@@ -186,6 +192,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
             f"(default {Program.stall_timeout:g})",
             Program.stall_timeout,
         ),
+        ("--results", "directory or URL for the files of session.submit_result", ""),
         ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
     )
     add_options(parser, own)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -14,15 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.checkpoints.memory import Part
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
+from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.protocol.messages import Emitted, PartSaved
+from flyte_ddp.launch.protocol.messages import Emitted, PartSaved, Submitted
 from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 NUM_KEPT = 2  # newest checkpoints that stay
 # seconds: what other ranks than 0 report within them travels as one message, the newest of it
 REPORT_INTERVAL, MAX_REPORTS = 1.0, 1000
+# of the files that a rank submits: bytes of one and of all that have not arrived, and their number
+MAX_RESULT, MAX_SUBMITTED = 64 << 20, 64
 # Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
 # split state: they may wait for it in a collective, whose failure would end the run without the
 # reason.
@@ -70,7 +74,7 @@ class Session:
         self.stop = StopAgreement(process, open_store)
         self.has_trainer = False  # a framework's loop has begun, which the checkpoints are of
         self._store: CheckpointStore | None = None
-        self._has_warned = False
+        self._warnings: set[str] = set()
         self._num_loads = 0
         self._num_split_saves = 0
         self._stored_step = 0  # the newest that this rank has saved for the store
@@ -91,6 +95,9 @@ class Session:
         self._timer: StepTimer | None = None  # of a function's steps, from report to report
         # of another rank than 0, to be sent
         self._reports: deque[events.Reported] = deque(maxlen=MAX_REPORTS)
+        # of files that may still be on this node: their bytes
+        self._submitted: dict[Path, int] = {}
+        self._file_numbers = itertools.count()
         # There is a checkpoint, or will be one whenever the run is asked to stop.
         self.can_resume = process.job.program.kind is Kind.RECIPE
 
@@ -104,12 +111,9 @@ class Session:
     def save(self, state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
         step = whole_number("session.save: step", step, maximum=MAX_STEP)
         if not (self.checkpoints or in_memory):
-            if not self._has_warned:
-                logger.warning(
-                    "session.save: nothing is kept, because the run was given no place "
-                    "for checkpoints"
-                )
-            self._has_warned = True
+            self._warn_once(
+                "session.save: nothing is kept, because the run was given no place for checkpoints"
+            )
             return
         from flyte_ddp.checkpoints.state import count_bytes, find_tensors, is_split
         from flyte_ddp.world import ALONE
@@ -403,6 +407,49 @@ class Session:
                 found.append(self._reports.popleft())
         if found:
             self._link.send(Emitted(events.RankReported(self.process.rank, found)))
+
+    def submit_result(self, path: str, data: str | bytes) -> None:
+        parts = PurePosixPath(path).parts if isinstance(path, str) and path.isprintable() else ()
+        if not parts or parts[0][0] == "/" or ".." in parts:
+            raise ConfigError(
+                "session.submit_result: path: expected that of a file below a directory, such as "
+                f"rank-1/losses.json, got {path!r}"
+            )
+        contents = data.encode() if isinstance(data, str) else data
+        if not isinstance(contents, bytes) or len(contents) > MAX_RESULT:
+            size = f" of {len(contents):,} bytes" if isinstance(contents, bytes) else ""
+            raise ConfigError(
+                f"session.submit_result: data: expected str or bytes, at most {MAX_RESULT >> 20} "
+                f"MiB, got {type(data).__name__}{size}"
+            )
+        node = self.process.node
+        if not node.results:
+            self._warn_once(
+                "session.submit_result: nothing is kept, because the run has no results"
+            )
+            return
+        while self._is_full(len(contents)):
+            waiting = self._submitted.items()
+            self._submitted = {file: size for file, size in waiting if file.exists()}
+            if self._is_full(len(contents)):
+                time.sleep(POLL_INTERVAL)
+        name = f"{node.num_restarts}-{self.process.rank}-{next(self._file_numbers)}"
+        file = Path(node.results, name)
+        os.makedirs(node.results, exist_ok=True)
+        file.write_bytes(contents)
+        self._submitted[file] = len(contents)
+        self._link.send(Submitted(name, "/".join(parts)))
+
+    def _is_full(self, num_bytes: int) -> bool:
+        """Return whether so many more would be too much of what this rank has submitted."""
+        num_bytes += sum(self._submitted.values())
+        is_over = len(self._submitted) >= MAX_SUBMITTED or num_bytes > MAX_RESULT
+        return is_over and bool(self._submitted)
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warnings:
+            self._warnings.add(line)
+            logger.warning(line)
 
     def _time_report(self) -> None:
         """Publish the time from report to report of a function whose ranks may wait for one

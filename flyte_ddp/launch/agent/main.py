@@ -188,7 +188,9 @@ def _run_attempt(
     fetch = functools.partial(unpack_data, node_job.data_archive, directory, timeout)
     prepared = call_in_background(lambda: node_job.data or fetch()) if needs_data else None
     try:
-        ranks = dataclasses.replace(node_job.ranks, interface=interface_to(node_job.ranks.host))
+        ranks = node_job.ranks
+        results = str(directory / ranks.results) if ranks.results else ""
+        ranks = dataclasses.replace(ranks, interface=interface_to(ranks.host), results=results)
     except OSError as error:
         name = type(error).__name__
         link.send(Failed(NodeLost(f"{name}: {error}", cause=name)))

@@ -1,5 +1,5 @@
 """Temporary directories, which the next run removes where the process that owned them was
-killed.
+killed, and the files that ranks submit in one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+MAX_TAKEN = 64 << 20  # bytes of several files at once
 # ends the name of a file beside a directory, which the directory's owner keeps locked
 OWNER = ".owner"
 
@@ -36,6 +37,19 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
             # a forked process ends this block too, where it drops what it has inherited
             if os.getpid() == owner:
                 _remove(Path(lock.name))
+
+
+def take_files(directory: str, names: Sequence[str]) -> list[bytes]:
+    """Return the contents of the first of these files, and remove them: so many as `MAX_TAKEN`
+    allows, at least one.
+    """
+    taken: list[bytes] = []
+    for file in (Path(directory, name) for name in names):
+        if taken and sum(map(len, taken)) + file.stat().st_size > MAX_TAKEN:
+            break
+        taken.append(file.read_bytes())
+        file.unlink()
+    return taken
 
 
 def _remove(owner: Path) -> None:

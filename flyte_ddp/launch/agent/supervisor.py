@@ -63,6 +63,7 @@ from flyte_ddp.launch.protocol.messages import (
     Resumed,
     Returned,
     Stop,
+    Submitted,
 )
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
@@ -257,6 +258,8 @@ class _Ranks:
                         self.memory.take(**part)
                     case Resumed(attempt, turn):
                         self.memory.keep_only(attempt, turn)
+                    case Submitted() as submitted:
+                        self.link.send(submitted)
                     case Returned(outcome, error):
                         rank.outcome = outcome
                         if error:

@@ -53,6 +53,7 @@ from flyte_ddp.launch.protocol.messages import (
     Lines,
     Outcome,
     Stop,
+    Submitted,
 )
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
@@ -108,6 +109,12 @@ class Nodes:
         """
         raise NotImplementedError
 
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
+        """Return the contents of the first of these files that ranks of the node have submitted,
+        and remove them there. Any thread may call this. Any error means that they are lost.
+        """
+        raise NotImplementedError
+
     def explain(self, failure: Exception) -> Exception:
         """Return the failure with what else is known of its cause. Called once, when all nodes have
         ended.
@@ -127,6 +134,8 @@ class Attempt:
     relay: Callable[[str], None]
     stop: StopRequest
     shows_nodes: bool = False  # a line of a rank's begins with its node
+    # takes a file that a rank has submitted away from its node; None where none are wanted
+    take_result: Callable[[Nodes, Node, Submitted], None] | None = None
 
     state: State = field(default_factory=Starting)
     step: int = 0  # that the gang has reached
@@ -256,6 +265,8 @@ class Attempt:
                 case Emitted(event):
                     self._note_step(getattr(event, "step", 0))
                     self.emit(event)
+                case Submitted() if self.take_result:
+                    self.take_result(self.nodes, node, message)
                 case Lines(lines):
                     prefix = f"[node {node.index}] " if self.shows_nodes else ""
                     for line in lines:

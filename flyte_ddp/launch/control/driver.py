@@ -42,6 +42,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
+from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
 from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
@@ -70,6 +71,7 @@ class Run:
     relay: Callable[[str], None]
     # local directory of the prepared data; None where none are needed
     prepared: concurrent.futures.Future[str] | None
+    results: Results | None = None  # get the files that ranks submit
 
     def check_stop(self) -> None:
         """Raise TrainingStopped if the run is to end. For while no rank runs."""
@@ -128,6 +130,7 @@ def run(
     relay: Callable[[str], None] | None = None,
     stop: StopRequest | None = None,
     earlier_failure: RankFailure | None = None,
+    results: Destination | None = None,
 ) -> events.RunState:
     """Run the program of `job` in ranks at `place`, start to end; return the state that its events
     fold to.
@@ -141,6 +144,8 @@ def run(
         stop: ends the run early when set; by default SIGINT and SIGTERM do.
         earlier_failure: how the attempt of an earlier process ended, which that process could not
             tell.
+        results: get the files that ranks submit, see `Results`; all have arrived when this returns
+            or raises.
 
     Raises:
         ConfigError: before any rank is started, also if the checkpoints belong to another run;
@@ -182,8 +187,16 @@ def run(
         prepared = call_in_background(data) if data else None
         name = f"training-{uuid.uuid4().hex[:12]}"
         show = relay or print_line
+        taken = None if results is None else Results(results)
         begun = Run(
-            name, job, storage, stop, dispatcher.emit, lambda line: show(redact_url(line)), prepared
+            name,
+            job,
+            storage,
+            stop,
+            dispatcher.emit,
+            lambda line: show(redact_url(line)),
+            prepared,
+            taken,
         )
         driver = _Driver(begun, place, ownership)
         try:
@@ -192,7 +205,11 @@ def run(
             driver.say_where_to_resume(stopped)
             raise
         finally:
+            if taken:
+                taken.close(stop)
             place.close(begun)
+    if taken:
+        taken.check()
     return state
 
 
@@ -247,7 +264,8 @@ class _Driver:
         owner = self.ownership.renew() if self.ownership else ""
         run.job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
         shows_nodes = is_cluster and run.job.program.shows_ranks
-        return Attempt(nodes, self._take, run.relay, run.stop, shows_nodes)
+        take_result = run.results.put if run.results else None
+        return Attempt(nodes, self._take, run.relay, run.stop, shows_nodes, take_result)
 
     def _take(self, event: events.Event) -> None:
         """Note what an event of an attempt says of the store, and pass it on."""

@@ -25,6 +25,7 @@ from flyte_ddp.launch.agent.devices import (
     num_gpus,
 )
 from flyte_ddp.launch.agent.link import Link
+from flyte_ddp.launch.agent.scratch import own_directory, take_files
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Outcome
@@ -56,6 +57,8 @@ class LocalPlace:
         self.num_processes = self.num_processes or default_num_processes()
         self.notice_seconds = stop_grace()
         self.memory = NodeMemory()
+        self.results = ""  # directory for files that ranks submit
+        self._stack = contextlib.ExitStack()
 
     def check(self, job: Job) -> None:
         num_processes = self.num_processes
@@ -81,11 +84,14 @@ class LocalPlace:
 
     def gather(self, run: Run, previous: Ended | None) -> LocalNodes:
         """Return this machine, which is there at once."""
+        if run.results and not self.results:
+            self.results = self._stack.enter_context(own_directory("results-"))
         return LocalNodes(self, run)
 
     def close(self, run: Run) -> None:
         """Free the memory that attempts may have left a state in."""
         self.memory.close()
+        self._stack.close()
 
 
 @dataclass(eq=False)
@@ -120,6 +126,7 @@ class LocalNodes(Nodes):
             run_id=self.run.name,
             num_restarts=num_restarts,
             max_restarts=place.max_restarts,
+            results=place.results,
         )
         arguments = (supervise, job, ranks, listener, self.run.prepared, self._link, place.memory)
         context = contextvars.copy_context()
@@ -140,6 +147,9 @@ class LocalNodes(Nodes):
             while True:
                 found.append(self._arrivals.get_nowait())
         return [(self.nodes[0], message) for message in found]
+
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
+        return take_files(self.place.results, names)
 
     def close(self) -> None:
         if self._thread:

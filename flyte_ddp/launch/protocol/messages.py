@@ -24,6 +24,7 @@ it arrives.
 | `PartSaved` | rank          | agent         | its part of a state is in the memory of the node   |
 | `Resumed`   | rank          | agent         | older states in the memory of the node may go      |
 | `Returned`  | rank          | agent         | its program has ended                              |
+| `Submitted` | rank, agent   | agent, driver | a file for the caller of the run is on its node    |
 """
 
 from __future__ import annotations
@@ -259,6 +260,14 @@ class Resumed:
 
     attempt: int
     turn: int
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A file for the caller of the run, which the driver takes away from the node."""
+
+    file: str  # its name in the node's directory for such files
+    path: str  # that the caller gets it under
 
 
 @dataclass(frozen=True)

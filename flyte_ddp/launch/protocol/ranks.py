@@ -31,6 +31,9 @@ class NodeRanks:
     # From a node to the one that has copies of the states in its memory, in the order of the nodes;
     # 0: there are none.
     copy_distance: int = 0
+    # directory for files on their way to the caller of the run; "" if it wants none. For an agent
+    # of another machine a name in a directory of that one's.
+    results: str = ""
 
     @property
     def numbers(self) -> range:

@@ -15,11 +15,11 @@ import cloudpickle  # type: ignore[import-untyped]
 from distributed import Client
 
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
-from flyte_ddp.launch.agent import devices
+from flyte_ddp.launch.agent import devices, scratch
 from flyte_ddp.launch.nodes.dask import leaving, worker
 
 # Pickle code for the workers by value: they may have no such module, or an older one.
-for module in (worker, leaving, devices):
+for module in (worker, leaving, devices, scratch):
     cloudpickle.register_pickle_by_value(module)
 
 
@@ -71,14 +71,14 @@ def call_workers(
     return dict(zip(addresses, answers, strict=True))
 
 
-def call_scheduler(client: Client, method: str, **arguments: Any) -> Any:
+def call_scheduler(
+    client: Client, method: str, timeout: float = ANSWER_TIMEOUT, **arguments: Any
+) -> Any:
     """Return the scheduler's answer; None if there is none in time. Dask's own calls would wait for
     it much longer.
     """
     try:
-        return client.sync(
-            getattr(client.scheduler, method), callback_timeout=ANSWER_TIMEOUT, **arguments
-        )
+        return client.sync(getattr(client.scheduler, method), callback_timeout=timeout, **arguments)
     except (
         OSError,
         RuntimeError,

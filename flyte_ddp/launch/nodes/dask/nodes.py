@@ -30,6 +30,7 @@ from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
     ByValue,
+    call_scheduler,
     call_workers,
     run_on_scheduler,
     scheduler_id,
@@ -51,6 +52,7 @@ from flyte_ddp.launch.protocol.programs import Job
 # seconds for the code to reach a worker, and at least for its agent to start and report: a busy
 # machine imports slowly
 START_TIMEOUT = 60.0
+RESULTS_TIMEOUT = 60.0  # seconds for files of ranks, up to `MAX_TAKEN` bytes
 WORKER_LOG_LINES = 15  # of a lost worker's pod in the error
 # where the scheduler reports, among other things, that it has lost a worker
 SCHEDULER_TOPIC = "all"
@@ -165,6 +167,15 @@ class DaskNodes(Nodes):
         return NodeLost(
             text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause
         )
+
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
+        address = self.nodes[node.index].address
+        message = {"op": f"results-{self.plugin}", "names": names}
+        answers = call_scheduler(
+            self.client, "broadcast", RESULTS_TIMEOUT, msg=message, workers=[address]
+        )
+        found: list[bytes] = answers[address]
+        return found
 
     def close(self) -> None:
         self.growth.close()

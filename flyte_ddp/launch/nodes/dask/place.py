@@ -97,7 +97,7 @@ class DaskPlace:
             check_same_directory(self.client, run.storage, new)
             self._checked.update(node.address for node in new)
         growth = self._watch_for_growth(run, workers, nodes, sizes)
-        make_jobs = functools.partial(self._make_jobs, run.name, directory, nodes)
+        make_jobs = functools.partial(self._make_jobs, run, directory, nodes)
         self._latest = DaskNodes(
             run.name, self._code, self.client, self.config, nodes, make_jobs, growth
         )
@@ -235,7 +235,7 @@ class DaskPlace:
         )
 
     def _make_jobs(
-        self, run_id: str, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
+        self, run: Run, directory: str, nodes: Sequence[DaskNode], job: Job, num_restarts: int
     ) -> list[NodeJob]:
         """Return what each of the nodes has to do."""
         sees_data = self._data.locate(self.client, directory, nodes) if self._data else ()
@@ -244,7 +244,8 @@ class DaskPlace:
                 job=job,
                 ranks=dataclasses.replace(
                     node.ranks,
-                    run_id=run_id,
+                    run_id=run.name,
+                    results=f"results-{run.name}" if run.results else "",
                     num_restarts=num_restarts,
                     max_restarts=self.max_restarts,
                     copy_distance=int(len(nodes) > 1),

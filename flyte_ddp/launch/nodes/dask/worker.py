@@ -32,6 +32,7 @@ from distributed import Worker, WorkerPlugin, get_worker
 from distributed.comm import get_address_host
 
 from flyte_ddp.launch.agent.devices import visible_gpus
+from flyte_ddp.launch.agent.scratch import take_files
 from flyte_ddp.launch.nodes.dask.leaving import announce_departures, is_leaving
 from flyte_ddp.launch.protocol.messages import KILL_GRACE
 from flyte_ddp.launch.protocol.programs import OUTPUTS_VARIABLE
@@ -86,6 +87,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     code: bytes
     directory: str = ""
     outputs: str = ""  # where ranks leave the files of `outputs_directory` in launch/run.py
+    results: str = ""  # and those that they submit
     attempt: str = ""  # the latest, the only one that may run
     # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def setup(self, worker: Worker) -> None:
         self.worker = worker
         self.outputs = os.path.join(worker.local_directory, f"outputs-{self.name}")
+        self.results = os.path.join(worker.local_directory, f"results-{self.name}")
         digest = hashlib.sha256(self.code).hexdigest()[:16]
         self.directory = os.path.join(worker.local_directory, f"code-{digest}")
         if not os.path.exists(self.directory):
@@ -113,10 +116,12 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         # A call of its own, as Dask's extensions have them: for `Client.run` the worker would log a
         # line every second.
         worker.handlers[self.name] = self.send_command
+        worker.handlers[f"results-{self.name}"] = self.take_results
 
     def teardown(self, worker: Worker) -> None:
         """Called when the worker closes in good order, and at the end of the run."""
         worker.handlers.pop(self.name, None)
+        worker.handlers.pop(f"results-{self.name}", None)
         self._clear()
         with self.lock:
             self.is_over = True
@@ -124,6 +129,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             idle.process.kill()
             idle.end()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
+        shutil.rmtree(self.results, ignore_errors=True)
 
     def admit(self, attempt: str, meets_here: bool) -> tuple[str, int]:
         """Prepare for an attempt, and end what is left of earlier ones here.
@@ -200,6 +206,10 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         if agent := self.agents.get(attempt):
             with contextlib.suppress(OSError):  # it has just ended
                 agent.connection.send_bytes(command)
+
+    def take_results(self, names: list[str]) -> list[bytes]:
+        """See `take_files`."""
+        return take_files(self.results, names)
 
     def _take_idle(self) -> Agent | None:
         with self.lock:

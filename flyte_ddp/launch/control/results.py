@@ -1,0 +1,114 @@
+"""The files that ranks submit, on their way to the caller of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.errors import ConfigError, StorageUnavailable, in_one_line
+from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.protocol.messages import Submitted
+from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage
+
+Destination = str | os.PathLike[str] | Callable[[str, bytes], object]
+
+logger = logging.getLogger(__name__)
+
+
+class Results:
+    """Takes files away from the nodes of a run, in a thread, and passes them on in their order.
+
+    A rank waits while too many of its own are still on its node, so neither the nodes' disks nor
+    the memory of this process fill up where the destination is slow. What the destination refuses
+    does not end a training: the first refusal is logged, no other file is passed on, and `check`
+    raises it.
+
+    Args:
+        destination: directory or URL for the files, or a function that gets path and contents of
+            each.
+
+    Raises:
+        StorageDenied, StorageUnavailable: nothing can be written there.
+    """
+
+    def __init__(self, destination: Destination) -> None:
+        if callable(destination):
+            self._deliver: Callable[[str, bytes], object] = destination
+        else:
+            storage = Storage(os.fspath(destination), "results", SHORT_TIMEOUT)
+            storage.check_access()
+            self._deliver = storage.write
+        self._failure: Exception | None = None
+        self._queue: queue.SimpleQueue[tuple[Nodes, Node, Submitted] | None] = queue.SimpleQueue()
+        # with the caller's context variables, as a listener
+        arguments = (self._take_all,)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=arguments, name="results", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, nodes: Nodes, node: Node, submitted: Submitted) -> None:
+        """Take one more file from `node`."""
+        self._queue.put((nodes, node, submitted))
+
+    def close(self, stop: StopRequest) -> None:
+        """Wait until all files are passed on, or until a second request to stop is made."""
+        self._queue.put(None)
+        while self._thread.is_alive() and not stop.is_urgent:
+            self._thread.join(POLL_INTERVAL)
+
+    def check(self) -> None:
+        """Raise the refusal of a file, if there was one."""
+        if self._failure:
+            raise self._failure
+
+    def _take_all(self) -> None:
+        is_over = False
+        while not is_over:
+            found = [self._queue.get()]
+            while not self._queue.empty():
+                found.append(self._queue.get())
+            is_over = found[-1] is None
+            # those of a node together, because each call of one takes a while
+            groups: dict[tuple[Nodes, int], tuple[Node, list[Submitted]]] = {}
+            for nodes, node, submitted in filter(None, found):
+                groups.setdefault((nodes, node.index), (node, []))[1].append(submitted)
+            for (nodes, _), (node, files) in groups.items():
+                self._take(nodes, node, files)
+
+    def _take(self, nodes: Nodes, node: Node, files: list[Submitted]) -> None:
+        """Pass the files of a node on, in their order."""
+        while files:
+            contents: list[bytes] = []
+            with contextlib.suppress(Exception):  # of any kind: the node may be gone
+                contents = nodes.take_results(node, [each.file for each in files])
+            if not contents:
+                logger.warning("results: %d files were lost with %s", len(files), node)
+                return
+            for submitted, data in zip(files, contents, strict=False):
+                self._pass_on(submitted.path, data)
+            files = files[len(contents) :]
+
+    def _pass_on(self, path: str, data: bytes) -> None:
+        if self._failure:
+            return
+        try:
+            self._deliver(path, data)
+        except BaseException as error:
+            self._failure = (
+                error
+                if isinstance(error, (ConfigError, StorageUnavailable))
+                else ConfigError(
+                    f"results: expected a directory or a function that takes {path!r}, got "
+                    f"{in_one_line(error)}"
+                )
+            )
+            logger.error("no more results are kept, while the run goes on: %s", self._failure)
