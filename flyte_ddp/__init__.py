@@ -7,8 +7,8 @@ with their data.
 
 `Recipe`, its kinds `Regression`, `MultiLabel` and `Segmentation`, and `DataError` are for your own
 recipes, `load_champion` is for serving, `train` trains a recipe, `predict` predicts new data, `run`
-calls a function of yours in every rank, and `session` is what that function may ask of its run.
-Each is imported at its first use, so `import flyte_ddp` costs nothing.
+calls a function of yours in every rank, `sweep` with many arguments, and `session` is what that
+function may ask of its run. Each is imported at its first use, so `import flyte_ddp` costs nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flyte_ddp.promotion.champion import load_champion
     from flyte_ddp.recipes.base import Recipe
     from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+    from flyte_ddp.studies.sweep import sweep
 
 _HOMES = {
     "DataError": "flyte_ddp.errors",
@@ -35,6 +36,7 @@ _HOMES = {
     "load_champion": "flyte_ddp.promotion.champion",
     "predict": "flyte_ddp.prediction.predict",
     "run": "flyte_ddp.launch.run",
+    "sweep": "flyte_ddp.studies.sweep",
     "train": "flyte_ddp.launch.train",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "predict",
     "run",
     "session",
+    "sweep",
     "train",
 ]
 

@@ -174,25 +174,41 @@ def test_what_a_notebooks_class_refers_to_is_read_anew(helper):
     assert len(versions) == 3
 
 
-@pytest.mark.long
-def test_the_notebook_of_the_examples_trains(tmp_path):
+def execute_notebook(name, tmp_path):
+    """The outputs of each cell of a notebook of the examples that has any."""
     pytest.importorskip("nbconvert")
     pytest.importorskip("ipykernel")
-    shutil.copy(REPOSITORY / "examples/flowers.ipynb", tmp_path)
+    shutil.copy(REPOSITORY / "examples" / name, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace"]
-        + ["--ExecutePreprocessor.timeout=-1", tmp_path / "flowers.ipynb"],
+        + ["--ExecutePreprocessor.timeout=-1", tmp_path / name],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JUPYTER_DATA_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "flowers.ipynb").read_text())["cells"]
-    trained, predicted, averaged = [each["outputs"] for each in cells if each.get("outputs")]
+    cells = json.loads((tmp_path / name).read_text())["cells"]
+    return [each["outputs"] for each in cells if each.get("outputs")]
+
+
+@pytest.mark.long
+def test_the_notebook_of_the_examples_trains(tmp_path):
+    trained, predicted, averaged = execute_notebook("flowers.ipynb", tmp_path)
     shown = "".join(text for each in trained if "text" in each for text in each["text"])
     assert "epoch 10/10: train loss" in shown
     assert any("<svg" in "".join(each.get("data", {}).get("text/html", "")) for each in trained)
     assert "tensor" in str(predicted)
     assert "step 1: total 1" in str(averaged)
     assert "1.0" in str(averaged[-1]["data"])
+
+
+@pytest.mark.long
+def test_the_notebooks_of_a_plain_function_sweep_and_span_nodes(tmp_path):
+    swept, best = execute_notebook("experiments.ipynb", tmp_path)
+    shown = [each["data"]["text/html"] for each in swept if "data" in each]
+    assert "".join(shown[-1]).count("<svg") == 2
+    assert "[256, 0.01]" in str(best)
+    *_, state = execute_notebook("many_nodes.ipynb", tmp_path)
+    assert "train, 2 ranks on 2 nodes" in str(state)
+    assert "tensor" in str(state[-1]["data"])

@@ -78,7 +78,7 @@ HOMES = {
     "distributed": (
         "flyte_ddp.launch",
         "flyte_ddp.cluster",
-        "flyte_ddp.studies.runner",
+        "flyte_ddp.studies",
         "flyte_ddp.prediction",
     ),
     "dask_kubernetes": ("flyte_ddp.cluster",),

@@ -149,7 +149,6 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
         given = {"initial_model_state": str(url)}
         trials = build_trials(run.recipe, given, [{"learning_rate": 0.1}])
         runner = TrialRunner(
-            run.recipe,
             str(tmp_path),
             str(run.data()),
             None,

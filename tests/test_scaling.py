@@ -201,9 +201,7 @@ def test_an_impossible_study_is_refused_before_anything_starts(changes, expected
     cluster = ClusterConfig(kind="local", num_nodes=3)
     with pytest.raises(ConfigError, match="^" + re.escape(expected)) as caught:
         check_trials(
-            "digits",
-            build_trials("digits", {}, expand_world_sizes(**{**arguments, **changes})),
-            cluster,
+            build_trials("digits", {}, expand_world_sizes(**{**arguments, **changes})), cluster
         )
     assert "\n" not in str(caught.value)
 
@@ -257,7 +255,7 @@ def test_a_world_size_takes_one_node_or_as_many_as_it_fills():
     assert (gpus.num_nodes, gpus.ranks_per_node, gpus.gpus_per_node) == (1, 2, 8)
     trials = build_trials("digits", {"backend": "nccl"}, [{"world_size": 2}])
     with pytest.raises(ConfigError, match="^backend: expected auto or gloo for ranks without GPUs"):
-        check_trials("digits", trials, cluster)
+        check_trials(trials, cluster)
 
 
 def test_every_figure_of_a_study_has_its_panel():
@@ -368,7 +366,7 @@ def test_trials_are_reused_only_if_nothing_differs():
     config = TrainingConfig()
     names = {
         runner._name_directory(
-            recipe, Trial(1, {}, {}, dataclasses.replace(config, **changes), size), [data]
+            Trial(1, {}, {}, dataclasses.replace(config, **changes), size, recipe), [data]
         )
         for recipe, changes, size, data in (
             (TINY, {}, 2, "one"),

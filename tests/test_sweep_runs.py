@@ -103,7 +103,7 @@ class Watch:
 
 def sweep(found, checkpoints, data, client, watch=None, **options):
     options = {"observe": watch or Watch(), "relay": lambda line: None, **options}
-    return TrialRunner(SWEPT, str(checkpoints), str(data), client, LOCAL, **options).train(found)
+    return TrialRunner(str(checkpoints), str(data), client, LOCAL, **options).train(found)
 
 
 FOUR = [

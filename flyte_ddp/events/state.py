@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from flyte_ddp.config import Monitor
 from flyte_ddp.events import kinds
 from flyte_ddp.events.kinds import EpochFinished, Event, Listener
 from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
+T = TypeVar("T", bound=kinds.EpochFinished | kinds.Reported)
 
-def find_best(epochs: Iterable[EpochFinished], monitor: Monitor) -> EpochFinished | None:
-    """Return the best of `epochs`: of equal ones that with the lowest held-out loss, of these the
-    first.
+
+def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
+    """Return the best of epochs or reports: of equal ones that with the lowest held-out loss, of
+    these the first.
     """
-    return min(
-        epochs,
-        key=lambda epoch: (monitor.score(epoch.figures().values), epoch.test_loss),
-        default=None,
-    )
+
+    def key(result: T) -> tuple[float, float]:
+        values = result.figures().values
+        return monitor.score(values), values.get("test_loss", 0.0)
+
+    return min(results, key=key, default=None)
 
 
 @dataclass

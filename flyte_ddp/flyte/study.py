@@ -13,7 +13,7 @@ from flytekit.types.structured import StructuredDataset
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import log_failures
-from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
+from flyte_ddp.events import EpochFinished, Event, Listener
 from flyte_ddp.flyte.frame import HISTORY, OUTPUTS, Frame
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
@@ -31,16 +31,16 @@ from flyte_ddp.flyte.task import (
     open_task_frame,
     task_body,
 )
-from flyte_ddp.observers.formats import format_count, format_figure
+from flyte_ddp.observers.formats import format_count
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import (
-    FINISHED,
     OUTCOME,
-    STOPPED_EARLY,
+    TrialLines,
     TrialRun,
     build_table,
+    describe_kept,
     find_best,
 )
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
@@ -137,7 +137,7 @@ def _check(
     trials = build_trials(recipe, base, choices)
     for trial in trials:
         check_config(trial.config)
-    check_trials(recipe, trials, cluster or ClusterInput())
+    check_trials(trials, cluster or ClusterInput())
     return CheckedStudy(make_overrides(base), choices)
 
 
@@ -238,7 +238,6 @@ def _train(
         check_cluster(cluster)
         with connect.open_cluster(cluster, frame.name) as client:
             TrialRunner(
-                recipe,
                 frame.storage.url,
                 data.path,
                 client,
@@ -249,7 +248,6 @@ def _train(
                 run_name=frame.name,
                 run=frame.execution.run_id,
                 runs=report.runs,
-                base=given(config),
                 **options,
             ).train(trials)
         return make_outputs(observer)
@@ -262,16 +260,11 @@ class _Observer:
         self.frame = frame
         self.report = report
         self.group = frame.run_id()
-        self.started: set[int] = set()
+        self.lines = TrialLines(frame.say, report.runs)
 
     def observe(self, run: TrialRun, event: Event | None) -> None:
         """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
-        if isinstance(event, CheckpointLoaded):
-            again = f" again, after epoch {len(run.epochs)}" if run.epochs else ""
-            self.started.add(run.trial.number)
-            self._say(run, f"started{again}")
-        elif event is None:
-            self._say_end(run)
+        self.lines.observe(run, event)
         if event is not None and (self.report.is_scaling or isinstance(event, EpochFinished)):
             self.frame.publisher.handle(event)
 
@@ -289,7 +282,7 @@ class _Observer:
                 name=str(run.trial),
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},
-                say=functools.partial(self._say, run),
+                say=functools.partial(self.lines.tell, run),
             ),
         ]
 
@@ -320,7 +313,7 @@ class _Observer:
             best_accuracies=outputs.best_accuracies,
             best_metrics=outputs.best_metrics,
         )
-        self.frame.say(f"the best is {best.trial}: {_result(best)}")
+        self.frame.say(f"the best is {best.trial}: {describe_kept(best)}")
         files = {
             name: getattr(outputs, name)
             for name in ("best_model_state", "best_export", "report", "history")
@@ -361,28 +354,3 @@ class _Observer:
             with log_failures("history"):
                 history.writelines(run.history() for run in self.report.runs)
         return self.frame.output(HISTORY)
-
-    def _say(self, run: TrialRun, text: str) -> None:
-        number = f"trial {run.trial.number}"
-        self.frame.say(
-            f"{str(run.trial).replace(number, f'{number}/{len(self.report.runs)}', 1)} {text}"
-        )
-
-    def _say_end(self, run: TrialRun) -> None:
-        earlier = "" if run.trial.number in self.started else " in an earlier attempt"
-        if run.status in (FINISHED, STOPPED_EARLY):
-            end = f"{run.status}{earlier}, after epoch {len(run.epochs)}"
-            self._say(run, f"{end}: {_result(run)}")
-        elif run.error:
-            self._say(run, f"failed: {run.error}")
-
-
-def _result(run: TrialRun) -> str:
-    kept = run.kept
-    assert kept is not None  # it has epochs
-    values = {"test_loss": kept.test_loss, **kept.metrics}
-    shown = [
-        f"{name.replace('_', ' ')} {format_figure(name, value)}"
-        for name, value in list(values.items())[:4]
-    ]
-    return ", ".join([*shown, f"{run.elapsed[-1]:.1f} s"])

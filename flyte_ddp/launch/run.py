@@ -21,7 +21,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -251,10 +251,7 @@ def run(
         TrainingStopped: SIGINT or SIGTERM ended the run.
     """
     gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout)
-    name = getattr(function, "__qualname__", repr(function))
-    call = pickle(_Call(function, arguments), function, "function")
-    module = getattr(function, "__module__", None) or "__main__"
-    program = Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
+    program = function_program(function, arguments, {}, stall_timeout)
     bars = [ProgressBar()] if progress else []
     relay = bars[0].write if bars else None
     state = events.RunState(keep_reports=False)
@@ -270,11 +267,24 @@ def run(
         value: Any = cloudpickle.loads(returned_value(state))
     except Exception as error:
         raise ConfigError(
-            f"{name}: expected a value that can be unpickled here, got {error!r}"
+            f"{program.name}: expected a value that can be unpickled here, got {error!r}"
         ) from error
     if not raise_errors:
         value = RunResult(value, failure)
     return value  # type: ignore[no-any-return]
+
+
+def function_program(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    stall_timeout: float = Program.stall_timeout,
+) -> Program:
+    """Return the program that calls `function`. Raises ConfigError if it cannot be pickled."""
+    name = getattr(function, "__qualname__", repr(function))
+    call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
+    module = getattr(function, "__module__", None) or "__main__"
+    return Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
 
 
 def run_program(
@@ -385,9 +395,11 @@ class _Call:
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> bytes:
-        value = _call_to_exit(functools.partial(self.function, *self.arguments))
+        call = functools.partial(self.function, *self.arguments, **self.keywords)
+        value = _call_to_exit(call)
         if os.environ["RANK"] != "0":
             return b""
         try:

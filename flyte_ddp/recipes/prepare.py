@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.config.by_value import Checksum, is_by_value
 from flyte_ddp.config.source_code import (
@@ -64,11 +65,16 @@ def class_version(kind: type[Recipe]) -> str:
     """Return the version of a class of recipes: `recipe_version` of its module; of one that travels
     by value a SHA-256 of its own code, of the values that this refers to, and of the files.
     """
-    if not is_by_value(kind):
-        return recipe_version(kind.__module__)
-    packages = find_packages(kind)
+    return code_version(kind) if is_by_value(kind) else recipe_version(kind.__module__)
+
+
+def code_version(carried: Any) -> str:
+    """Return a SHA-256 of the code of a class or function, of the values that this refers to, and
+    of the files beside it that it imports.
+    """
+    packages = find_packages(carried)
     checksum = Checksum(packages)
-    own_code = checksum.of(kind)
+    own_code = checksum.of(carried)
     files = {
         name: file
         for module in sorted(checksum.modules)

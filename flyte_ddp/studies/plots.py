@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.events import Reported
 from flyte_ddp.observers.formats import format_count, format_figure, format_rounded, format_value
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
@@ -25,7 +26,7 @@ from flyte_ddp.observers.reports.drawing import (
     plot,
     printable,
 )
-from flyte_ddp.studies.results import TrialRun, rank_of
+from flyte_ddp.studies.results import TrialRun, figures_of, rank_of
 from flyte_ddp.studies.scaling import Study, by_world_size, estimate
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     if not ranked:
         return "", "", []
     metric, best = ranked[0].metric, ranked[: len(PALETTE)]
+    results = [each for run in ranked for each in run.results]
+    axis = "step" if any(each.epoch is None for each in results) else "epoch"
     colors = [*PALETTE, *[INK] * len(ranked)][: len(ranked)]
-    figures = [run.kept.figures().values[metric] if run.kept else math.nan for run in ranked]
+    figures = [figures_of(run.kept)[metric] if run.kept else math.nan for run in ranked]
 
     def draw_epochs(axes: Axes) -> None:
         from matplotlib.ticker import MaxNLocator
@@ -56,7 +59,9 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         drawn: list[tuple[float, float]] = []
         for index, run in enumerate(ranked):
             points = [
-                (each.epoch, each.figures().values.get(metric, math.nan)) for each in run.epochs
+                (getattr(each, axis), values[metric])
+                for each in run.results
+                if metric in (values := figures_of(each))
             ]
             look: dict[str, Any] = {"linewidth": 0.8, "alpha": FAINT / 3}
             if index < len(best):
@@ -70,7 +75,7 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
             marker = "o" if len(points) <= MAX_MARKERS else ""
             drawn += plot(axes, points, marker=marker, markersize=3.5, **look)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        label_x(axes, "epoch")
+        label_x(axes, axis)
         log_scale(axes, [value for _, value in drawn])
 
     def draw_slice(axes: Axes, name: str, values: Sequence[Any]) -> None:
@@ -84,12 +89,12 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         label_x(axes, name)
         log_scale(axes, figures)
 
-    heading = name_metric(metric)
+    heading = name_metric(ranked[0])
     ends = [
         f"{run.trial} {format_figure(metric, figure)}"
         for run, figure in zip(best, figures, strict=False)
     ]
-    summary = f"{heading} over epochs: {', '.join(ends)}"
+    summary = f"{heading} over {axis}s: {', '.join(ends)}"
     panels = [Panel("metric-over-epochs", heading, summary, draw_epochs)]
     for index, name in enumerate(ranked[0].trial.values):
         values = [run.trial.values[name] for run in ranked]
@@ -101,9 +106,14 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     return heading, f"colored: the best so far, {trials}", panels
 
 
-def name_metric(metric: str) -> str:
-    """Return the heading of a figure of the held-out data, such as "Test loss" and "Test mae"."""
-    return f"Test {metric.removeprefix('test_').replace('_', ' ')}"
+def name_metric(run: TrialRun) -> str:
+    """Return the heading of the figure that trials are compared by, such as "Test loss" of a recipe
+    and "Loss" of a function.
+    """
+    name = run.metric.replace("_", " ")
+    if run.trial.counted is Reported:
+        return name[:1].upper() + name[1:]
+    return f"Test {name.removeprefix('test ')}"
 
 
 # --- Scaling

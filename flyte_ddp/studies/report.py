@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.observers.formats import duration, format_count, format_figure, format_value
 from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, shorten, tile
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
@@ -17,7 +17,9 @@ from flyte_ddp.studies.results import (
     STOPPED_EARLY,
     WAITING,
     TrialRun,
+    figures_of,
     find_best,
+    place_of,
 )
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK
@@ -41,8 +43,8 @@ SCALING_COLUMNS = (  # head, field of `Row`, format
 
 
 class StudyReport(Page):
-    """The report of a study. `target_loss` is of a scaling study, 0 for one that all trials reach;
-    None for a sweep.
+    """The report of a study of a recipe or a function. `target_loss` is of a scaling study, 0 for
+    one that all trials reach; None for a sweep.
     """
 
     progress_label = "trials done"
@@ -78,13 +80,17 @@ class StudyReport(Page):
         note = (
             "after the epoch whose weights are kept, among the trials that finished; use it as "
             "--config"
+            if best and best.epochs
+            else "in its best report, among the trials that finished"
         )
         charts = [metric_panels(runs), ("Scaling", *scaling_panels(study))]
         return {
             "lead": self._lead(runs),
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
-            "first_cards": [card(f"The best: {best.trial}", note, json.dumps(best.trial.overrides))]
+            "first_cards": [
+                card(f"The best: {best.trial}", note, format_value(best.trial.overrides))
+            ]
             if best
             else [],
             "charts": [
@@ -100,7 +106,7 @@ class StudyReport(Page):
         data = [
             f"{each.data}; {each.device}, {format_count(each.num_threads, 'thread')} a rank: "
             for run in runs
-            if (each := run.state.started)
+            if (each := run.state.started) and each.data
         ]
         lead = f"{data[0] if data else ''}{len(runs)} trials over {', '.join(runs[0].trial.values)}"
         if self.is_scaling and BATCH_SIZE_PER_RANK not in runs[0].trial.values:
@@ -118,21 +124,21 @@ class StudyReport(Page):
             for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
         }
         others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        spent = sum(run.elapsed[-1] for run in runs if run.epochs)
+        spent = sum(run.seconds for run in runs)
         shown = [tile("Best trial", NOTHING, "")]
         if best and best.kept:
-            note = f"trial {best.trial.number}, epoch {best.kept.epoch}"
-            values = best.kept.figures().values
+            note = f"trial {best.trial.number}, {place_of(best.kept)}"
+            values = figures_of(best.kept)
             shown = [
                 tile(
-                    f"Best {name_metric(best.metric).lower()}",
+                    f"Best {name_metric(best).lower()}",
                     format_figure(best.metric, values[best.metric]),
                     note,
                 ),
                 *(
                     tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
-                    for name in list(best.kept.metrics)[:MAX_METRICS]
-                    if name != best.metric
+                    for name in list(values)[: 2 + MAX_METRICS]
+                    if name not in (best.metric, "train_loss")
                 ),
             ]
         return [
@@ -143,11 +149,7 @@ class StudyReport(Page):
                 duration(self.seconds()),
                 "so far" if self.status == "running" else "of this attempt",
             ),
-            tile(
-                "Time of the trials",
-                duration(spent),
-                "training and evaluation, sum of all trials",
-            ),
+            tile("Time of the trials", duration(spent), "sum of all trials"),
         ]
 
 
@@ -171,24 +173,24 @@ def _scaling_tiles(study: Study) -> list[dict[str, str]]:
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
     """Return the table of trials."""
     measured = {each.trial: each for each in study.rows}
-    rows, metrics = (
-        [],
-        dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics),
+    rows, is_recipe = [], runs[0].trial.counted is EpochFinished
+    names = dict.fromkeys(["train_loss", "test_loss"] if is_recipe else [runs[0].metric])
+    names |= dict.fromkeys(
+        name for run in runs for each in run.results for name in figures_of(each)
     )
     for run in runs:
-        last, elapsed = (run.epochs[-1], run.elapsed[-1]) if run.epochs else (None, None)
+        figures = figures_of(run.results[-1]) if run.results else {}
+        of = f" / {run.trial.num_epochs}" if is_recipe else ""
         cells = {
             "trial": cell(run.trial.number),
             "status": cell(run.status, kind=run.status.replace(" ", "-")),
             **{name: cell(value, format_value) for name, value in run.trial.values.items()},
-            "epochs": cell(len(run.epochs), f"{{}} / {run.trial.config.epochs}".format),
-            "train loss": cell(last and last.train_loss, format_value),
-            "test loss": cell(last and last.test_loss, format_value),
+            "epochs" if is_recipe else "reports": cell(len(run.results), f"{{}}{of}".format),
         }
-        for name in list(metrics)[:MAX_METRICS]:
-            figure = last and last.metrics.get(name)
-            cells[name.replace("_", " ")] = cell(figure, functools.partial(format_figure, name))
-        cells["time"] = cell(elapsed, duration)
+        for name in list(names)[: 2 + MAX_METRICS]:
+            figure = functools.partial(format_figure, name)
+            cells[name.replace("_", " ")] = cell(figures.get(name), figure)
+        cells["time"] = cell(run.seconds if figures else None, duration)
         for head, name, form in SCALING_COLUMNS if study.rows else ():
             value = getattr(measured.get(run.trial.number), name, None)
             cells[head.format_map(vars(study))] = cell(value, form.format)

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
+    CheckpointLoaded,
     EpochFinished,
     Event,
     Listener,
+    Reported,
+    RunFinished,
     RunStarted,
     RunState,
     parse_history,
     to_line,
 )
-from flyte_ddp.events import find_best as find_best_epoch
-from flyte_ddp.observers.formats import format_value
+from flyte_ddp.events import find_best as find_best_result
+from flyte_ddp.observers.formats import format_figure, format_value
 from flyte_ddp.storage import Storage
 from flyte_ddp.studies.search import Trial
 
@@ -37,6 +40,9 @@ STOPPED_EARLY = "stopped early"  # because other trials are better
 FAILED = "failed"
 INTERRUPTED = "interrupted"  # with the whole study; resumes with it
 DONE = (FINISHED, STOPPED_EARLY, FAILED)
+MAX_SHOWN = 4  # figures of a trial in a line
+
+Result = EpochFinished | Reported  # of a recipe, or of a function
 
 
 @dataclass
@@ -54,12 +60,13 @@ class TrialRun(Listener):
     @classmethod
     def load(cls, trial: Trial, url: str) -> TrialRun:
         """Return the stored outcome of a trial that is done, else a waiting trial."""
+        state = RunState(keep_reports=trial.counted is Reported)
         try:
-            state = RunState.of(
-                parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}"), keep_reports=False
-            )
+            history = parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}")
         except FileNotFoundError:
-            return cls(trial, url)
+            return cls(trial, url, state=state)
+        for event in history:
+            state.handle(event)
         return cls(trial, url, FINISHED if state.finished else STOPPED_EARLY, state)
 
     def store(self) -> None:
@@ -75,6 +82,8 @@ class TrialRun(Listener):
             return b""
 
     def handle(self, event: Event) -> None:
+        if isinstance(event, RunFinished) and self.status == STOPPED_EARLY:
+            return  # a function that has returned because it was asked to
         self.state.handle(event)
         if isinstance(event, RunStarted):
             self.status = RUNNING
@@ -91,6 +100,11 @@ class TrialRun(Listener):
         return self.state.epochs
 
     @property
+    def results(self) -> Sequence[Result]:
+        """The epochs of a recipe, or the reports of a function."""
+        return self.state.epochs or self.state.reports
+
+    @property
     def elapsed(self) -> list[float]:
         """Seconds of training and evaluation up to the end of each epoch, over all attempts.
 
@@ -101,30 +115,95 @@ class TrialRun(Listener):
         )
 
     @property
+    def seconds(self) -> float:
+        """Seconds of all epochs; of a function those of its last attempt."""
+        if self.epochs:
+            return self.elapsed[-1]
+        if self.state.finished or not (self.state.reports and self.state.started):
+            return self.state.finished.seconds if self.state.finished else 0.0
+        return self.state.reports[-1].at - self.state.started.at
+
+    @property
     def metric(self) -> str:
         """The name of the figure that the trials are compared by."""
         return self.trial.config.monitor.metric
 
     @property
-    def kept(self) -> EpochFinished | None:
-        """The epoch that counts, because its weights are the ones kept: the best so far, or the
-        last.
+    def kept(self) -> Result | None:
+        """The result that counts: the best so far, or of a recipe that keeps the weights of the
+        last epoch the last.
         """
         if self.trial.config.model_state == "last":
-            return self.epochs[-1] if self.epochs else None
-        return find_best_epoch(self.epochs, self.trial.config.monitor)
+            return self.results[-1] if self.results else None
+        return find_best_result(self.results, self.trial.config.monitor)
 
-    def score(self, epoch: EpochFinished | None) -> float:
+    def score(self, result: Result | None) -> float:
         """Return the figure that the trials are compared by, so that less is better; infinite
-        without an epoch.
+        without a result.
         """
-        return self.trial.config.monitor.score(epoch.figures().values if epoch else {})
+        return self.trial.config.monitor.score(result.figures().values if result else {})
 
     def snapshot(self) -> TrialRun:
         """Return a copy for use in another thread than the one that delivers events."""
         made, made.state = copy.copy(self), copy.copy(self.state)
-        made.state.epochs = list(self.epochs)
+        made.state.epochs, made.state.reports = list(self.epochs), list(self.state.reports)
         return made
+
+
+@dataclass(eq=False)
+class TrialLines:
+    """Prints a line for each start and end of a trial, with `say`."""
+
+    say: Callable[[str], None]
+    runs: Sequence[TrialRun]  # all
+    started: set[int] = field(default_factory=set)  # numbers
+
+    def observe(self, run: TrialRun, event: Event | None) -> None:
+        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
+        if isinstance(
+            event, CheckpointLoaded if run.trial.counted is EpochFinished else RunStarted
+        ):
+            again = f" again, after epoch {len(run.epochs)}" if run.epochs else ""
+            self.started.add(run.trial.number)
+            self.tell(run, f"started{again}")
+        elif event is None and run.status in (FINISHED, STOPPED_EARLY):
+            earlier = "" if run.trial.number in self.started else " in an earlier attempt"
+            end = f"{run.status}{earlier}, after {place_of(run.results[-1])}"
+            self.tell(run, f"{end}: {describe_kept(run)}")
+        elif event is None and run.error:
+            self.tell(run, f"failed: {run.error}")
+
+    def tell(self, run: TrialRun, text: str) -> None:
+        """Print `text` about a trial."""
+        number = f"trial {run.trial.number}"
+        self.say(f"{str(run.trial).replace(number, f'{number}/{len(self.runs)}', 1)} {text}")
+
+
+def describe_kept(run: TrialRun) -> str:
+    """Return the figures of the result that counts, and the seconds of the trial."""
+    figures = figures_of(run.kept) if run.kept else {}
+    figures.pop("train_loss", None)
+    shown = [
+        f"{name.replace('_', ' ')} {format_figure(name, value)}"
+        for name, value in list(figures.items())[:MAX_SHOWN]
+    ]
+    return ", ".join([*shown, f"{run.seconds:.1f} s"])
+
+
+def place_of(result: Result) -> str:
+    """Return the epoch or the step of a result, such as "epoch 3"."""
+    return f"step {result.step}" if result.epoch is None else f"epoch {result.epoch:g}"
+
+
+def figures_of(result: Result) -> dict[str, float]:
+    """Return the figures of an epoch without those of its speed, or all of a report, by name."""
+    if isinstance(result, Reported):
+        return dict(result.values)
+    return {
+        "train_loss": result.train_loss,
+        "test_loss": result.test_loss,
+        **result.metrics,
+    }
 
 
 def rank_of(run: TrialRun) -> tuple[float, int]:
@@ -142,55 +221,49 @@ def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
 
 
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
-    """Build the table with a row for every epoch of every trial; a trial without epochs has one
-    row.
+    """Build the table with a row for every result of every trial; a trial without any has one row.
 
-    Columns: model (the trial's number), status, epoch, one per swept hyperparameter, train_loss,
-    test_loss, one per metric, last_learning_rate (at the epoch's last step), seconds (training time
-    of the epoch), elapsed_seconds (training and evaluation time up to the end of the epoch), error.
-    Missing values are NA.
+    Columns: model (the trial's number), status, epoch, of a function step, one per swept value, one
+    per figure, error. Figures of a recipe are train_loss, test_loss, its metrics,
+    last_learning_rate (at the epoch's last step), seconds (training time of the epoch) and
+    elapsed_seconds (training and evaluation time up to the end of the epoch). Missing values are
+    NA.
     """
     import pandas
 
-    metrics = list(
-        dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
-    )
-    numbers = (
-        "train_loss",
-        "test_loss",
-        *metrics,
-        "last_learning_rate",
-        "seconds",
-        "elapsed_seconds",
-    )
-    rows: list[dict[str, Any]] = []
-    for run in runs:
-        known = {
-            "model": run.trial.number,
-            "status": run.status,
-            **run.trial.values,
-            "error": run.error or None,
-        }
-        epochs = [
-            {
-                "epoch": each.epoch,
-                "train_loss": each.train_loss,
-                "test_loss": each.test_loss,
-                **each.metrics,
-            }
-            | {
-                "last_learning_rate": each.learning_rate,
-                "seconds": each.seconds,
-                "elapsed_seconds": elapsed,
-            }
-            for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
-        ]
-        rows += [{**known, **epoch} for epoch in epochs or [{}]]
     names = list(runs[0].trial.values)
-    table = pandas.DataFrame(rows, columns=["model", "status", "epoch", *names, *numbers, "error"])
+    places = ["epoch"] if runs[0].trial.counted is EpochFinished else ["epoch", "step"]
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, None] = {}
+    for run in runs:
+        known = {"model": run.trial.number, "status": run.status, "error": run.error or None}
+        for result in _rows(run) or [{}]:
+            figures |= dict.fromkeys(result)
+            rows.append({**run.trial.values, **result, **known})
+    numbers = [name for name in figures if name not in (*places, *names)]
+    table = pandas.DataFrame(rows, columns=["model", "status", *places, *names, *numbers, "error"])
     for name in names:
         # A column has one type. Mixed values, such as an option that is a number or a list, become
         # text.
         if table[name].dtype == object:
             table[name] = table[name].map(format_value)
-    return table.astype({"epoch": "Int64", **dict.fromkeys(numbers, "float64"), "error": "string"})
+    is_whole = places == ["epoch"]
+    kinds = {"epoch": "Int64" if is_whole else "float64", **dict.fromkeys(numbers, "float64")}
+    return table.astype({**kinds, "error": "string"})
+
+
+def _rows(run: TrialRun) -> list[dict[str, Any]]:
+    if not run.epochs:
+        return [
+            {"epoch": each.epoch, "step": each.step, **each.values} for each in run.state.reports
+        ]
+    return [
+        {
+            "epoch": each.epoch,
+            **figures_of(each),
+            "last_learning_rate": each.learning_rate,
+            "seconds": each.seconds,
+            "elapsed_seconds": elapsed,
+        }
+        for each, elapsed in zip(run.epochs, run.elapsed, strict=True)
+    ]

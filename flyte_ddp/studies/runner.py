@@ -1,8 +1,8 @@
 """Run the trials of a study on one Dask cluster.
 
 A trial is a run of `driver.run` in a thread of this process, with its own checkpoints, from which
-it restarts. In a sweep each worker trains one trial at a time, and a failed trial does not affect
-the others. A scaling study trains one trial at a time on as many nodes as its ranks need, because
+it restarts. In a sweep each trial has workers of its own, and a failed one does not affect the
+others. A scaling study trains one trial at a time on as many nodes as its ranks need, because
 the trials are timed, and a failure ends it. In both, a stop request or the loss of the cluster or
 the store ends all trials, and a retry skips those that are done.
 """
@@ -37,18 +37,17 @@ from flyte_ddp.errors import (
     WorkersLost,
     log_failures,
 )
-from flyte_ddp.events import CheckpointLoaded, EpochFinished, Event, Listener
+from flyte_ddp.events import CheckpointLoaded, Event, Listener
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.calls import call_scheduler
 from flyte_ddp.launch.nodes.dask.data import SharedData
 from flyte_ddp.launch.nodes.dask.place import DaskPlace, check
 from flyte_ddp.launch.nodes.dask.pool import Pool
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import identify_state
 from flyte_ddp.studies.results import (
     DONE,
     FAILED,
@@ -58,17 +57,17 @@ from flyte_ddp.studies.results import (
     WAITING,
     TrialRun,
 )
-from flyte_ddp.studies.search import Search, Trial, build_trials
+from flyte_ddp.studies.search import Search, Trial
 
 Observer = Callable[[TrialRun, Event | None], None]
 
 
-def check_trials(recipe: str, trials: Sequence[Trial], cluster: ClusterConfig) -> None:
+def check_trials(trials: Sequence[Trial], cluster: ClusterConfig) -> None:
     """Validate all trials before one starts. Raises ConfigError as `resize_cluster`, and as
     `place.check` for each.
     """
     for trial in trials:
-        check(recipe_program(recipe, trial.config), resize_cluster(cluster, trial.world_size))
+        check(trial.program(), resize_cluster(cluster, trial.world_size))
 
 
 def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig:
@@ -100,21 +99,20 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
 class TrialRunner:
     """Runs the trials of a study to their end; `train` does it."""
 
-    recipe: str
     # URL of a directory that every worker reaches; each trial has a subdirectory named by its hash
     checkpoints: str
-    data: str  # the directory of the prepared data
+    data: str  # the directory of the prepared data; "" where none are needed
     client: Client  # from `cluster.open_cluster`
     cluster: ClusterConfig
     # The trials are timed, and start with the largest world size. All their ranks get the number of
     # CPU threads that its ranks get: otherwise one rank with a whole machine, compared with two
-    # that share it, would measure the cores and not the ranks. Without it each trial has one of the
-    # cluster's nodes.
+    # that share it, would measure the cores and not the ranks. Without it each trial has nodes of
+    # its own, by default one.
     one_at_a_time: bool = False
+    # the ranks reach `checkpoints`, for states of theirs
+    keeps_states: bool = True
     # which stops trials early, and may suggest others
     search: Search = field(default_factory=Search)
-    # that suggested trials share, see `build_trials`
-    base: Mapping[str, Any] = field(default_factory=dict)
     # Called with a trial and its event. The event is None before the first trial starts (once for
     # every trial, in order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
@@ -127,6 +125,7 @@ class TrialRunner:
     runs: list[TrialRun] = field(default_factory=list)
     # trials that an earlier attempt started in place of drawn ones
     recalled: set[int] = field(default_factory=set, init=False)
+    data_version: list[str] = field(default_factory=list, init=False)
     stop: StopRequest = field(default_factory=StopRequest, init=False)
     # of running trials, by number
     stops: dict[int, StopRequest] = field(default_factory=dict, init=False)
@@ -155,10 +154,11 @@ class TrialRunner:
             SweepFailed: no trial finished.
             RankFailure, GangLost: of a trial among those that run one at a time.
         """
-        check_trials(self.recipe, trials, self.cluster)
+        check_trials(trials, self.cluster)
         self.storage.check_access()
-        note = describe_data(self.data)
-        self.data_version = [note["fingerprint"], note["recipe_version"]]
+        if self.data:
+            note = describe_data(self.data)
+            self.data_version = [note["fingerprint"], note["recipe_version"]]
         for trial in map(self._recall, trials):
             self.runs.append(TrialRun.load(trial, self._place(trial)))
         try:
@@ -188,7 +188,7 @@ class TrialRunner:
         return self.runs
 
     def _place(self, trial: Trial) -> str:
-        return self.storage.join(_name_directory(self.recipe, trial, self.data_version))
+        return self.storage.join(_name_directory(trial, self.data_version))
 
     def _recall(self, drawn: Trial) -> Trial:
         """Return the trial that an earlier attempt started in place of a drawn one, else the drawn
@@ -201,19 +201,16 @@ class TrialRunner:
         except FileNotFoundError:
             return drawn
         self.recalled.add(drawn.number)
-        return dataclasses.replace(
-            build_trials(self.recipe, self.base, [values])[0], number=drawn.number
-        )
+        return drawn.with_values(values)
 
-    def _replace(self, number: int, values: Mapping[str, Any]) -> Trial | None:
+    def _replace(self, drawn: Trial, values: Mapping[str, Any]) -> Trial | None:
         """Return the trial of suggested values if it is a valid one, and none of the others."""
         try:
-            (trial,) = build_trials(self.recipe, self.base, [values])
-            check_trials(self.recipe, [trial], self.cluster)
+            trial = drawn.with_values(values)
+            check_trials([trial], self.cluster)
         except ConfigError:
             return None
-        is_new = all(trial.config != run.trial.config for run in self.runs)
-        return dataclasses.replace(trial, number=number) if is_new else None
+        return trial if all(trial.config != run.trial.config for run in self.runs) else None
 
     def _enter(self, run: TrialRun) -> None:
         """Begin a trial in the search, which may put another one in its place: then a note of it is
@@ -221,8 +218,8 @@ class TrialRunner:
 
         A drawn trial differs from all others, so a suggestion that does not is never needed.
         """
-        number = run.trial.number
-        replace = None if number in self.recalled else functools.partial(self._replace, number)
+        is_recalled = run.trial.number in self.recalled
+        replace = None if is_recalled else functools.partial(self._replace, run.trial)
         trial = self.search.start(run.trial, replace)
         if trial is not run.trial:
             Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
@@ -236,12 +233,13 @@ class TrialRunner:
         for run in self.runs:
             if run.status != WAITING:
                 self.search.start(run.trial)
-                for epoch in run.epochs:
-                    self.search.should_stop(run.trial.number, epoch.epoch, run.score(epoch))
+                for result in run.results:
+                    self.should_stop(run, result)
                 self._tell(run)
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
-        num_slots = self.cluster.num_nodes if self.pool else 1
+        nodes = resize_cluster(self.cluster, self.runs[0].trial.world_size).num_nodes
+        num_slots = self.cluster.num_nodes // nodes if self.pool else 1
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
             pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
@@ -257,6 +255,18 @@ class TrialRunner:
                 for _ in range(2):  # twice is urgent
                     self._stop_all(f"the study ended: {error}")
                 raise
+
+    def should_stop(self, run: TrialRun, result: Event) -> bool:
+        """Record an epoch, or what a function has reported, and return True if others are so much
+        better that the trial should stop.
+        """
+        trial, figures = run.trial, result.figures()
+        if not isinstance(result, trial.counted) or run.metric not in figures.values:
+            return False
+        number = int((figures.epoch if figures.axis == "epoch" else figures.step) or 0)
+        score = trial.config.monitor.score(figures.values)
+        is_worse = self.search.should_stop(trial.number, number, score)
+        return is_worse and number != trial.num_epochs
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
         """Call the observer, whose errors end no trial."""
@@ -290,6 +300,11 @@ class TrialRunner:
             except TrainingStopped:
                 if run.status != STOPPED_EARLY:
                     raise
+            finished = run.state.finished
+            for event in (
+                run.trial.reports_of(finished.value, run.state.reports) if finished else ()
+            ):
+                run.handle(event)
             run.store()
             if run.status != STOPPED_EARLY:
                 run.status = FINISHED
@@ -322,15 +337,15 @@ class TrialRunner:
         largest = self.runs[0].state.started
         if self.pool is None and not cluster.threads_per_rank and largest:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
-        program = recipe_program(self.recipe, run.trial.config)
+        program = run.trial.program()
         prefix = "[node 0] " if cluster.num_nodes == 1 else ""
         # A client has only one handler per event topic, so each run has its own.
         address, security = self.client.scheduler.address, self.client.security
         with closing(Client(address, security=security, set_as_default=False)) as client:
             driver.run(
-                Job(program, run.url, time.time(), run=self.run),
+                Job(program, run.url if self.keeps_states else "", time.time(), run=self.run),
                 DaskPlace(client, cluster, self.run_name, self.pool),
-                lambda: self.data,
+                (lambda: self.data) if self.data else None,
                 [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
                 relay=lambda line: self.relay(
                     f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
@@ -348,26 +363,17 @@ class _TrialListener(Listener):
     stop: StopRequest
 
     def handle(self, event: Event) -> None:
-        trial = self.run.trial
-        for epoch in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
-            if isinstance(epoch, EpochFinished):
-                should_stop = self.runner.search.should_stop(
-                    trial.number, epoch.epoch, self.run.score(epoch)
-                )
-                if should_stop and epoch.epoch < trial.config.epochs and not self.stop.is_set():
-                    self.run.status = STOPPED_EARLY
-                    self.stop.set("other trials are better")
+        for each in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
+            if self.runner.should_stop(self.run, each) and not self.stop.is_set():
+                self.run.status = STOPPED_EARLY
+                self.stop.set("other trials are better")
         self.runner.notify(self.run, event)
 
 
-def _name_directory(recipe: str, trial: Trial, data_version: Sequence[str]) -> str:
-    """Return a name unique to recipe, configuration, world size and data: trials are reused only if
-    nothing differs.
-    """
-    state = identify_state(trial.config.initial_model_state)
-    config = {**dataclasses.asdict(trial.config), "initial_model_state": state}
-    values = [recipe, config, trial.world_size, data_version]
-    return f"trials/{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
+def _name_directory(trial: Trial, data_version: Sequence[str]) -> str:
+    """Return a name unique to the trial and the data: trials are reused only if nothing differs."""
+    values = json.dumps(trial.identity(data_version), sort_keys=True)
+    return f"trials/{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
 
 def _one_line(error: Exception) -> str:

@@ -18,14 +18,17 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, check_names
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import EpochFinished, Event, Reported
+from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.observers.formats import format_value
 from flyte_ddp.recipes import config_of, pin_initial_state
+from flyte_ddp.storage.weights import identify_state
 
 if TYPE_CHECKING:
     import optuna
@@ -61,6 +64,33 @@ class Trial:
     overrides: Mapping[str, Any]
     config: TrainingConfig
     world_size: int = 0  # ranks; 0: all of one node
+    recipe: str = ""
+    # of the events whose figures count: those after an epoch
+    counted: ClassVar[type[Event]] = EpochFinished
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of counted events of a whole run; 0 if that is not known."""
+        return self.config.epochs
+
+    def program(self) -> Program:
+        """Return what the trial runs. Raises ConfigError as `recipe_program`."""
+        return recipe_program(self.recipe, self.config)
+
+    def identity(self, data_version: Sequence[str]) -> list[Any]:
+        """Return what the trial's result depends on: it is reused only if nothing differs."""
+        state = identify_state(self.config.initial_model_state)
+        config = {**dataclasses.asdict(self.config), "initial_model_state": state}
+        return [self.recipe, config, self.world_size, data_version]
+
+    def with_values(self, values: Mapping[str, Any]) -> Trial:
+        """Return the trial with other values. Raises ConfigError as `build_trials`."""
+        (trial,) = build_trials(self.recipe, self.overrides, [values])
+        return dataclasses.replace(trial, number=self.number)
+
+    def reports_of(self, value: bytes, reports: Sequence[Reported]) -> Sequence[Reported]:
+        """Return what counts as reports of the value that a function has returned."""
+        return ()
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} {format_value(value)}" for name, value in self.values.items())
@@ -99,7 +129,8 @@ def build_trials(
             for name in names
         }
         key = json.dumps([dataclasses.asdict(config), world_size], sort_keys=True)
-        trials.setdefault(key, Trial(len(trials) + 1, values, overrides, config, world_size))
+        trial = Trial(len(trials) + 1, values, overrides, config, world_size, recipe)
+        trials.setdefault(key, trial)
     if len({trial.config.monitor for trial in trials.values()}) > 1:
         raise ConfigError("monitor: expected the same for all trials, because it compares them")
     return list(trials.values())
@@ -121,10 +152,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     Raises:
         ConfigError: the grid is malformed, or names an unknown field.
     """
-    check("num_models", num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
-    check("seed", seed, int, Limits(minimum=0, maximum=(1 << 32) - 1))
-    is_list = isinstance(grid, list)
-    objects = grid if is_list else [grid]
+    objects = grid if isinstance(grid, list) else [grid]
     if not objects or not all(isinstance(each, Mapping) and each for each in objects):
         examples = (
             '{"learning_rate": [0.001, 0.01]}, or a list such as [{"learning_rate": 0.1, '
@@ -136,31 +164,39 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     for name in SHARED:
         if name in names:
             raise ConfigError(f"grid: expected no {name}, which all models share (config)")
+    return [dict(each) for each in expand(grid, num_models, seed)]
+
+
+def expand(
+    grid: Any, num_models: int = 0, seed: int = 0, name_of_number: str = "num_models"
+) -> Sequence[Any]:
+    """Return the choices of a grid as `expand_grid`, whose names may be any: those of a list as
+    they are.
+    """
+    check(name_of_number, num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
+    check("seed", seed, int, Limits(minimum=0, maximum=(1 << 32) - 1))
+    is_list = isinstance(grid, list)
     if is_list and num_models:
-        raise ConfigError(f"num_models: expected 0 with a list of models, got {num_models}")
+        raise ConfigError(f"{name_of_number}: expected 0 with a list of models, got {num_models}")
     for name, values in () if is_list else grid.items():
         if not (
             (values and isinstance(values, (list, tuple)))
             or (num_models and isinstance(values, Mapping))
         ):
             expected = (
-                'a list of choices, or with num_models a range such as {"low": 0.001, '
+                f'a list of choices, or with {name_of_number} a range such as {{"low": 0.001, '
                 '"high": 0.1, "log": true}'
             )
             raise ConfigError(f"grid.{name}: expected {expected}, got {values!r}")
     num_combinations = len(grid) if is_list else math.prod(map(len, grid.values()))
     if not num_models and num_combinations > MAX_TRIALS:
         raise ConfigError(
-            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; num_models "
-            "samples from a grid"
+            f"grid: expected at most {MAX_TRIALS:,} models, got {num_combinations:,}; "
+            f"{name_of_number} samples from a grid"
         )
-    return (
-        [dict(each) for each in grid]
-        if is_list
-        else _draw(grid, num_models, seed)
-        if num_models
-        else _combine(grid)
-    )
+    if is_list:
+        return grid  # type: ignore[no-any-return]
+    return _draw(grid, num_models, seed) if num_models else _combine(grid)
 
 
 def expand_world_sizes(
@@ -275,7 +311,8 @@ class Search:
                     self._trials[trial.number] = asked
                     return suggested
                 self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
-            self._study.enqueue_trial(dict(trial.values))
+            if self._distributions:
+                self._study.enqueue_trial(dict(trial.values))
             self._trials[trial.number] = self._study.ask(self._distributions)
             return trial
 

@@ -49,8 +49,8 @@ class DaskPlace:
     client: Client  # from `cluster.open_cluster`, later one of our own if it loses its scheduler
     config: ClusterConfig
     run_name: str = ""  # as given to `open_cluster`, to find out what missing workers wait for
-    # Shared with other runs that train on the cluster at the same time, each on one node and with a
-    # client of its own, because a client has one handler for each kind of Dask's events.
+    # Shared with other runs that train on the cluster at the same time, each on nodes of its own
+    # and with a client of its own, because a client has one handler for each kind of Dask's events.
     pool: Pool | None = None
     is_cluster = True
     _code: bytes = b""
@@ -181,7 +181,9 @@ class DaskPlace:
             if self.pool is None:
                 workers = [each for each in workers if not each.is_busy]
             else:
-                workers = self.pool.claim(run.name, workers, self.config.gpus_per_node)
+                workers = self.pool.claim(
+                    run.name, workers, self.config.gpus_per_node, self.config.num_nodes
+                )
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
             chosen = [each for each in workers if each.address in expected]

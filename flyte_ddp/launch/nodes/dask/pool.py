@@ -17,33 +17,47 @@ from flyte_ddp.launch.nodes.dask.placement import Worker
 
 @dataclass(eq=False)
 class Pool:
-    """The workers of a cluster, of which each run takes one, and the data that all runs need."""
+    """The workers of a cluster, of which each run takes some, and the data that all runs need."""
 
     data: SharedData
-    _claims: dict[str, Worker] = field(default_factory=dict)  # by the run that holds it
+    # by the run that holds them
+    _claims: dict[str, list[Worker]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def claim(self, run: str, workers: Sequence[Worker], num_gpus: int) -> list[Worker]:
-        """Return an idle worker that is `run`'s own until it releases it; none if there is none.
+    def claim(
+        self, run: str, workers: Sequence[Worker], num_gpus: int, num_nodes: int = 1
+    ) -> list[Worker]:
+        """Return `num_nodes` idle workers that are `run`'s own until it releases them; none if
+        there are fewer.
 
-        It has its share of its host: the cores are split evenly among the `workers` there, which
-        are all that answer, and of GPUs that several of them see it has `num_gpus` that no other
-        run uses.
+        They have their share of their hosts: the cores are split evenly among the `workers` there,
+        which are all that answer, and of GPUs that several of them see each has `num_gpus` that no
+        other uses.
         """
         with self._lock:
-            taken = list(self._claims.values())
+            taken = [each for claim in self._claims.values() for each in claim]
+            claim: list[Worker] = []
             for each in workers:
-                if each.is_busy or any(each.address == other.address for other in taken):
+                others = [*taken, *claim]
+                if each.is_busy or any(each.address == other.address for other in others):
                     continue
-                in_use = {gpu for other in taken if other.host == each.host for gpu in other.gpus}
+                in_use = {gpu for other in others if other.host == each.host for gpu in other.gpus}
                 gpus = tuple(gpu for gpu in each.gpus if gpu not in in_use)
                 if len(gpus) < num_gpus <= len(each.gpus):
                     continue  # in use by a neighbour
-                num_neighbours = sum(other.host == each.host for other in workers)
-                cores = max(1, each.num_cores // num_neighbours)
-                self._claims[run] = dataclasses.replace(each, num_cores=cores, gpus=gpus[:num_gpus])
-                return [self._claims[run]]
-            return []
+                claim.append(dataclasses.replace(each, gpus=gpus[:num_gpus]))
+                if len(claim) == num_nodes:
+                    break
+            else:
+                return []
+            hosts, own = [each.host for each in workers], [each.host for each in claim]
+            shares = {host: own.count(host) / hosts.count(host) for host in own}
+            # which a gang splits among its nodes there
+            self._claims[run] = [
+                dataclasses.replace(each, num_cores=max(1, int(each.num_cores * shares[each.host])))
+                for each in claim
+            ]
+            return self._claims[run]
 
     def release(self, run: str) -> None:
         """Release what `run` has claimed, if anything."""
@@ -51,5 +65,5 @@ class Pool:
             self._claims.pop(run, None)
 
     def is_in_use(self) -> bool:
-        """Return whether any run has a worker, so that another may become free."""
+        """Return whether any run has workers, so that others may become free."""
         return bool(self._claims)

@@ -1,0 +1,254 @@
+"""Sweep over the arguments of a function: each trial calls it in new processes, on this machine or
+on nodes of a Dask cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp.cluster.config import ClusterConfig, cluster_config
+from flyte_ddp.cluster.connect import open_cluster
+from flyte_ddp.config import Monitor, TrainingConfig
+from flyte_ddp.config.by_value import Checksum
+from flyte_ddp.config.fields import plain_number, whole_number
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import Event, Reported
+from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.protocol.programs import Program
+from flyte_ddp.launch.run import function_program
+from flyte_ddp.observers.reports.drawing import save_panels
+from flyte_ddp.observers.streams import print_line
+from flyte_ddp.recipes.prepare import code_version
+from flyte_ddp.storage import redact_errors
+from flyte_ddp.studies.plots import metric_panels
+from flyte_ddp.studies.report import StudyReport
+from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, describe_kept, find_best
+from flyte_ddp.studies.runner import TrialRunner
+from flyte_ddp.studies.search import Search, Trial, expand
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+    from distributed import Client
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTrial(Trial):
+    """One call of a function. Of its config only the monitor counts."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # none where `overrides` are its keywords
+    version: str  # of the function's code
+    counted: ClassVar[type[Event]] = Reported
+
+    @property
+    def num_epochs(self) -> int:
+        return 0
+
+    def program(self) -> Program:
+        keywords = {} if self.arguments else self.overrides
+        return function_program(self.function, self.arguments, keywords)
+
+    def identity(self, data_version: Sequence[str]) -> list[Any]:
+        return [self.version, Checksum(()).of(self.overrides).hex(), self.world_size]
+
+    def reports_of(self, value: bytes, reports: Sequence[Reported]) -> Sequence[Reported]:
+        """Return what counts as reports of the value that the function has returned: where it has
+        reported no metric, a number, a mapping, or one for each item of a list.
+
+        Raises:
+            ConfigError: it has returned no metric either.
+        """
+        metric = self.config.monitor.metric
+        if any(metric in each.values for each in reports):
+            return []
+        returned = cloudpickle.loads(value)
+        found = []
+        for number, item in enumerate(returned if isinstance(returned, list) else [returned], 1):
+            values: dict[str, float] = {}
+            for name, each in (item if isinstance(item, Mapping) else {metric: item}).items():
+                with contextlib.suppress(ConfigError):
+                    values[str(name)] = plain_number(name, each)
+            step, epoch = int(values.pop("step", number)), values.pop("epoch", None)
+            found.append(Reported(step, epoch, values))
+        if not any(metric in each.values for each in found):
+            names = dict.fromkeys(name for each in (*reports, *found) for name in each.values)
+            raise ConfigError(
+                "metric: expected a figure that the function reports or returns, "
+                f"{', '.join(names) or 'of which there is none'}, got {metric!r}"
+            )
+        return found
+
+
+@dataclass(frozen=True, repr=False)
+class Swept:
+    """The result of a sweep. A notebook shows its report.
+
+    Attributes:
+        trials: each with `trial.values`, `status`, `results` and, if it failed, `error`.
+        best: the finished one with the best result, `best.kept`.
+    """
+
+    trials: list[TrialRun]
+    best: TrialRun
+    _report: StudyReport
+
+    @property
+    def table(self) -> pandas.DataFrame:
+        """A row for every result of every trial, see `results.build_table`."""
+        return build_table(self.trials)
+
+    def plot(self, file: str | Path) -> None:
+        """Write the figures to an SVG, PNG or PDF file."""
+        save_panels(metric_panels(self.trials)[2], Path(file))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Swept {self._report.recipe}: {self.best.trial} is best, {describe_kept(self.best)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self._report.render_fragment()
+
+
+@redact_errors()
+def sweep(
+    function: Callable[..., Any],
+    grid: Sequence[Any] | Mapping[str, Any],
+    *,
+    metric: str = "loss",
+    mode: str = "min",
+    num_trials: int = 0,
+    stop_early: str = "none",
+    nnodes: int = 1,
+    nproc_per_node: int = 1,
+    client: Client | None = None,
+    cluster: ClusterConfig | Mapping[str, Any] | None = None,
+    checkpoints: str | None = None,
+) -> Swept:
+    """Call `function` in new processes for every item of `grid`, and compare what it reports or
+    returns.
+
+    Args:
+        function: as of `launch.run.run`. What it gives `session.report` counts; where that has no
+            metric, what it returns: a number, a dict of numbers, or a list of such.
+        grid: a list of arguments, of which a mapping has the function's keywords and anything else
+            is its only argument; or for each keyword a list of values, of which every combination
+            is a trial, or with `num_trials` also a range, see `search.expand_grid`.
+        metric, mode: the figure that trials are compared by, and whether the "min" or the "max" is
+            best.
+        num_trials: so many are drawn of a grid by name.
+        stop_early: "median" or "halving" ends a trial whose reports fall behind, see `Search`.
+        nnodes, nproc_per_node: of each trial. As many run at a time as there are nodes for.
+        client: of a Dask cluster that is there already, whose workers are the nodes.
+        cluster: the nodes, with the fields of `ClusterConfig`; by default this machine's GPUs, or
+            two processes without GPUs.
+        checkpoints: directory or URL, which all machines reach: for `session.save`, and where a
+            later sweep finds the trials that are done.
+
+    Raises:
+        ConfigError: bad input, before anything is started.
+        SweepFailed: no trial has finished; has the error of each.
+        ClusterError, StorageUnavailable, TrainingStopped: as `TrialRunner.train`.
+    """
+    nnodes = whole_number("nnodes", nnodes, minimum=1)
+    nproc_per_node = whole_number("nproc_per_node", nproc_per_node, minimum=1)
+    search = Search(stop_early)
+    trials = _build_trials(
+        function, grid, num_trials, Monitor(metric, mode), nnodes * nproc_per_node
+    )
+    config = _find_cluster(cluster, client, len(trials), nnodes, nproc_per_node)
+    name = getattr(function, "__qualname__", repr(function))
+    report = StudyReport(name)
+    lines = TrialLines(print_line, report.runs)
+    with contextlib.ExitStack() as stack:
+        runner = TrialRunner(
+            checkpoints or stack.enter_context(own_directory("checkpoints-")),
+            "",
+            client or stack.enter_context(open_cluster(config, f"sweep-{os.urandom(4).hex()}")),
+            config,
+            keeps_states=bool(checkpoints),
+            search=search,
+            observe=lines.observe,
+            runs=report.runs,
+        )
+        runs = runner.train(trials)
+    report.close(None)
+    best = find_best(runs)
+    assert best is not None  # else it has raised
+    return Swept(runs, best, report)
+
+
+def _build_trials(
+    function: Callable[..., Any],
+    grid: Any,
+    num_trials: int,
+    monitor: Monitor,
+    world_size: int,
+) -> list[FunctionTrial]:
+    """Return a trial for each choice of the grid, without duplicates. Raises ConfigError as
+    `sweep`.
+    """
+    if not callable(function):
+        raise ConfigError(f"function: expected one to call, got {function!r}")
+    if not grid or not isinstance(grid, (list, tuple, Mapping)):
+        raise ConfigError(
+            'grid: expected a list of arguments, or by keyword a list each such as {"lr": [0.1, '
+            f"0.01]}}, got {grid!r}"
+        )
+    items = grid if isinstance(grid, Mapping) else list(grid)
+    choices = expand(items, num_trials, name_of_number="num_trials")
+    parameter = next(iter(inspect.signature(function).parameters), "argument")
+    named = [each if isinstance(each, Mapping) else {parameter: each} for each in choices]
+    names = dict.fromkeys(name for each in named for name in each)
+    config, version = TrainingConfig(monitor=monitor), code_version(function)
+    trials: dict[bytes, FunctionTrial] = {}  # by what a trial is
+    for choice, values in zip(choices, named, strict=True):
+        trial = FunctionTrial(
+            number=len(trials) + 1,
+            values={name: values.get(name) for name in names},
+            overrides=values,
+            config=config,
+            world_size=world_size,
+            function=function,
+            arguments=() if isinstance(choice, Mapping) else (choice,),
+            version=version,
+        )
+        trials.setdefault(Checksum(()).of(values), trial)
+    return list(trials.values())
+
+
+def _find_cluster(
+    cluster: ClusterConfig | Mapping[str, Any] | None,
+    client: Client | None,
+    num_trials: int,
+    nnodes: int,
+    nproc_per_node: int,
+) -> ClusterConfig:
+    """Return the cluster of all trials. Raises ConfigError as `sweep`."""
+    if not isinstance(cluster, ClusterConfig):
+        given: dict[str, Any] = {"max_restarts": 0}
+        if client is not None:
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            given |= {"kind": "existing", "num_nodes": len(workers)}
+        elif cluster is None:
+            num_at_once = default_num_processes() // (nnodes * nproc_per_node)
+            num_nodes = nnodes * min(num_trials, max(1, num_at_once))
+            has_gpus = num_gpus() >= num_nodes * nproc_per_node
+            given |= {"kind": "local", "num_nodes": num_nodes}
+            given |= {"gpus_per_node": nproc_per_node if has_gpus else 0}
+        cluster = cluster_config({**given, **(cluster or {})})
+    if cluster.num_nodes < nnodes:
+        raise ConfigError(
+            f"nnodes: expected at most {cluster.num_nodes}, the nodes of the cluster, got {nnodes}"
+        )
+    return dataclasses.replace(cluster, processes_per_node=nproc_per_node)

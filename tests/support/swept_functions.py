@@ -1,0 +1,62 @@
+"""Functions that tests sweep over. Imports little: each rank does too."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from flyte_ddp import session
+
+
+def train(experiment):
+    """Train as a script does that knows nothing of this library."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    batch_size, learning_rate = experiment
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    classes = torch.arange(256) % 10
+    images = torch.rand(256, 1, 28, 28) + torch.eye(28)[classes][:, None, None]
+    data = DataLoader(TensorDataset(images, classes), batch_size, shuffle=True)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    rows = []
+    for epoch in range(3):
+        loss_sum = num_correct = 0
+        for inputs, targets in data:
+            inputs, targets = inputs.to(device), targets.to(device)
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.item() * len(targets)
+            num_correct += (outputs.argmax(dim=1) == targets).sum().item()
+        accuracy = num_correct / 256
+        rows.append(
+            {"experiment": experiment, "epoch": epoch, "loss": loss_sum / 256, "accuracy": accuracy}
+        )
+    return rows
+
+
+def misbehave(kind, directory, num_reports=3):
+    """Report a loss, lower for other kinds than "bad", which ends when it is asked to."""
+    Path(directory, f"{kind}-{os.getpid()}").touch()
+    if kind == "raise":
+        raise ValueError("broken on purpose")
+    if kind == "silent":
+        return {"accuracy": 1.0}
+    step = 0
+    while step < num_reports or (kind == "bad" and not session.stop_requested):
+        step += 1
+        time.sleep(0.05)
+        session.report(step=step, loss=100.0 if kind == "bad" else 1 / step)
+    return None
+
+
+def count_ranks(factor, shift=0):
+    return factor * int(os.environ["WORLD_SIZE"]) + shift

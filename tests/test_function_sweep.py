@@ -1,0 +1,119 @@
+"""Sweeps over the arguments of a function, on a Dask cluster of two nodes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import flyte_ddp
+from flyte_ddp.config import Monitor
+from flyte_ddp.errors import ConfigError, SweepFailed
+from flyte_ddp.studies import sweep
+from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY
+from tests.support.swept_functions import count_ranks, misbehave, train
+
+EXPERIMENTS = [(32, 0.001), (32, 0.1), (64, 0.001), (64, 0.1)]
+
+
+@pytest.fixture(scope="module")
+def client():
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.mark.long
+def test_a_plain_function_is_swept_on_two_nodes_and_not_run_again(client, tmp_path, capfd):
+    place = str(tmp_path / "checkpoints")
+    swept = flyte_ddp.sweep(train, EXPERIMENTS, client=client, checkpoints=place)
+
+    assert [run.status for run in swept.trials] == [FINISHED] * 4
+    assert [run.trial.values for run in swept.trials] == [
+        {"experiment": experiment} for experiment in EXPERIMENTS
+    ]
+    assert list(swept.table["epoch"]) == [0, 1, 2] * 4
+    assert swept.best.trial.values == {"experiment": (32, 0.1)}
+    assert swept.best.kept.values["loss"] == swept.table["loss"].min()
+    assert swept.best.kept.epoch == 2
+    swept.plot(tmp_path / "sweep.svg")
+    assert "By experiment" in (tmp_path / "sweep.svg").read_text()
+    assert swept._repr_html_().count("<svg") == 2
+    assert "trial 2 (experiment [32, 0.1]) is best, loss " in repr(swept)
+    assert len(re.findall(r"trial \d/4 .* started", capfd.readouterr().err)) == 4
+
+    again = flyte_ddp.sweep(train, EXPERIMENTS, client=client, checkpoints=place)
+    assert again.table.equals(swept.table)
+    assert "started" not in capfd.readouterr().err
+
+
+def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path):
+    kinds = ["good", "raise", "silent", "fine"]
+    grid = [{"kind": kind, "directory": str(tmp_path)} for kind in kinds]
+    swept = flyte_ddp.sweep(misbehave, grid, client=client, checkpoints=str(tmp_path / "c"))
+    assert [run.status for run in swept.trials] == [FINISHED, FAILED, FAILED, FINISHED]
+    assert swept.trials[1].error == "ValueError: broken on purpose"
+    assert swept.trials[2].error == (
+        "ConfigError: metric: expected a figure that the function reports or returns, accuracy, "
+        "got 'loss'"
+    )
+    assert list(swept.table["loss"].dropna()) == [1, 1 / 2, 1 / 3] * 2
+    # a failed one is called again, and only once in a sweep
+    grid = [*grid[:1], *grid[3:], {"kind": "bad", "directory": str(tmp_path)}]
+    swept = flyte_ddp.sweep(
+        misbehave, grid, stop_early="median", client=client, checkpoints=str(tmp_path / "c")
+    )
+    assert [run.status for run in swept.trials] == [FINISHED, FINISHED, STOPPED_EARLY]
+    called = sorted(file.name.partition("-")[0] for file in tmp_path.iterdir() if file.is_file())
+    assert called == sorted([*kinds, "bad"])
+
+
+def test_a_trial_may_take_several_nodes_and_return_a_number(client):
+    swept = flyte_ddp.sweep(count_ranks, [2], nnodes=2, client=client)
+    assert swept.best.kept.values == {"loss": 4}
+
+
+@pytest.mark.parametrize(
+    ("grid", "options", "expected"),
+    [
+        ([], {}, r"grid: expected a list of arguments, or by keyword a list .*, got \[\]"),
+        ("lr", {}, "grid: expected a list of arguments, or by keyword a list .*, got 'lr'"),
+        ({"factor": 0.1}, {}, "grid.factor: expected a list of choices.*, got 0.1"),
+        ([1], {"mode": "least"}, "mode: expected one of min, max, got 'least'"),
+        ([1], {"stop_early": "soon"}, "stop_early: expected one of none, .*, got 'soon'"),
+        ([1], {"nnodes": 0}, "nnodes: expected a whole number of at least 1, got 0"),
+        (
+            [1],
+            {"nnodes": 3, "cluster": {"num_nodes": 2}},
+            "nnodes: expected at most 2, the nodes of the cluster, got 3",
+        ),
+        ([1], {"num_trials": 2}, "num_trials: expected 0 with a list"),
+    ],
+)
+def test_bad_input_of_a_sweep_is_one_line_before_anything_starts(grid, options, expected):
+    with pytest.raises(ConfigError, match=f"^{expected}") as caught:
+        flyte_ddp.sweep(count_ranks, grid, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_in_which_all_trials_fail_raises_with_their_errors(client, tmp_path):
+    grid = [{"kind": "raise", "directory": str(tmp_path)}]
+    with pytest.raises(SweepFailed, match=r"trial 1 .kind raise.*: ValueError: broken on purpose"):
+        flyte_ddp.sweep(misbehave, grid, client=client)
+
+
+def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
+    def trials(grid, num_trials=0):
+        found = sweep._build_trials(count_ranks, grid, num_trials, Monitor("loss"), 1)
+        return [dict(trial.overrides) for trial in found]
+
+    every = [{"factor": 1, "shift": 0}, {"factor": 1, "shift": 5}]
+    assert trials({"factor": [1, 1], "shift": [0, 5]}) == every
+    assert trials([{"factor": 1}, 1, 2]) == [{"factor": 1}, {"factor": 2}]
+    drawn = trials({"factor": {"low": 0.1, "high": 0.2}}, 3)
+    assert len(drawn) == 3
+    assert all(0.1 <= each["factor"] <= 0.2 for each in drawn)
