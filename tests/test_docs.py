@@ -25,6 +25,7 @@ import pytest
 from flyte_ddp.__main__ import COMMANDS
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.flyte.settings import Settings, Size
+from flyte_ddp.recipes import Recipe
 from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
@@ -177,6 +178,13 @@ def test_a_block_runs_with_cheaper_settings(block, directories):
         timeout=900,
     )
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_reference_of_recipes_names_all_that_one_may_define():
+    page = (REPOSITORY / "docs/recipes.md").read_text()
+    table = page.partition("## What a recipe may define")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)", table))
+    assert not {name for name in dir(Recipe) if not name.startswith("_")} - named
 
 
 def test_the_task_of_ones_own_trains(tmp_path, monkeypatch):
