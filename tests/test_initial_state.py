@@ -7,6 +7,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import os
+import pickle
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,52 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, conte
     assert expected in message
     assert "\n" not in message
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def prefixed(prefix, seed=7):
+    return {f"{prefix}{key}": value for key, value in state_of(seed).items()}
+
+
+SCRIPT = {"model": prefixed("module."), "optimizer": {"state": {}, "param_groups": []}, "epoch": 3}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        *(given_state(prefixed(each)) for each in ("module.", "_orig_mod.", "_orig_mod.module.")),
+        given_state(SCRIPT),
+        *(pickle.dumps(state_of(7), protocol) for protocol in (3, pickle.HIGHEST_PROTOCOL)),
+        pickle.dumps({"state_dict": state_of(7)}),
+    ],
+    ids=["ddp", "compiled", "both", "script", "pickle-3", "pickle", "pickled-script"],
+)
+def test_a_state_that_another_program_has_saved_is_read(contents, tmp_path):
+    (tmp_path / "given.pt").write_bytes(contents)
+    model = get_recipe("tests.support.recipes.Tiny").model()
+    load_initial_state(model, str(tmp_path / "given.pt"))
+    torch.testing.assert_close(model.state_dict(), state_of(7), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        (
+            given_state({"model": state_of(7), "ema": state_of(8)}),
+            "initial_model_state: expected one state dict, got several, under model, ema: save the "
+            "one that is meant alone, as torch.save(found['model'], file)",
+        ),
+        (given_state({**SCRIPT, "args": Namespace()}), "it has argparse.Namespace: expected "),
+        (pickle.dumps({"args": Namespace()}), "it has argparse.Namespace: expected tensors and"),
+        (pickle.dumps(os.system), "it has posix.system: expected tensors and plain values"),
+    ],
+    ids=["several", "object", "pickled-object", "pickled-call"],
+)
+def test_what_holds_no_single_state_is_refused_in_one_line(contents, expected, tmp_path):
+    (tmp_path / "given.pt").write_bytes(contents)
+    with pytest.raises(ConfigError) as caught:
+        load_initial_state(get_recipe("tests.support.recipes.Tiny").model(), f"{tmp_path}/given.pt")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_state_counts_by_its_contents(tmp_path, monkeypatch):

@@ -119,16 +119,18 @@ def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> 
 
 
 def from_bytes(contents: bytes) -> Any:
-    """Return the state dict in a file of either format, tensors on the CPU. Unpickles tensors and
-    plain values alone.
+    """Return the state dict in a file of either format, or one that `pickle.dumps` has made,
+    tensors on the CPU. Unpickles tensors and plain values alone.
 
     Raises:
         pickle.UnpicklingError, RuntimeError, EOFError: it is no such file.
     """
-    import torch
-
     if not is_safetensors(contents):
-        return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+        if contents[:1] == pickle.PROTO:  # of torch's older format the first object is a number
+            found = _StateUnpickler(io.BytesIO(contents)).load()
+            if not isinstance(found, int):
+                return found
+        return _load(contents)
     import safetensors.torch
 
     try:
@@ -139,6 +141,38 @@ def from_bytes(contents: bytes) -> Any:
         return with_class_names({**tensors, **dict(values)}, names)
     except (safetensors.SafetensorError, ValueError, AttributeError, TypeError) as error:
         raise pickle.UnpicklingError(f"it is no safetensors file: {error}") from error
+
+
+class _StateUnpickler(pickle.Unpickler):
+    """Reads a pickle of tensors and plain values. torch's own reads no protocol above 2."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from torch import _utils
+
+        known = {
+            "collections.OrderedDict": OrderedDict,
+            "torch._utils._rebuild_tensor_v2": _utils._rebuild_tensor_v2,
+            "torch._utils._rebuild_parameter": _utils._rebuild_parameter,
+            "torch.storage._load_from_bytes": _load,
+        }
+        if (full := f"{module}.{name}") not in known:
+            raise pickle.UnpicklingError(_describe_other(full))
+        return known[full]
+
+
+def _load(contents: bytes) -> Any:
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose first line advises to trust the file
+        if match := re.search(r"Unsupported (?:global|class)\W.*?(\w+(?:\.\w+)+)", str(error)):
+            raise pickle.UnpicklingError(_describe_other(match[1])) from None
+        raise
+
+
+def _describe_other(name: str) -> str:
+    return f"it has {name}: expected tensors and plain values, as of torch.save(model.state_dict())"
 
 
 def load_torchvision_state(name: str) -> Any:

@@ -20,7 +20,7 @@ from flyte_ddp.errors import ConfigError, NonFiniteLoss
 from flyte_ddp.rank.data import Samples, evaluation_shard, open_samples
 from flyte_ddp.recipes import Recipe, list_class_names
 from flyte_ddp.training.contract import open_datasets, open_model
-from flyte_ddp.training.initial_state import mismatch
+from flyte_ddp.training.initial_state import find_state, mismatch
 from flyte_ddp.training.metrics import HeldOutMetrics
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import count_targets, evaluating, forward
@@ -146,6 +146,7 @@ def open_trained_model(
         ConfigError: they do not fit, or the data have other classes; begins with `field`.
     """
     model = open_model(recipe, parallelism)
+    state = find_state(state, model.state_dict(), field)
     if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
         raise ConfigError(
             f"{field}: expected one of the recipe's model, got one that does not fit: {problem}"

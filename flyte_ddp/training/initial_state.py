@@ -25,6 +25,8 @@ from flyte_ddp.storage.weights import (
 )
 
 MAX_CLASSES = 20  # in an error
+# before each key of a state of DDP's model or of torch.compile's
+PREFIXES = ("module.", "_orig_mod.")
 
 # The fields that must stay as they are in the checkpoint. The others may change: more epochs, other
 # intervals, ranks.
@@ -128,9 +130,9 @@ def load_initial_state(
     expected = "initial_model_state: expected a state dict with exactly the model's keys and shapes"
     if fresh_layers:
         expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
-    state = read_state(url, expected, timeout)
-    url, _ = split_pin(url)
     own = model.state_dict()
+    state = find_state(read_state(url, expected, timeout), own, "initial_model_state")
+    url, _ = split_pin(url)
     # some of torchvision's states are from before torch had these counters
     if isinstance(state, dict):
         for key in [key for key in own if key.endswith(".num_batches_tracked")]:
@@ -186,6 +188,39 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
         raise ConfigError(
             f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"
         ) from error
+
+
+def find_state(found: Any, own: Mapping[str, Any], field: str) -> Any:
+    """Return the state dict with keys of `own` in what a program has saved: that itself, without
+    `PREFIXES`, or the one among its values, such as of {"model": state, "optimizer": ...}.
+
+    Raises:
+        ConfigError: several of its values are such states; begins with `field`.
+    """
+    if not isinstance(found, Mapping):
+        return found
+    state = _strip_prefixes(found, own)
+    if own.keys() & state.keys():
+        return state
+    values = {
+        key: _strip_prefixes(value, own)
+        for key, value in found.items()
+        if isinstance(value, Mapping)
+    }
+    fitting = {key: value for key, value in values.items() if own.keys() & value.keys()}
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"{field}: expected one state dict, got several, under {abbreviate([*fitting])}: save "
+            f"the one that is meant alone, as torch.save(found[{next(iter(fitting))!r}], file)"
+        )
+    return next(iter(fitting.values()), found)
+
+
+def _strip_prefixes(state: Mapping[Any, Any], own: Mapping[str, Any]) -> Mapping[Any, Any]:
+    for prefix in PREFIXES * 2:  # in either order
+        if not own.keys() & state.keys() and all(str(key).startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
 
 
 def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:
