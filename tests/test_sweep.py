@@ -288,9 +288,9 @@ def test_without_a_rule_no_trial_is_stopped_and_a_loss_counts_once(recwarn):
     rule = Search("halving")
     for number in (1, 2):
         rule.start(numbered(number))
-    assert not rule.should_stop(1, 1, 1.0)
-    assert rule.should_stop(2, 1, 2.0)
-    assert not rule.should_stop(2, 1, 2.0)  # a run that has restarted reports its epochs again
+    assert not rule.should_stop(1, 0.5, 1.0)  # an evaluation within an epoch counts
+    assert rule.should_stop(2, 0.5, 2.0)
+    assert not rule.should_stop(2, 0.5, 2.0)  # a run that has restarted reports its epochs again
     assert [str(warning.message) for warning in recwarn] == []
 
 

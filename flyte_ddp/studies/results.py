@@ -247,7 +247,7 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
         # text.
         if table[name].dtype == object:
             table[name] = table[name].map(format_value)
-    is_whole = places == ["epoch"]
+    is_whole = places == ["epoch"] and all(each.share == 1 for run in runs for each in run.epochs)
     kinds = {"epoch": "Int64" if is_whole else "float64", **dict.fromkeys(numbers, "float64")}
     return table.astype({**kinds, "error": "string"})
 
@@ -259,7 +259,7 @@ def _rows(run: TrialRun) -> list[dict[str, Any]]:
         ]
     return [
         {
-            "epoch": each.epoch,
+            "epoch": each.position,
             **figures_of(each),
             "last_learning_rate": each.learning_rate,
             "seconds": each.seconds,

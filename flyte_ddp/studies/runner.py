@@ -263,10 +263,10 @@ class TrialRunner:
         trial, figures = run.trial, result.figures()
         if not isinstance(result, trial.counted) or run.metric not in figures.values:
             return False
-        number = int((figures.epoch if figures.axis == "epoch" else figures.step) or 0)
+        place = (figures.epoch if figures.axis == "epoch" else figures.step) or 0
         score = trial.config.monitor.score(figures.values)
-        is_worse = self.search.should_stop(trial.number, number, score)
-        return is_worse and number != trial.num_epochs
+        is_worse = self.search.should_stop(trial.number, place, score)
+        return is_worse and place != trial.num_epochs
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
         """Call the observer, whose errors end no trial."""

@@ -272,7 +272,8 @@ class Search:
     note: str = field(default="", init=False)
     _distributions: dict[str, BaseDistribution] = field(default_factory=dict, init=False)
     _trials: dict[int, optuna.Trial] = field(default_factory=dict, init=False)  # that run
-    _last_epochs: dict[int, int] = field(default_factory=dict, init=False)
+    # of each trial, how many results it has, and the epoch or step of the last one
+    _reached: dict[int, tuple[int, float]] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -304,7 +305,7 @@ class Search:
                 nothing is suggested.
         """
         with self._lock:
-            self._last_epochs[trial.number] = 0
+            self._reached[trial.number] = 0, 0.0
             if replace and self._distributions and trial.number > NUM_RANDOM:
                 asked = self._study.ask(self._distributions)
                 if suggested := replace(asked.params):
@@ -316,17 +317,18 @@ class Search:
             self._trials[trial.number] = self._study.ask(self._distributions)
             return trial
 
-    def should_stop(self, number: int, epoch: int, score: float) -> bool:
-        """Record the score of trial `number` after `epoch`, once, and return True if the trial
-        should stop.
+    def should_stop(self, number: int, place: float, score: float) -> bool:
+        """Record the score of trial `number` at an epoch or step, once, and return True if the
+        trial should stop. Trials are compared after as many results.
         """
         with self._lock:
-            if epoch <= self._last_epochs[number]:
+            count, last = self._reached[number]
+            if place <= last:
                 return False
-            self._last_epochs[number] = epoch
+            self._reached[number] = count + 1, place
             # A median over infinite scores is infinite or NaN, which stops nothing. NaN is left out
             # of it.
-            self._trials[number].report(score if math.isfinite(score) else math.nan, epoch)
+            self._trials[number].report(score if math.isfinite(score) else math.nan, count + 1)
             return self._trials[number].should_prune()
 
     def finish(self, number: int, outcome: str, score: float) -> None:
