@@ -7,18 +7,22 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import time
 import types
 
 import pytest
 
+import flyte_ddp
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.agent import devices
+from flyte_ddp.events import NodeMeasured
+from flyte_ddp.launch.agent import devices, utilization
 from flyte_ddp.launch.nodes.dask.placement import assign_nodes
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from tests.support.dask_runs import worker
+from tests.support.runs import fork_functions
 
 
 class FakeNvml:
@@ -36,6 +40,21 @@ class FakeNvml:
     def nvmlDeviceGetCount_v2(self, count):
         count._obj.value = self.num_gpus
         return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number, handle):
+        handle._obj.value = number + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        return 2  # not there
+
+    def nvmlDeviceGetUtilizationRates(self, gpu, rates):
+        rates._obj.gpu = 50 * (gpu.value or 0)
+        return 0 if gpu else 2
+
+    def nvmlDeviceGetMemoryInfo(self, gpu, memory):
+        memory._obj.total, memory._obj.used = 100, 20 * (gpu.value or 0)
+        return 0 if gpu else 2
 
 
 @pytest.fixture
@@ -97,6 +116,32 @@ def test_cuda_visible_devices_of_the_user_is_respected(machine, monkeypatch, giv
     machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml(2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert devices.visible_gpus() == expected
+
+
+def test_the_use_of_gpus_is_asked_of_the_driver(machine, monkeypatch):
+    machine(["/dev/nvidiactl"], cuda=1, nvidia_ml=FakeNvml(2))
+    assert devices.measure_gpus(2) == (0.75, 0.4)  # mean utilization, fullest memory
+    assert devices.measure_gpus(1) == (0.5, 0.2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a")  # of which it does not tell
+    assert devices.measure_gpus(1) == (None, None)
+    machine(["/dev/nvidiactl"], cuda=1)
+    assert devices.measure_gpus(1) == (None, None)
+
+
+def compute():
+    while time.process_time() < 1:
+        pass
+
+
+def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch):
+    fork_functions(monkeypatch)
+    monkeypatch.setattr(utilization, "MIN_INTERVAL", 0.01)
+    seen = []
+    listener = types.SimpleNamespace(handle=seen.append, close=lambda error: None)
+    flyte_ddp.run(compute, nproc_per_node=1, listeners=[listener])
+    measured = [each for each in seen if isinstance(each, NodeMeasured)]
+    assert 0 < max(each.cpu for each in measured) <= 1
+    assert 0 < measured[-1].memory < 1
 
 
 def test_a_task_without_its_requested_gpus_fails_with_what_to_check(machine, monkeypatch, tmp_path):

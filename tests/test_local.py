@@ -22,7 +22,7 @@ from flyte_ddp.launch.agent import rank_start, supervisor
 from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
 from flyte_ddp.launch.protocol.messages import InspectedRank
-from flyte_ddp.storage.cgroups import UNLIMITED, free_in
+from flyte_ddp.storage.cgroups import UNLIMITED, use_of
 from tests.support.dask_runs import eventually
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
@@ -135,9 +135,9 @@ def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names
         ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n"),
     ):
         (tmp_path / name).write_text(content)
-    assert free_in(tmp_path) == 750
+    assert use_of(tmp_path) == (250, 1000)
     (tmp_path / limit).write_text("max")
-    assert free_in(tmp_path) == UNLIMITED
+    assert use_of(tmp_path) == (0, UNLIMITED)
 
 
 # What a process finds: its cgroups, where they are mounted, and the files there that count.

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flyte_ddp.events import Event, Prediction, RunState, Straggler, StragglersFound
+from flyte_ddp.events import Event, NodeMeasured, Prediction, RunState, Straggler, StragglersFound
 from flyte_ddp.observers.reports import drawing, plots, template
 from flyte_ddp.observers.reports.predictions import prediction_panels
 from tests.support import sample_run
@@ -35,6 +35,20 @@ def test_a_run_has_a_panel_for_all_its_data():
     ]
     assert panels_of([sample_run.started()]) == {}
     assert panels_of([]) == {}
+
+
+def test_the_use_of_the_nodes_is_drawn_over_time() -> None:
+    measured = [
+        NodeMeasured(node, 0.5, 0.25, 2**36, gpu, gpu, at=1000.0 + at)
+        for node, gpu in ((0, 0.75), (1, None))
+        for at in (15, 135)
+    ]
+    panels = panels_of([sample_run.started(), *measured])
+    assert list(panels) == ["gpu", "gpu-memory", "cpu", "memory"]
+    assert "node 0: 75 at minute 2</title>" in drawing.to_svg(panels["gpu"])
+    assert "node 1: 25 at minute 2</title>" in drawing.to_svg(panels["memory"])
+    many = [dataclasses.replace(measured[0], node=node) for node in range(20)]
+    assert "<title>" not in drawing.to_svg(panels_of([sample_run.started(), *many])["cpu"])
 
 
 def test_the_panel_of_ranks_names_those_that_are_slow_now(tmp_path):

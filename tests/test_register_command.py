@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,8 @@ from flyteidl.admin import execution_pb2
 from flyteidl.service import admin_pb2_grpc
 
 from flyte_ddp.__main__ import main
+from flyte_ddp.config import source_code
+from flyte_ddp.config.source_code import describe_commit
 from flyte_ddp.flyte import register
 from flyte_ddp.flyte.settings import SETTINGS
 from tests.test_registration import IMAGE, KNOWN, REPOSITORY, clean_environment
@@ -34,6 +37,8 @@ def project(tmp_path, monkeypatch):
 def calls(monkeypatch):
     """The commands that were called, each with the IMAGE of its environment."""
     made = []
+    describe_commit.cache_clear()
+    monkeypatch.setattr(source_code, "find_project", Path.cwd)
 
     def call(command, env):
         made.append([*command[len(register.PYFLYTE) :], env["IMAGE"]])
@@ -61,6 +66,25 @@ def test_a_registration_ships_all_with_the_image_of_the_settings(
         "register --copy all --image other:1 --project flytesnacks --domain development "
         "--service-account flyte-ddp --version 7 workflows other:1"
     )
+
+
+def test_the_commit_travels_with_the_registration(project, calls, monkeypatch):
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    monkeypatch.setattr(register.subprocess, "call", lambda command, env: found.append(env) or 0)
+    found: list[dict[str, str]] = []
+    for command in (["add", "."], ["commit", "--quiet", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    assert main(["register", "--image", IMAGE]) == 0
+    describe_commit.cache_clear()
+    Path("settings.toml").write_text("# changed\n" + Path("settings.toml").read_text())
+    assert main(["register", "--image", IMAGE]) == 0
+    clean, dirty = (each[source_code.COMMIT_VARIABLE] for each in found)
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    assert dirty == f"{clean}-dirty"
+    monkeypatch.setenv(source_code.COMMIT_VARIABLE, dirty)  # in the task's pod
+    describe_commit.cache_clear()
+    assert describe_commit() == dirty
+    describe_commit.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -30,7 +32,9 @@ from flyte_ddp.config import main_module
 from flyte_ddp.errors import ConfigError
 
 SETTINGS_FILE = "settings.toml"
+GIT_TIMEOUT = 10.0  # seconds
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
+COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"  # of a registered task, which has no repository
 STARTED = time.time()  # about when this process did
 _project: Path | None = None  # as `find_project` has found it
 _imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
@@ -49,6 +53,27 @@ def find_project() -> Path | None:
         _project = next((each for each in map(Path, sys.path) if _is_project(each)), None)
         _project = _project and _project.resolve()
     return _project
+
+
+@functools.cache
+def describe_commit() -> str:
+    """Return the commit of the project's git repository, or else of the working directory's, with
+    "-dirty" after it where tracked files have changed; "" without git or a repository.
+    """
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
+    directory = str(find_project() or os.getcwd())
+    command = ["git", "-C", directory, "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [*command, "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=GIT_TIMEOUT,
+        )
+        return done.stdout.strip()
+    return ""
 
 
 def _is_project(directory: Path) -> bool:

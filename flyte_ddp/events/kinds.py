@@ -104,6 +104,8 @@ class RunStarted(Timed):
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
     class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs
+    # of the user's project, as `describe_commit` has it; the launcher adds it
+    commit: str = ""
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:
@@ -369,6 +371,19 @@ class StragglersFound(Timed):
         return Figures(values={"stragglers": len(self.stragglers), "straggler_factor": slowest})
 
 
+@dataclass(frozen=True)
+class NodeMeasured(Timed):
+    """The use of a node, in [0, 1]. Its agent emits it, less often the longer an attempt takes."""
+
+    node: int  # from 0
+    cpu: float  # by the ranks and what they started, of the cores that they may use
+    memory: float  # of the machine, or of the container
+    memory_limit: int  # bytes
+    # Of the GPUs of its ranks; None where the driver does not tell.
+    gpu: float | None = None  # the mean share of time in which a kernel ran
+    gpu_memory: float | None = None  # of the fullest
+
+
 Event = (
     AttemptStarted
     | AttemptEnded
@@ -383,6 +398,7 @@ Event = (
     | CheckpointWritten
     | RunFinished
     | StragglersFound
+    | NodeMeasured
 )
 
 

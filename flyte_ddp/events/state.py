@@ -52,6 +52,7 @@ class RunState(Listener):
     finished: kinds.RunFinished | None = None
     # each change of the slow ranks
     stragglers: list[kinds.StragglersFound] = field(default_factory=list)
+    measured: list[kinds.NodeMeasured] = field(default_factory=list)  # if reports are kept
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
@@ -119,6 +120,8 @@ class RunState(Listener):
                 self.predictions = event
             case kinds.StragglersFound():
                 self.stragglers.append(event)
+            case kinds.NodeMeasured() if self.keep_reports:
+                self.measured.append(event)
             case kinds.RunFinished():
                 self.finished = event
 

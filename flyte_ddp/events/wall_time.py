@@ -9,14 +9,15 @@ from flyte_ddp.events import kinds
 from flyte_ddp.events.kinds import Event
 
 # A history has neither histograms nor predictions, and is to give the same account. A checkpoint is
-# written beside the training, and divides none of its time; nor does the launcher's comparison of
-# the ranks, nor what others than rank 0 report.
+# written beside the training, and divides none of its time; nor do the comparison of the ranks, the
+# measurements of the nodes, and what others than rank 0 report.
 NOT_BOOKED = (
     kinds.HistogramsTaken,
     kinds.PredictionsMade,
     kinds.CheckpointWritten,
     kinds.StragglersFound,
     kinds.RankReported,
+    kinds.NodeMeasured,
 )
 
 

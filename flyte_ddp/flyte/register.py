@@ -21,7 +21,7 @@ from flytekit.tools.ignore import (
     StandardIgnore,
 )
 
-from flyte_ddp.config.source_code import SETTINGS_FILE
+from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.settings import Settings, load_settings
 
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--version", version] if version else []
     command += ["--activate-launchplans"] if options.activate else []
     command += ["--dry-run"] if options.dry_run else []
-    return subprocess.call([*command, "workflows"], env={**os.environ, "IMAGE": image})
+    environment = {**os.environ, "IMAGE": image, COMMIT_VARIABLE: describe_commit()}
+    return subprocess.call([*command, "workflows"], env=environment)
 
 
 def add_project_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,11 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
-from flyte_ddp.config.source_code import compute_digest_of_files, source_files
+from flyte_ddp.config.source_code import (
+    COMMIT_VARIABLE,
+    compute_digest_of_files,
+    source_files,
+)
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
 from flyte_ddp.flyte.pods import pod_with
@@ -86,7 +90,10 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
         **({"TRACKING": SETTINGS.tracking, **TRACKING_ENVIRONMENT} if TRACKING_ENVIRONMENT else {}),
         **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
     }
-    template = RegisteredPod(annotations={"flyte-ddp/settings": SETTINGS.digest})
+    versions = {"flyte-ddp/settings": SETTINGS.digest}
+    if commit := os.environ.get(COMMIT_VARIABLE):
+        environment[COMMIT_VARIABLE] = versions["flyte-ddp/commit"] = commit
+    template = RegisteredPod(annotations=versions)
     # The timeout is that of an attempt, its waiting for a node included. Zero is no limit.
     options: dict[str, Any] = {
         "requests": asked,

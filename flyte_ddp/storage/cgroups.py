@@ -18,17 +18,22 @@ def free_memory() -> int:
     """Return the bytes that may still be used on this machine, or in the container; some stay
     free.
     """
+    used, limit = memory_use()
+    return limit - used - SPARE_BYTES
+
+
+def memory_use() -> tuple[int, int]:
+    """Return the bytes in use and their limit: of this machine, or of a cgroup with fewer free."""
     import psutil  # type: ignore[import-untyped]
 
-    return (
-        min(int(psutil.virtual_memory().available), *map(free_in, memory_cgroups()), UNLIMITED)
-        - SPARE_BYTES
-    )
+    machine = psutil.virtual_memory()
+    known = [(machine.total - machine.available, machine.total), *map(use_of, memory_cgroups())]
+    return min(known, key=lambda each: each[1] - each[0])
 
 
-def free_in(cgroup: Path) -> int:
-    """Return the bytes that a cgroup may still use. Files that it has read can go, so they count as
-    free.
+def use_of(cgroup: Path) -> tuple[int, int]:
+    """Return the bytes that a cgroup uses, and its limit. Files that it has read can go, so they do
+    not count.
     """
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -37,8 +42,8 @@ def free_in(cgroup: Path) -> int:
         with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or no limit
             counters = (cgroup / "memory.stat").read_text().split()
             spare = int(counters[counters.index(cached) + 1])
-            return int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + spare
-    return UNLIMITED
+            return int((cgroup / used).read_text()) - spare, int((cgroup / limit).read_text())
+    return 0, UNLIMITED
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:

@@ -82,6 +82,42 @@ def visible_gpus() -> tuple[str, ...]:
     )
 
 
+class _Rates(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent of the last second
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+def measure_gpus(count: int) -> tuple[float | None, float | None]:
+    """Return the mean share of time in which the first `count` GPUs of this process are busy, and
+    the share of memory in use of the fullest; None for both where the driver does not tell, as of
+    a MIG slice.
+    """
+    found: list[tuple[float, float]] = []
+    with contextlib.suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1") if count else None
+        if nvml is None or nvml.nvmlInit_v2():
+            return None, None
+        for name in visible_gpus()[:count]:
+            gpu, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
+            if name.isdigit():
+                nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
+            else:
+                nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+            failures = (
+                nvml.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)),
+                nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(memory)),
+            )
+            if not any(failures):
+                found.append((rates.gpu / 100, memory.used / memory.total))
+        nvml.nvmlShutdown()
+    if not found:
+        return None, None
+    return sum(rate for rate, _ in found) / len(found), max(share for _, share in found)
+
+
 def _count_gpus() -> int:
     """Return the number of GPUs of this container, as CUDA counts them.
 

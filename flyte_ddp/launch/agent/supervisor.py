@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -36,12 +37,14 @@ from flyte_ddp.errors import (
     FailureKind,
     NodeLost,
     RankFailure,
+    log_failures,
 )
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_handle import Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.agent.utilization import NodeMeter
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
     DEATH_GRACE,
@@ -160,6 +163,17 @@ class _Ranks:
         except BaseException:
             self.kill()
             raise
+        threading.Thread(target=self._measure, name="measurements", daemon=True).start()
+
+    def _measure(self) -> None:
+        """Send what the node's use is, from time to time. In a thread, because the driver of a
+        broken GPU may hang; after an error no more.
+        """
+        node, groups = self.node, {rank.process.pid for rank in self.ranks}
+        meter = NodeMeter(node.node_rank, node.num_ranks if node.use_gpus else 0)
+        with log_failures("measurements"):
+            while not self.link.is_over.wait(meter.interval):
+                self.link.send(Emitted(meter.measure(groups)))
 
     def _start(self, local_rank: int) -> None:
         number = self.node.first_rank + local_rank

@@ -27,6 +27,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config.background import call_in_background
+from flyte_ddp.config.source_code import describe_commit
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -494,6 +495,8 @@ class Dispatcher:
         active = list(self.listeners)
         while (event := self._queue.get()) is not None:
             with log_failures(f"event {type(event).__name__}"):
+                if isinstance(event, events.RunStarted):  # in this thread: git may take a second
+                    event = dataclasses.replace(event, commit=describe_commit())
                 event = _redact(event)
                 for listener in list(active):
                     try:

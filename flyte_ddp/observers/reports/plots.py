@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.events import RunState, read_history
+from flyte_ddp.events import NodeMeasured, RunState, read_history
 from flyte_ddp.observers.formats import format_figure, format_rounded
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 KNOWN = ("loss", "samples_per_second", "learning_rate", "gradient_norm")
 MAX_REPORTED = 12  # other values that are drawn
 MAX_METRICS = 4  # of the held-out data
+MEASURED = {  # of a node, with its title
+    "gpu": "GPU utilization (%)",
+    "gpu_memory": "GPU memory in use (%)",
+    "cpu": "CPU utilization (%)",
+    "memory": "Memory in use (%)",
+}
 MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range is drawn
 
 
@@ -43,7 +49,7 @@ def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far.
 
     In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, predictions,
-    and each other reported value.
+    each other reported value, and the use of the nodes.
     """
     curves, epochs = _Curves(state), state.epochs
     schedule = state.started.config.get("schedule") if state.started else None
@@ -99,7 +105,29 @@ def run_panels(state: RunState) -> list[Panel]:
         curves.panel(f"reported-{index}", name.replace("_", " "), name, {}, 0)
         for index, name in enumerate(others)
     ]
+    for name, title in MEASURED.items():
+        if any(getattr(each, name) is not None for each in state.measured):
+            draw = functools.partial(_draw_nodes, measured=state.measured, name=name)
+            summary = f"{title} of each node over time"
+            panels.append(Panel(name.replace("_", "-"), title, summary, draw, from_zero=True))
     return [panel for panel in panels if panel]
+
+
+def _draw_nodes(axes: Axes, measured: Sequence[NodeMeasured], name: str) -> None:
+    """Draw a line per node over the time of the run; those of many nodes are faint."""
+    nodes = sorted({each.node for each in measured})
+    is_few = len(nodes) <= MAX_LINES
+    for node in nodes:
+        points = [
+            ((each.at - measured[0].at) / 60, 100 * value)
+            for each in measured
+            if each.node == node and (value := getattr(each, name)) is not None
+        ]
+        look: dict[str, Any] = {"color": PALETTE[0], "alpha": FAINT / 2, "gid": None}
+        if is_few:
+            look = {"color": PALETTE[node % MAX_LINES], "label": f"node {node}"}
+        plot(axes, points, marker="o" * (len(points) == 1), linewidth=1.4, **look)
+    label_x(axes, "minute")
 
 
 class _Curves:

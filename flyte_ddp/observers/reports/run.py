@@ -303,6 +303,8 @@ class Report(Page):
             row("Device of each", started.device),
             row("Backend", started.backend),
             row("CPU threads per rank", f"{started.num_threads or ''}"),
+            row("Commit", started.commit),
+            row("Recipe's version", started.recipe_version[:12], "of its code and the library's"),
             *(row(name, version) for name, version in started.versions.items()),
             row(
                 "Peak memory per rank",

@@ -51,6 +51,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "origin": {
             **{name: value for name, value in origin.items() if value},
             "recipe_version": started.recipe_version,
+            "commit": started.commit or None,
             "initial_model_state": initial_state or None,
             "parent_champion": parent[1] if parent else origin.get("parent_champion") or None,
         },
