@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -73,8 +74,9 @@ def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path
 
 
 def test_a_trial_may_take_several_nodes_and_return_a_number(client):
-    swept = flyte_ddp.sweep(count_ranks, [2], nnodes=2, client=client)
-    assert swept.best.kept.values == {"loss": 4}
+    swept = flyte_ddp.sweep(functools.partial(count_ranks, shift=1), [2], nnodes=2, client=client)
+    assert swept.best.kept.values == {"loss": 5}
+    assert "Sweep of count_ranks" in swept._repr_html_()
 
 
 @pytest.mark.parametrize(

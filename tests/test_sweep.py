@@ -403,6 +403,20 @@ def test_runs_share_the_cores_and_the_gpus_of_a_host(tmp_path):
     assert late.gpus == ("1",)
 
 
+def test_a_run_of_several_nodes_claims_all_of_them_or_none():
+    pool = Pool(None)
+    workers = [worker(str(number), gpus=("0", "1")) for number in range(2)]
+    workers.append(worker("2", "10.0.0.2"))
+
+    assert pool.claim("a", workers, 1, num_nodes=4) == []
+    assert not pool.is_in_use()
+    claim = pool.claim("b", workers, 1, num_nodes=2)
+    # of the cores of their host both, which a gang splits
+    assert [(each.gpus, each.num_cores) for each in claim] == [(("0",), 8), (("1",), 8)]
+    assert pool.claim("c", workers, 0, num_nodes=2) == []
+    assert [each.name for each in pool.claim("c", workers, 0)] == ["2"]
+
+
 def test_the_copy_of_the_data_is_shared_by_all_runs_and_removed_at_the_end(tmp_path, monkeypatch):
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / NOTE).write_text(json.dumps({"fingerprint": "1"}))

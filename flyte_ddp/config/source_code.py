@@ -200,7 +200,8 @@ def packages_beside(module: str) -> tuple[str, ...]:
 
 def find_packages(carried: Any) -> set[str]:
     """Return the packages whose files a class or function that travels by value may need."""
-    return {*packages_beside(carried.__module__ or "__main__"), *recipe_packages()} - {"flyte_ddp"}
+    module = getattr(carried, "func", carried).__module__  # of a partial that of its function
+    return {*packages_beside(module or "__main__"), *recipe_packages()} - {"flyte_ddp"}
 
 
 def find_root(module: Any) -> Path | None:

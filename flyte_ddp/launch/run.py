@@ -281,10 +281,11 @@ def function_program(
     stall_timeout: float = Program.stall_timeout,
 ) -> Program:
     """Return the program that calls `function`. Raises ConfigError if it cannot be pickled."""
-    name = getattr(function, "__qualname__", repr(function))
+    code = getattr(function, "func", function)  # of a partial
+    name = getattr(code, "__qualname__", repr(code))
     call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
-    module = getattr(function, "__module__", None) or "__main__"
-    return Program(name, call, packages_beside(module), stall_timeout=stall_timeout)
+    packages = packages_beside(code.__module__ or "__main__")
+    return Program(name, call, packages, stall_timeout=stall_timeout)
 
 
 def run_program(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ class StudyReport(Page):
             shown = [
                 tile(
                     f"Best {name_metric(best).lower()}",
-                    format_figure(best.metric, values[best.metric]),
+                    format_figure(best.metric, values.get(best.metric, math.nan)),
                     note,
                 ),
                 *(

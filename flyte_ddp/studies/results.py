@@ -116,12 +116,8 @@ class TrialRun(Listener):
 
     @property
     def seconds(self) -> float:
-        """Seconds of all epochs; of a function those of its last attempt."""
-        if self.epochs:
-            return self.elapsed[-1]
-        if self.state.finished or not (self.state.reports and self.state.started):
-            return self.state.finished.seconds if self.state.finished else 0.0
-        return self.state.reports[-1].at - self.state.started.at
+        """Seconds of all epochs; of a function its wall time."""
+        return self.elapsed[-1] if self.epochs else self.state.time_spent().wall
 
     @property
     def metric(self) -> str:

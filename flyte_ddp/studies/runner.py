@@ -168,10 +168,10 @@ class TrialRunner:
                 self.pool.data.close()
         num_done = sum(run.status in DONE for run in self.runs)
         if num_done < len(self.runs):
+            place = self.storage.url if self.keeps_states else "a place that outlives it"
             raise TrainingStopped(
                 f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} "
-                "trials done. To "
-                f"resume, start the same study with the same checkpoints: {self.storage.url}",
+                f"trials done. To resume, start the same study with the same checkpoints: {place}",
                 self.stop.reason,
             )
         if not any(run.status == FINISHED for run in self.runs):

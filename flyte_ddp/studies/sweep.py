@@ -167,8 +167,7 @@ def sweep(
         function, grid, num_trials, Monitor(metric, mode), nnodes * nproc_per_node
     )
     config = _find_cluster(cluster, client, len(trials), nnodes, nproc_per_node)
-    name = getattr(function, "__qualname__", repr(function))
-    report = StudyReport(name)
+    report = StudyReport(trials[0].program().name)
     lines = TrialLines(print_line, report.runs)
     with contextlib.ExitStack() as stack:
         runner = TrialRunner(
