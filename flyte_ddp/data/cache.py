@@ -149,6 +149,10 @@ class ShardCache:
             f"{self.source.join(entry.name)} does not stay while it is read"
         )
 
+    def has_copies(self, entry: Entry) -> bool:
+        """Return whether shards such as this one are copied before they are read."""
+        return self._place(entry)[2]
+
     def ensure(self, entries: Iterable[Entry]) -> None:
         """Make the files of shards, several at once, and keep them longer than others."""
         with contextlib.ExitStack() as stack:

@@ -58,8 +58,8 @@ class ShardIndex:
             self.versions[shard].decode(),
         )
 
-    def head(self, count: int) -> ShardIndex:
-        """Return the index of the first `count` shards."""
+    def head(self, count: int | None) -> ShardIndex:
+        """Return the index of the first `count` shards, None for all."""
         return ShardIndex(*(each[:count] for each in vars(self).values()))
 
     def checksum(self) -> str:

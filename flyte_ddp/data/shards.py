@@ -6,11 +6,13 @@ neither ranks nor loader processes. No torch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ from flyte_ddp.storage import has_password
 # seconds that a store is waited for; below the default stall_timeout
 STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,14 +140,53 @@ class Shards:
             yield (starts[shards] + rows).tolist()
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return the facts that a position in an epoch depends on, beside its epoch and sample."""
+        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
         order = self._order(global_batch_size, seed, 0)
         return {
-            "dataset: shards": f"{len(self._index)} with checksum {self._index.checksum()}",
-            "dataset: lanes": order.lanes,
-            "dataset: window": order.window,
-            "dataset: order": f"version {VERSION} with checksum {order.checksum_next(0)}",
+            "number of shards": len(self._index),
+            "checksum of the shards": self._index.checksum(),
+            "lanes": order.lanes,
+            "window": order.window,
+            "version of the order": VERSION,
+            "checksum of the order": order.checksum_next(0),
         }
+
+    def continue_order(self, described: Mapping[str, Any]) -> Shards:
+        """Return the shards that were there in the epoch whose order is `described`, in its lanes.
+
+        Where they are others, what `describe_order` returns of them tells.
+        """
+        head = self._index.head(described.get("number of shards"))
+        found = dataclasses.replace(
+            self, lanes=described.get("lanes"), window=described.get("window")
+        )
+        if len(head) < len(self._index):
+            logger.warning(
+                "%s has %d shards more than its checkpoint: they are read from the next epoch on",
+                self._files.join(""),
+                len(self._index) - len(head),
+            )
+        vars(found)["_index"] = head
+        return found
+
+    def check_cache(self, global_batch_size: int, num_ranks: int) -> None:
+        """Check that what the ranks of this machine read at once fits in the cache.
+
+        That is, of each of their lanes, the open window and the two shards that it ends in.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        index, order = self._index, self._order(global_batch_size, 0, 0)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        lanes = min(order.lanes, -(-order.lanes * ranks // num_ranks) + ranks)
+        window = order.window * index.num_bytes // len(self)
+        needed = min(lanes * (window + 2 * int(index.sizes.max())), index.num_bytes)
+        if self._cache.has_copies(index.entry(0)) and needed > self._cache.limit:
+            raise ConfigError(
+                f"cache_gib: expected at least {needed / 2**30:.3g}, for windows of {order.window} "
+                f"samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
+            )
 
     def _order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
         lanes = self.lanes or choose_lanes(global_batch_size, len(self._index))

@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flyte_ddp.config.fields import whole_number
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
 from flyte_ddp.rank.data import (
     SeededDataset,
+    Streamed,
+    as_streamed,
     derived_seed,
     epoch_order,
     isolate_draws,
+    message_of,
     seed_generators,
 )
 from flyte_ddp.rank.nested import collate
@@ -116,25 +119,46 @@ class EpochBatches:
         """
         return self._from_items(self.length) if self.length is not None else self._from_stream()
 
-    def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
+    @property
+    def streamed(self) -> Streamed | None:
+        """The data set, if its samples are read in an order of its own."""
         is_shuffled = self.shuffle and self.epoch is not None
-        order = (
-            epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
-        )
-        starts = range(self.first, length, self.global_batch_size)  # none where the epoch is done
-        shares = [
-            self._take_share(order[start : start + self.global_batch_size].tolist())
-            for start in starts
-        ]
+        return as_streamed(self.dataset) if is_shuffled else None
+
+    def describe_order(self) -> dict[str, Any]:
+        """Return the plain values on which a place in an epoch of `streamed` depends."""
+        streamed = self.streamed
+        return streamed.describe_order(self.global_batch_size, self.seed) if streamed else {}
+
+    def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
+        # An epoch may be too long for a list.
+        shares, planned = itertools.tee(map(self._take_share, self._global_batches(length)))
         epoch = self.epoch or 0
-        if self.check:
+        if self.check and self.streamed:
+            self.check({}, dict)  # its order's values stand for the samples
+        elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
-        plan = [[(epoch, index) for index in mine] for mine, _, _ in shares]
+        plan = ([(epoch, index) for index in mine] for mine, _, _ in planned)
         loader = self._load(plan, self.collate_fn or collate, self.num_workers)
         done = self.first
-        for batch, (_, weight, size) in zip(loader, shares, strict=True):
-            done += size
-            yield batch, weight, done
+        try:
+            for batch, (_, weight, size) in zip(loader, shares, strict=True):
+                done += size
+                yield batch, weight, done
+        except DataError as error:
+            raise DataError(message_of(error)) from error
+
+    def _global_batches(self, length: int) -> Iterator[list[int]]:
+        """Yield the samples of each global batch behind the first ones."""
+        size, epoch = self.global_batch_size, self.epoch or 0
+        if streamed := self.streamed:
+            streamed.check_cache(size, self.share[1])
+            yield from streamed.batches(size, self.seed, epoch, self.first)
+            return
+        is_shuffled = self.shuffle and self.epoch is not None
+        order = epoch_order(length, self.seed, epoch) if is_shuffled else torch.arange(length)
+        for start in range(self.first, length, size):  # none where the epoch is done
+            yield order[start : start + size].tolist()
 
     def _check_items(self, check: Check, chosen: list[int]) -> None:
         """Read these samples for `check`, by a loader process where there are some: what it opens
@@ -152,7 +176,7 @@ class EpochBatches:
             check(next(read(1)), lambda: next(again))
 
     def _load(
-        self, plan: list[list[tuple[int, int]]], collate_fn: Any, num_workers: int
+        self, plan: Iterable[list[tuple[int, int]]], collate_fn: Any, num_workers: int
     ) -> DataLoader[Any]:
         return DataLoader(
             _IsolatedDataset(self.dataset, self.seed),

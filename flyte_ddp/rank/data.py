@@ -8,12 +8,13 @@ resume in the middle of an epoch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -28,6 +29,36 @@ from flyte_ddp.world import World
 
 # of a GPU's free memory, for all data sets together; the others stay on the host
 MAX_GPU_MEMORY_FRACTION = 0.4
+
+
+class Streamed(Protocol):
+    """A data set that has an order of its own, such as `flyte_ddp.data.Shards`: samples of any
+    number, of which a rank can read its own quickly only in that order.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int) -> Any: ...
+
+    def check_cache(self, global_batch_size: int, num_ranks: int) -> None:
+        """Raise ConfigError if what the ranks of this machine read at once does not fit there."""
+
+    def batches(
+        self, global_batch_size: int, seed: int, epoch: int, first: int
+    ) -> Iterator[list[int]]:
+        """Yield the samples of each global batch of an epoch, behind the `first` samples."""
+
+    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
+        """Return plain values on which a place in an epoch depends."""
+
+    def continue_order(self, described: Mapping[str, Any]) -> Streamed:
+        """Return the data as they were in the epoch whose order `described` is of."""
+
+
+def as_streamed(dataset: Any) -> Streamed | None:
+    """Return `dataset` if it has an order of its own, else None."""
+    return dataset if hasattr(dataset, "describe_order") else None
+
 
 Batch = tuple[
     Any, Any
@@ -81,6 +112,9 @@ def weigh_samples(
     """
     if type(recipe).sampling_weights is Recipe.sampling_weights:
         return
+    if as_streamed(dataset):
+        place = locate(recipe, "sampling_weights")
+        raise ConfigError(f"{place}: expected none, because the training data are shards")
     with isolate_draws([]):
         seed_generators(derived_seed(config.seed, *b"weights"))
         weights = torch.as_tensor(recipe.sampling_weights(dataset), dtype=torch.float64).cpu()
@@ -117,6 +151,11 @@ def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
         )
     if config.sample_size in (0, size):
         return train
+    if as_streamed(train):
+        raise ConfigError(
+            f"sample_size: expected 0, because the training data are shards, got "
+            f"{config.sample_size}: name some of the shards in place of all"
+        )
     # Training visits epochs from 1 on. Sorted, because neighbors in a file are read faster.
     sample = epoch_order(size, config.seed, epoch=0)[: config.sample_size].sort().values
     if isinstance(train, TensorDataset):
@@ -178,7 +217,7 @@ class TensorSamples:
         """Return how many targets the samples at `indices` have together."""
         return float(len(indices)) if self.counts is None else self.counts[indices].sum()
 
-    def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch on the rank's device for each tensor in `indices`, in order."""
         for index in indices:
             # Ten times as fast as indexing on a CPU, where it copies rows.
@@ -211,7 +250,7 @@ class LoadedSamples:
         self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its
         # processes start once: each imports torch for seconds.
-        self._plan: list[list[tuple[int, int]]] = []
+        self._plan = _Plan()
         workers = config.data_workers
         self.dataset = dataset
         # whose advice, fork, does not help: `batches` gives ours
@@ -244,8 +283,9 @@ class LoadedSamples:
         """
         return getattr(self.dataset, "num_replaced", 0)
 
-    def batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        self._plan[:] = [[(epoch, sample) for sample in index.tolist()] for index in indices]
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        indices, planned = itertools.tee(indices)
+        self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in planned)
         try:
             for batch, index in zip(self._loader, indices, strict=True):
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -269,11 +309,7 @@ class LoadedSamples:
                 "open files in __getitem__, or set data_workers to 0"
             ) from error
         except DataError as error:
-            # From a loader process it comes with a traceback for its message, whose last line is
-            # its own.
-            message = str(error)
-            if message.startswith("Caught "):
-                message = message.splitlines()[-1].partition(": ")[2]
+            message = message_of(error)
             if message.startswith("datasets: "):  # not one of the recipe's own
                 message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
             raise DataError(message) from error
@@ -286,6 +322,25 @@ class LoadedSamples:
                     f"{locate(self.recipe, 'collate')}: expected tensors whose first dimension is "
                     f"the batch, {num_samples}, got shape {tuple(tensor.shape)}"
                 )
+
+
+class _Plan:
+    """The batches of the next pass over a loader."""
+
+    batches: Iterable[list[tuple[int, int]]] = ()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.batches)
+
+
+def message_of(error: DataError) -> str:
+    """Return the message of an error of a data set. From a loader process it comes with a
+    traceback for its message, whose last line is its own.
+    """
+    message = str(error)
+    if message.startswith("Caught "):
+        message = message.splitlines()[-1].partition(": ")[2]
+    return message
 
 
 Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
@@ -382,31 +437,36 @@ def epoch_shards(
     epoch: int,
     first_batch: int = 0,
     end: int | None = None,
-) -> list[BatchShard]:
+) -> Iterable[BatchShard]:
     """Return this rank's shards of the epoch's global batches from `first_batch` to before `end`,
     by default the epoch's, the last and smaller batch included.
 
     A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many
     micro-batches, because layers such as SyncBatchNorm's communicate in each.
     """
-    order = epoch_order(len(samples), config.seed, epoch, samples.weights)
-    order = order.to(samples.index_device)
     size = config.batch.size_per_rank(world.world_size)
-    shards = []
-    for batch in order.split(config.global_batch_size)[first_batch:end]:
+
+    def share(batch: Tensor) -> BatchShard:
         parts = batch.tensor_split(world.world_size)
         mine = parts[world.rank]
         micro_batches = mine.tensor_split(-(-len(parts[0]) // size))
-        shards.append(
-            BatchShard(
-                micro_batches=[part if len(part) else batch[:1] for part in micro_batches],
-                weights=[1.0 if len(part) else 0.0 for part in micro_batches],
-                own_targets=samples.num_targets(mine),
-                num_targets=samples.num_targets(batch),
-                num_samples=len(batch),
-            )
+        return BatchShard(
+            micro_batches=[part if len(part) else batch[:1] for part in micro_batches],
+            weights=[1.0 if len(part) else 0.0 for part in micro_batches],
+            own_targets=samples.num_targets(mine),
+            num_targets=samples.num_targets(batch),
+            num_samples=len(batch),
         )
-    return shards
+
+    global_batch_size = config.global_batch_size
+    if streamed := as_streamed(samples.dataset):  # whose epoch may be too long for a list
+        streamed.check_cache(global_batch_size, world.world_size)
+        first = first_batch * global_batch_size
+        batches = streamed.batches(global_batch_size, config.seed, epoch, first)
+        return map(share, map(torch.tensor, itertools.islice(batches, end and end - first_batch)))
+    order = epoch_order(len(samples), config.seed, epoch, samples.weights)
+    order = order.to(samples.index_device)
+    return [share(batch) for batch in order.split(global_batch_size)[first_batch:end]]
 
 
 def num_batches(samples: Samples, config: TrainingConfig) -> int:
@@ -418,7 +478,10 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     """Return the held-out samples of this rank, cut into evaluation batches; without repeats, so
     possibly empty.
     """
-    mine = torch.arange(len(samples), device=samples.index_device)[world.rank :: world.world_size]
+    all_of_them = torch.arange(len(samples), device=samples.index_device)
+    mine = all_of_them[world.rank :: world.world_size]
+    if as_streamed(samples.dataset):  # so that a rank reads its part of the shards alone
+        mine = all_of_them.tensor_split(world.world_size)[world.rank]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
 
 

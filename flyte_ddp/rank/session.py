@@ -272,13 +272,11 @@ class Session:
         resumed, number = self._resumed, len(self._sets)
         found = resumed.get("sets", [])
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
-        call = {
-            "dataset: number of samples": batches.length,
-            "shuffle": batches.shuffle,
-            "seed": batches.seed,
-        }
+        call: dict[str, Any] = {"shuffle": batches.shuffle, "seed": batches.seed}
+        if not batches.streamed:  # to which shards may be added between two epochs
+            call["dataset: number of samples"] = batches.length
         compare(earlier.get("call", call), call, dict, "session.batches: ", WRITTEN)
-        self._sets.append({"call": call, "samples": earlier.get("samples", {})})
+        self._sets.append({"call": call, "order": {}, "samples": earlier.get("samples", {})})
         first = 0
         if resumed:
             last = len(found) - 1
@@ -300,6 +298,14 @@ class Session:
                     epoch - 1,
                 )
 
+        if batches.streamed:
+            if first:
+                dataset = batches.streamed.continue_order(earlier["order"])
+                batches = dataclasses.replace(batches, dataset=dataset)
+            order = self._sets[-1]["order"] = batches.describe_order()
+            if first:
+                remedy = ": other data need another place for the checkpoints"
+                compare(earlier["order"], order, dict, "session.batches: ", WRITTEN, "", remedy)
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
         position = {
@@ -364,7 +370,8 @@ class Session:
             self._checked.append((batches.dataset, own["samples"]))
             ranks = batches.readers or range(self.process.node.world_size)
             if len(ranks) > 1:
-                facts = {**own["call"], "global_batch_size": batches.global_batch_size, **facts}
+                size = {"global_batch_size": batches.global_batch_size}
+                facts = {**own["call"], **size, **own["order"], **facts}
                 store, key = self.open_store().clone(), f"flyte_ddp/batches-{name}"
                 check_in_store(facts, again, store, key, self.process.rank, ranks)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -179,9 +180,11 @@ class Trainer:
             evaluated = progress.epochs[-1].step if progress.epochs else 0
             left = evaluated + config.evaluation_interval - progress.step
             end = progress.batch + max(0, left)
-        shards = epoch_shards(self.train, config, self.world, progress.epoch, progress.batch, end)
+        shards, planned = itertools.tee(
+            epoch_shards(self.train, config, self.world, progress.epoch, progress.batch, end)
+        )
         batches = self.train.batches(
-            [index for shard in shards for index in shard.micro_batches], progress.epoch
+            (index for shard in planned for index in shard.micro_batches), progress.epoch
         )
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
         epoch_sums = self._new_sums()

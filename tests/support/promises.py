@@ -9,6 +9,7 @@ written meanwhile.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,6 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from flyte_ddp.data import Shards
 from flyte_ddp.errors import StorageDenied, StorageUnavailable
 from tests.support.recipes import Tiny
 
@@ -82,6 +86,29 @@ class Steady(Tiny):
         elif self.faults and any(Path(self.faults).iterdir()):
             time.sleep(10 * PACE)  # an evaluation is long enough to be met in the middle
         return super().losses(outputs, targets)
+
+
+class Sharded(Steady):
+    """The recipe with its training data in shards of ten samples."""
+
+    def prepare(self, source, directory):
+        super().prepare(source, directory)
+        with np.load(directory / "train.npz") as arrays:
+            rows = zip(arrays["images"].tolist(), arrays["labels"].tolist(), strict=True)
+            lines = [json.dumps({"input": image, "target": label}) + "\n" for image, label in rows]
+        for first in range(0, len(lines), 10):
+            (directory / f"{first:04d}.jsonl").write_text("".join(lines[first : first + 10]))
+        return Shards(str(directory)).prepare()
+
+    def datasets(self, directory):
+        shards = Shards(str(directory), transform=to_sample, lanes=3, window=8)
+        return shards, super().datasets(directory)[1]
+
+
+def to_sample(fields):
+    import torch
+
+    return torch.tensor(fields["input"]), torch.tensor(fields["target"])
 
 
 def count(faults: str) -> float:
