@@ -128,7 +128,8 @@ def batches(
     Args:
         dataset: with a length and items; or an iterable, of which every rank reads all samples and
             keeps its own, in the iterable's order. Its `set_epoch` is called, and its random draws
-            are seeded by seed and epoch.
+            are seeded by seed and epoch. `flyte_ddp.data.Shards` have an order of their own, for
+            which each rank fetches few files.
         epoch: counts passes over the training data. None for other data, such as held-out ones:
             they are in their own order, and begin at the start.
         shuffle: draws an order for each epoch; else it is that of the data, as for an iterable.
