@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -10,11 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import f1_score, mean_absolute_error, r2_score
 from sklearn.multiclass import OneVsRestClassifier
+from torch.utils.data import DataLoader
+from torchvision.transforms.functional import pil_to_tensor
 
+from examples.s3_images import S3Images
 from flyte_ddp.events import find_best
+from tests.support.image_store import COLOURS, image_tree, running_store
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -81,3 +87,21 @@ def test_several_labels_reach_the_figures_of_scikit_learn(tmp_path):
     )
     assert best["f1"] == pytest.approx(f1_score(truths, guesses, average="micro"), abs=0.02)
     assert best["accuracy"] == pytest.approx((truths.numpy() == guesses).mean(), abs=0.01)
+
+
+def test_images_in_s3_are_a_data_set_for_a_function_of_ones_own():
+    with running_store() as s3:
+        url = s3.fill({**image_tree(), "train/blue/notes.txt": b"no image"})
+        bucket, prefix = url.removeprefix("s3://").split("/")
+        options = {"transform": pil_to_tensor, "target_transform": float}
+        data = S3Images(bucket, f"{prefix}/train", anon=True, **options)
+        assert data.classes == ["blue", "green", "red"]
+        batches = DataLoader(pickle.loads(pickle.dumps(data)), 4, num_workers=2)
+        images, targets = map(torch.cat, zip(*batches, strict=True))
+        assert targets.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+        expected = [COLOURS[name] for name in data.classes for _ in range(4)]
+        assert images[:, :, -1, -1].tolist() == [list(each) for each in expected]
+        with pytest.raises(
+            ValueError, match=f"^s3_prefix: expected images below s3://{bucket}/none"
+        ):
+            S3Images(bucket, "none")
