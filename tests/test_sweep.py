@@ -502,7 +502,7 @@ def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
     assert (by_rate.get_xscale(), by_optimizer.get_xscale()) == ("log", "linear")
     assert [label.get_text() for label in by_optimizer.get_xticklabels()] == ["adam", "sgd"]
     for axes in (by_rate, by_optimizer):
-        colors = [to_hex(color) for color in axes.collections[0].get_facecolor()]
+        colors = [to_hex(line.get_color()) for line in axes.lines]
         assert len(colors) == 30
         assert set(PALETTE) < set(colors) <= {*PALETTE, INK}
 

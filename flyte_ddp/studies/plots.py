@@ -59,9 +59,9 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         drawn: list[tuple[float, float]] = []
         for index, run in enumerate(ranked):
             points = [
-                (getattr(each, axis), values[metric])
-                for each in run.results
-                if metric in (values := figures_of(each))
+                (getattr(each, axis), each.values[metric])
+                for each in (result.figures() for result in run.results)
+                if metric in each.values
             ]
             look: dict[str, Any] = {"linewidth": 0.8, "alpha": FAINT / 3}
             if index < len(best):

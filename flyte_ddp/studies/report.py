@@ -181,12 +181,16 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
     )
     for run in runs:
         figures = figures_of(run.results[-1]) if run.results else {}
-        of = f" / {run.trial.num_epochs}" if is_recipe else ""
+        num_epochs = run.epochs[-1].position if run.epochs else 0
         cells = {
             "trial": cell(run.trial.number),
             "status": cell(run.status, kind=run.status.replace(" ", "-")),
             **{name: cell(value, format_value) for name, value in run.trial.values.items()},
-            "epochs" if is_recipe else "reports": cell(len(run.results), f"{{}}{of}".format),
+            **(
+                {"epochs": cell(num_epochs, f"{{:g}} / {run.trial.num_epochs}".format)}
+                if is_recipe
+                else {"reports": cell(len(run.results))}
+            ),
         }
         for name in list(names)[: 2 + MAX_METRICS]:
             figure = functools.partial(format_figure, name)

@@ -159,7 +159,7 @@ class TrialLines:
         if isinstance(
             event, CheckpointLoaded if run.trial.counted is EpochFinished else RunStarted
         ):
-            again = f" again, after epoch {len(run.epochs)}" if run.epochs else ""
+            again = f" again, after {place_of(run.epochs[-1])}" if run.epochs else ""
             self.started.add(run.trial.number)
             self.tell(run, f"started{again}")
         elif event is None and run.status in (FINISHED, STOPPED_EARLY):
@@ -188,7 +188,8 @@ def describe_kept(run: TrialRun) -> str:
 
 def place_of(result: Result) -> str:
     """Return the epoch or the step of a result, such as "epoch 3"."""
-    return f"step {result.step}" if result.epoch is None else f"epoch {result.epoch:g}"
+    figures = result.figures()
+    return f"step {figures.step}" if figures.epoch is None else f"epoch {figures.epoch:g}"
 
 
 def figures_of(result: Result) -> dict[str, float]:
