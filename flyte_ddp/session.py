@@ -190,6 +190,24 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
         _current.report(step, epoch, values)
 
 
+def show(name: str, picture: Any) -> None:
+    """Show a picture in the run's report, the newest of each name, and in W&B or TensorBoard.
+
+    Rank 0's is shown, and the other ranks' calls do nothing. What needs more than 1024 pixels or
+    256 KiB is made smaller. A recipe calls it in `on_step` or `on_epoch`.
+
+    Args:
+        name: of at most 100 characters.
+        picture: a figure of matplotlib, an image of PIL, or an array or tensor of (H, W), (H, W, C)
+            or (C, H, W) with C of 1, 3 or 4: bytes, or floats in [0, 1].
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if _current:
+        _current.show(name, picture)
+
+
 def submit_result(path: str, data: str | bytes) -> None:
     """Send a file of this rank to where the run was started, into `results` of `flyte_ddp.run`.
 

@@ -12,7 +12,7 @@ from flyte_ddp import session
 from flyte_ddp.__main__ import main
 from flyte_ddp.config import extras
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import Event
+from flyte_ddp.events import Event, PictureShown
 from flyte_ddp.flyte import Distributed
 from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.storage import Storage
@@ -22,11 +22,16 @@ from tests.support.short_run import epoch_of_events, loaded, replay, reported, s
 pytest.importorskip("tensorboard")
 
 
-def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of each curve that TensorBoard shows of a run."""
+def load(directory: Path) -> Any:
+    """Return TensorBoard's view of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+
+
+def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of each curve that TensorBoard shows of a run."""
+    found = load(directory)
     return {
         name: [(each.step, each.value) for each in found.Scalars(name)]
         for name in found.Tags()["scalars"]
@@ -53,13 +58,18 @@ def test_repeated_steps_are_drawn_once(tmp_path: Path, is_in_store: bool) -> Non
 
 
 def test_another_process_continues_the_run(tmp_path: Path) -> None:
-    write(tmp_path, [started(), loaded(), *epoch_of_events(1), *epoch_of_events(2)])
+    picture = PictureShown(4, "mine", b"png")
+    write(tmp_path, [started(), loaded(), *epoch_of_events(1), *epoch_of_events(2), picture])
     (file,) = (tmp_path / "one").iterdir()
     file.rename(file.with_name("events.out.tfevents.1"))  # an earlier second's
     write(tmp_path, [started(), loaded(4), *epoch_of_events(2), *epoch_of_events(3)])
     curves = read(tmp_path / "one")
     assert [step for step, _ in curves["train/loss"]] == [*range(1, 13)]
     assert [step for step, _ in curves["epoch/test_loss"]] == [4, 8, 12]
+    tags = load(tmp_path / "one").Tags()
+    assert set(tags["histograms"]) == {"parameters/fc.weight", "gradients/fc.weight"}
+    assert tags["images"] == ["pictures/mine"]
+    assert tags["tensors"] == ["config"]
 
 
 def test_a_lost_directory_gets_the_epochs_of_earlier_attempts(tmp_path: Path) -> None:

@@ -17,8 +17,15 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.events import Histogram, HistogramsTaken, Prediction, PredictionsMade
+from flyte_ddp.events import (
+    Histogram,
+    HistogramsTaken,
+    PictureShown,
+    Prediction,
+    PredictionsMade,
+)
 from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.rank.pictures import encode_picture
 from tests.support.short_run import (
     epoch_finished,
     epoch_of_events,
@@ -77,7 +84,8 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
         config={"team": "vision"},
         say=lines.append,
     )
-    replay(listener, [*with_model(), run_finished(str(state))])
+    picture = PictureShown(12, "mine", encode_picture([[0]]))
+    replay(listener, [*with_model(), picture, run_finished(str(state))])
     assert listener.url == ""
     (directory,) = (tmp_path / "w" / "wandb").glob("offline-run-*-run-1")
     assert lines == [
@@ -110,6 +118,8 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
         0.95,
         1 - 0.1 / 3,
     ]
+    (mine,) = (row["pictures/mine"] for row in rows if "pictures/mine" in row)
+    assert (directory / "files" / mine["path"]).read_bytes().startswith(b"\x89PNG")
     histograms = [row for row in rows if "gradients/fc.weight" in row]
     assert [row["step"] for row in histograms] == [4, 8, 12]
     histogram = histograms[0]["parameters/fc.weight"]

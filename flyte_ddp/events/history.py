@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events.kinds import Event, HistogramsTaken, PredictionsMade, to_utf8
+from flyte_ddp.events.kinds import Event, HistogramsTaken, PictureShown, PredictionsMade, to_utf8
 from flyte_ddp.events.wall_time import TimeSpent
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
-NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade)  # too large; the report and W&B have them
+# too large; the report and W&B have them
+NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, PictureShown)
 
 
 def to_dict(event: Event) -> dict[str, Any]:

@@ -372,6 +372,15 @@ class StragglersFound(Timed):
 
 
 @dataclass(frozen=True)
+class PictureShown(Timed):
+    """The program has shown a picture, by `session.show`."""
+
+    step: int
+    name: str
+    png: bytes
+
+
+@dataclass(frozen=True)
 class NodeMeasured(Timed):
     """The use of a node, in [0, 1]. Its agent emits it, less often the longer an attempt takes."""
 
@@ -399,6 +408,7 @@ Event = (
     | RunFinished
     | StragglersFound
     | NodeMeasured
+    | PictureShown
 )
 
 

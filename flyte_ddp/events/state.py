@@ -17,6 +17,8 @@ from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
 T = TypeVar("T", bound=kinds.EpochFinished | kinds.Reported)
 
+MAX_PICTURES = 50  # that are kept
+
 
 def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
     """Return the best of epochs or reports: of equal ones that with the lowest held-out loss, of
@@ -52,6 +54,8 @@ class RunState(Listener):
     finished: kinds.RunFinished | None = None
     # each change of the slow ranks
     stragglers: list[kinds.StragglersFound] = field(default_factory=list)
+    # the newest of each name, the last shown at the end, if reports are kept
+    pictures: dict[str, kinds.PictureShown] = field(default_factory=dict)
     measured: list[kinds.NodeMeasured] = field(default_factory=list)  # if reports are kept
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
@@ -120,6 +124,11 @@ class RunState(Listener):
                 self.predictions = event
             case kinds.StragglersFound():
                 self.stragglers.append(event)
+            case kinds.PictureShown() if self.keep_reports:
+                self.pictures.pop(event.name, None)
+                self.pictures[event.name] = event
+                if len(self.pictures) > MAX_PICTURES:
+                    del self.pictures[next(iter(self.pictures))]
             case kinds.NodeMeasured() if self.keep_reports:
                 self.measured.append(event)
             case kinds.RunFinished():

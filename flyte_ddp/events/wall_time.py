@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from flyte_ddp.events import kinds
 from flyte_ddp.events.kinds import Event
 
-# A history has neither histograms nor predictions, and is to give the same account. A checkpoint is
-# written beside the training, and divides none of its time; nor do the comparison of the ranks, the
-# measurements of the nodes, and what others than rank 0 report.
+# A history has no histograms, predictions and pictures, and is to give the same account. A
+# checkpoint is written beside the training, and divides none of its time; nor do the comparison of
+# the ranks, the measurements of the nodes, and what others than rank 0 report.
 NOT_BOOKED = (
     kinds.HistogramsTaken,
     kinds.PredictionsMade,
@@ -18,6 +18,7 @@ NOT_BOOKED = (
     kinds.StragglersFound,
     kinds.RankReported,
     kinds.NodeMeasured,
+    kinds.PictureShown,
 )
 
 

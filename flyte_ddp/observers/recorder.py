@@ -21,6 +21,7 @@ from flyte_ddp.events import (
     Figures,
     Histogram,
     HistogramsTaken,
+    PictureShown,
     RunStarted,
     plain,
 )
@@ -43,7 +44,7 @@ class Recorder:
 
     An error there is printed once and ends the recording. A run with the same `run_id` is
     continued: only what it does not have yet is logged. A service implements those of `_open`,
-    `_configure`, `_log`, `_log_histograms`, `_flush`, `_finish` and `_hint` that it needs.
+    `_configure`, `_log`, `_log_...`, `_flush`, `_finish` and `_hint` that it needs.
     """
 
     service: ClassVar[str]
@@ -145,6 +146,8 @@ class Recorder:
                 prefix = PREFIXES[figures.axis]
                 values = {prefix + name: value for name, value in figures.values.items()}
                 self._log(each, figures, values)
+        if isinstance(event, PictureShown):
+            self._log_picture(event)
         if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
             found = {
                 f"{kind}/{name}": each
@@ -179,6 +182,9 @@ class Recorder:
 
     def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log histograms of parameters and gradients by name."""
+
+    def _log_picture(self, event: PictureShown) -> None:
+        """Log a picture at its step."""
 
     def _flush(self) -> None:
         """Send what waits; called whenever the queue is empty."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, RunStarted
+from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, PictureShown, RunStarted
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, check_url, redact_url
 
@@ -112,6 +112,11 @@ class Tensorboard(Recorder):
                 }
                 for name, each in histograms.items()
             },
+        )
+
+    def _log_picture(self, event: PictureShown) -> None:
+        self._summarize(
+            event.step, {f"pictures/{event.name}": {"image": {"encoded_image_string": event.png}}}
         )
 
     def _write_text(self, name: str, text: str, step: int) -> None:

@@ -28,6 +28,7 @@ from flyte_ddp.events import (
     Event,
     Figures,
     Histogram,
+    PictureShown,
     PredictionsMade,
     RunFinished,
     RunStarted,
@@ -180,7 +181,7 @@ class Wandb(Recorder):
             ),
         )
         for axis, patterns in (
-            ("step", ("train", "parameters", "gradients")),
+            ("step", ("train", "parameters", "gradients", "pictures")),
             ("epoch", ("epoch", "predictions")),
         ):
             self._run.define_metric(axis, hidden=True)
@@ -205,6 +206,13 @@ class Wandb(Recorder):
             for name, each in histograms.items()
         }
         self._run.log({"step": step, **drawn})
+
+    def _log_picture(self, event: PictureShown) -> None:
+        import wandb
+        from PIL import Image
+
+        picture = wandb.Image(Image.open(io.BytesIO(event.png)))
+        self._run.log({"step": event.step, f"pictures/{event.name}": picture})
 
     def _record_predictions(self, event: PredictionsMade) -> None:
         import wandb

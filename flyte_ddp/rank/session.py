@@ -51,6 +51,7 @@ SAVE_TIMEOUT_SHARE = 0.5
 # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
 NO_PLACE = "memory://flyte-ddp"
 WRITTEN = ", with which the checkpoint was written"
+MAX_NAME = 100  # characters of a picture's name
 MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
 
 logger = logging.getLogger(__name__)
@@ -405,6 +406,15 @@ class Session:
             timer = threading.Timer(REPORT_INTERVAL, self._send_reports)
             timer.daemon = True
             timer.start()
+
+    def show(self, name: str, picture: Any) -> None:
+        from flyte_ddp.rank.pictures import encode_picture
+
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+            expected = f"expected 1 to {MAX_NAME} characters"
+            raise ConfigError(f"session.show: name: {expected}, got {name!r:.200}")
+        if self.process.rank == 0:
+            self.emit(events.PictureShown(self.step, name, encode_picture(picture)))
 
     def _send_reports(self) -> None:
         """Send what this rank has reported since the last time. Any thread may call this."""

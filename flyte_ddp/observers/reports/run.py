@@ -32,8 +32,9 @@ from flyte_ddp.observers.formats import (
 from flyte_ddp.observers.reports.page import Page, card, cell, row, section, shorten, tile
 from flyte_ddp.observers.reports.plots import run_panels
 
-# These keep the page below 2 MB for any run. The rest of it is 150 kB at most.
+# These keep the page below 3 MB for any run. The rest of it is 250 kB at most.
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
+MAX_PICTURE_BYTES = 900_000  # of PNGs, before base64
 MAX_EPOCHS = 200  # rows of the table
 MAX_ROWS = 100  # of layers
 MAX_NOTICES = 20
@@ -42,6 +43,9 @@ MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters o
 
 OPEN_PREDICTIONS = 40  # shown before "more" is clicked
 MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
+PICTURE = Markup(
+    '<h2>{0} <small>step {1:,}</small></h2><img alt="{0}" src="data:image/png;base64,{2}">'
+)
 MAX_TILES = 6  # of reported values
 
 
@@ -97,12 +101,27 @@ class Report(Page):
             "percent_done": self._percent_done(started),
             "notices": self._notices(),
             "tiles": self._tiles(started),
-            "charts": [("", "", self._panels)],
+            "charts": [("", "", self._panels), *self._pictures()],
             "table": self._epochs_table() if self._state.epochs else {},
             "predictions": self._prediction_section(),
             "cards": self._cards(),
             "sections": self._sections(started),
         }
+
+    def _pictures(self) -> list[tuple[str, str, list[Markup]]]:
+        """Return the chart of the pictures that the program has shown, the last ones for which the
+        page has room.
+        """
+        pictures = list(reversed(self._state.pictures.values()))
+        sizes = itertools.accumulate(len(each.png) for each in pictures)
+        shown = [
+            PICTURE.format(each.name, each.step, base64.b64encode(each.png).decode())
+            for each, size in zip(pictures, sizes, strict=True)
+            if size <= MAX_PICTURE_BYTES
+        ]
+        left_out = len(pictures) - len(shown)
+        note = f"the newest of each name; {left_out} older ones are left out" if left_out else ""
+        return [("Pictures", note, shown)] if shown else []
 
     def _time_spent(self) -> TimeSpent:
         return self._state.time_spent(until=self.closed_at or time.time())

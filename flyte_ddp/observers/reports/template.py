@@ -49,6 +49,7 @@ STYLE = """
 }
 .training-report .tile-note { color: var(--soft); font-size: .8rem; }
 .training-report .panels .card { padding: .7rem .6rem .4rem; }
+.training-report .panels img { display: block; min-width: 40%; max-width: 100%; margin: 0 auto .4rem; background: #fff; border-radius: 6px; }
 .training-report svg.panel { display: block; width: 100%; height: auto; }
 .training-report svg.panel * { pointer-events: none; }
 .training-report svg.panel .value path { pointer-events: all; }

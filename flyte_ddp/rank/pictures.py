@@ -1,0 +1,61 @@
+"""Encode the pictures of a user's program for those who watch its run. Imports no torch."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from flyte_ddp.errors import ConfigError
+
+MAX_SIDE = 1024  # pixels
+MAX_BYTES = 256 << 10  # of a PNG; a larger picture is made smaller
+
+
+def encode_picture(picture: Any) -> bytes:
+    """Return a PNG of a figure of matplotlib, an image of PIL, or an array or tensor, (H, W),
+    (H, W, C) or (C, H, W) with C of 1, 3 or 4: bytes, or floats in [0, 1].
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from PIL import Image
+
+    if hasattr(picture, "savefig"):
+        picture.savefig(file := io.BytesIO(), format="png", bbox_inches="tight")
+        picture = Image.open(file)
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(_to_bytes(picture))
+    if image.mode not in ("1", "L", "LA", "RGB", "RGBA"):
+        image = image.convert("RGBA" if image.mode in ("P", "PA") else "RGB")
+    side = MAX_SIDE
+    while True:
+        smaller, file = image.copy(), io.BytesIO()
+        smaller.thumbnail((side, side))
+        smaller.save(file, "PNG")
+        if file.tell() <= MAX_BYTES:
+            return file.getvalue()
+        side = 3 * min(side, *smaller.size) // 4
+
+
+def _to_bytes(picture: Any) -> Any:
+    """Return an array as bytes, (H, W) or (H, W, 3 or 4). Raises as `encode_picture`."""
+    import numpy as np
+
+    tensor = picture.detach().cpu() if hasattr(picture, "detach") else picture
+    try:
+        array = np.asarray(tensor)
+    except (TypeError, ValueError):
+        array = np.asarray(None)
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = np.moveaxis(array, 0, 2)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    has_shape = array.size > 0 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,)))
+    if not has_shape or array.dtype.kind not in "buif":
+        got = f"{array.dtype} of {array.shape}" if array.ndim else type(picture).__name__
+        raise ConfigError(
+            "session.show: expected a figure of matplotlib, an image of PIL, or an array (H, W), "
+            f"(H, W, C) or (C, H, W), got {got}"
+        )
+    if array.dtype.kind in "bf":
+        array = 255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)
+    return np.ascontiguousarray(np.clip(array, 0, 255).astype(np.uint8))
