@@ -26,7 +26,7 @@ from flyte_ddp.launch.agent.scratch import take_files
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.control.results import Results
-from flyte_ddp.launch.protocol.messages import Submitted
+from flyte_ddp.launch.protocol.messages import Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.rank import session as rank_session
 from tests.support.gang import session_of
@@ -64,12 +64,12 @@ def test_a_rank_waits_while_its_files_are_not_taken_away(tmp_path, monkeypatch):
         found[0].unlink()
 
     monkeypatch.setattr(time, "sleep", take_one)
-    monkeypatch.setattr(rank_session, "MAX_SUBMITTED", 3)
-    monkeypatch.setattr(rank_session, "MAX_RESULT", 10)
+    monkeypatch.setattr(rank_session, "MAX_SUBMITTED", 18)
+    monkeypatch.setattr(rank_session, "FILE_COST", 6)
     made, _ = session_with(tmp_path)
-    for data in ("", "", "", "", "1234567890", "123"):
+    for data in ("", "", "", "", "123456789012", "123"):
         made.submit_result("a", data)
-    assert [max(each) for each in zip(*most, strict=True)] == [3, 10]
+    assert [max(each) for each in zip(*most, strict=True)] == [3, 12]
     assert [each.read_text() for each in tmp_path.iterdir()] == ["123"]
 
 
@@ -165,15 +165,16 @@ class FilesOfNodes(Nodes):
 
     def take_results(self, node, names):
         self.calls.append((node.index, list(names)))
-        return [name.encode() for name in names[:2]] if node.index != 1 else 1 / 0
+        return [name.encode() for name in names[:2]] if node.outcome is None else 1 / 0
 
 
 def take(handle):
     """Let `handle` get three files of each of two nodes; return the calls of the nodes."""
     nodes, results = FilesOfNodes(), Results(handle)
+    found = [Node(0), Node(1, "node 1", outcome=Outcome.FAILED)]
     for number in range(3):
-        for index in (0, 1):
-            results.put(nodes, Node(index, f"node {index}"), Submitted(f"{index}{number}", "a"))
+        for node in found:
+            results.put(nodes, node, Submitted(f"{node.index}{number}", "a"))
     results.close(StopRequest())
     results.check()
     return nodes.calls
@@ -183,7 +184,7 @@ def test_files_are_passed_on_in_their_order_and_those_of_a_lost_node_are_left_ou
     given = []
     calls = take(lambda path, data: given.append((path, data)))
     assert given == [("a", b"00"), ("a", b"01"), ("a", b"02")]
-    lost = [each for each in caplog.messages if "with node 1" in each]
+    lost = [each for each in caplog.messages if "with node 1: Zero" in each]
     assert sum(int(each.split()[1]) for each in lost) == 3
     assert {index for index, _ in calls} == {0, 1}
 
@@ -196,8 +197,8 @@ def test_the_first_file_that_is_refused_is_one_line_and_no_other_is_passed_on(ca
         raise OSError(28, "No space left on device")
 
     refused = (
-        "results: expected a directory or a function that takes 'a', got OSError: [Errno 28] No "
-        "space left on device"
+        "results: expected a place or a function that takes 'a', got OSError: [Errno 28] No space "
+        "left on device"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
         take(refuse)
@@ -207,14 +208,14 @@ def test_the_first_file_that_is_refused_is_one_line_and_no_other_is_passed_on(ca
 
 
 def test_files_are_taken_in_portions(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch, "MAX_TAKEN", 5)
+    monkeypatch.setattr(scratch, "MAX_TAKEN", 4)
     for name, size in (("a", 9), ("b", 3), ("c", 2), ("d", 1)):
         (tmp_path / name).write_bytes(bytes(size))
-    names, portions = ["a", "b", "c", "d"], []
+    names, portions = ["a", "b", "gone", "c", "d"], []
     while names:
-        portions.append([len(each) for each in take_files(str(tmp_path), names)])
+        portions.append(take_files(str(tmp_path), names))
         names = names[len(portions[-1]) :]
-    assert portions == [[9], [3, 2], [1]]
+    assert portions == [[bytes(9)], [bytes(3), None, bytes(2)], [bytes(1)]]
     assert not list(tmp_path.iterdir())
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 NUM_KEPT = 2  # newest checkpoints that stay
 # seconds: what other ranks than 0 report within them travels as one message, the newest of it
 REPORT_INTERVAL, MAX_REPORTS = 1.0, 1000
-# of the files that a rank submits: bytes of one and of all that have not arrived, and their number
-MAX_RESULT, MAX_SUBMITTED = 64 << 20, 64
+# bytes of a file that a rank submits, and of all that are not taken yet, as which each costs more
+MAX_RESULT, MAX_SUBMITTED, FILE_COST = 64 << 20, 65 << 20, 1 << 20
 # Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
 # split state: they may wait for it in a collective, whose failure would end the run without the
 # reason.
@@ -96,8 +96,8 @@ class Session:
         self._timer: StepTimer | None = None  # of a function's steps, from report to report
         # of another rank than 0, to be sent
         self._reports: deque[events.Reported] = deque(maxlen=MAX_REPORTS)
-        # of files that may still be on this node: their bytes
-        self._submitted: dict[Path, int] = {}
+        # files that may still be on this node, and what they cost
+        self._submitted: deque[tuple[Path, int]] = deque()
         self._file_numbers = itertools.count()
         # There is a checkpoint, or will be one whenever the run is asked to stop.
         self.can_resume = process.job.program.kind is Kind.RECIPE
@@ -445,23 +445,22 @@ class Session:
                 "session.submit_result: nothing is kept, because the run has no results"
             )
             return
-        while self._is_full(len(contents)):
-            waiting = self._submitted.items()
-            self._submitted = {file: size for file, size in waiting if file.exists()}
-            if self._is_full(len(contents)):
-                time.sleep(POLL_INTERVAL)
+        while self._count_submitted() + len(contents) + FILE_COST > MAX_SUBMITTED:
+            time.sleep(POLL_INTERVAL)
         name = f"{node.num_restarts}-{self.process.rank}-{next(self._file_numbers)}"
         file = Path(node.results, name)
         os.makedirs(node.results, exist_ok=True)
         file.write_bytes(contents)
-        self._submitted[file] = len(contents)
+        self._submitted.append((file, len(contents) + FILE_COST))
         self._link.send(Submitted(name, "/".join(parts)))
 
-    def _is_full(self, num_bytes: int) -> bool:
-        """Return whether so many more would be too much of what this rank has submitted."""
-        num_bytes += sum(self._submitted.values())
-        is_over = len(self._submitted) >= MAX_SUBMITTED or num_bytes > MAX_RESULT
-        return is_over and bool(self._submitted)
+    def _count_submitted(self) -> int:
+        """Return the bytes of this rank's files that are not taken yet, which they are in their
+        order.
+        """
+        while self._submitted and not self._submitted[0][0].exists():
+            self._submitted.popleft()
+        return sum(size for _, size in self._submitted)
 
     def _warn_once(self, line: str) -> None:
         if line not in self._warnings:

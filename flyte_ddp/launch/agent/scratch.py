@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-MAX_TAKEN = 64 << 20  # bytes of several files at once
+MAX_TAKEN = 16 << 20  # bytes of several files at once
 # ends the name of a file beside a directory, which the directory's owner keeps locked
 OWNER = ".owner"
 
@@ -39,16 +39,16 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
                 _remove(Path(lock.name))
 
 
-def take_files(directory: str, names: Sequence[str]) -> list[bytes]:
-    """Return the contents of the first of these files, and remove them: so many as `MAX_TAKEN`
-    allows, at least one.
+def take_files(directory: str, names: Sequence[str]) -> list[bytes | None]:
+    """Remove the first of these files, up to the one with which `MAX_TAKEN` is passed, and return
+    their contents: None for one that is not there.
     """
-    taken: list[bytes] = []
+    taken: list[bytes | None] = []
     for file in (Path(directory, name) for name in names):
-        if taken and sum(map(len, taken)) + file.stat().st_size > MAX_TAKEN:
+        taken.append(file.read_bytes() if file.exists() else None)
+        file.unlink(missing_ok=True)
+        if sum(len(each or b"") for each in taken) > MAX_TAKEN:
             break
-        taken.append(file.read_bytes())
-        file.unlink()
     return taken
 
 

@@ -62,7 +62,7 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 INSPECT_TIMEOUT = ANSWER_TIMEOUT + 3.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """A machine that takes part in an attempt."""
 
@@ -109,9 +109,9 @@ class Nodes:
         """
         raise NotImplementedError
 
-    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
-        """Return the contents of the first of these files that ranks of the node have submitted,
-        and remove them there. Any thread may call this. Any error means that they are lost.
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes | None]:
+        """See `take_files`: these are files that ranks of the node have submitted. Any thread may
+        call this. It may raise anything where the node cannot be reached.
         """
         raise NotImplementedError
 

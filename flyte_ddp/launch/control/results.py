@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-from flyte_ddp.config.waits import POLL_INTERVAL
-from flyte_ddp.errors import ConfigError, StorageUnavailable, in_one_line
+from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
@@ -45,14 +45,10 @@ class Results:
             storage = Storage(os.fspath(destination), "results", SHORT_TIMEOUT)
             storage.check_access()
             self._deliver = storage.write
-        self._failure: Exception | None = None
+        self._failure: ConfigError | None = None
         self._queue: queue.SimpleQueue[tuple[Nodes, Node, Submitted] | None] = queue.SimpleQueue()
-        # with the caller's context variables, as a listener
-        arguments = (self._take_all,)
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=arguments, name="results", daemon=True
-        )
+        run = contextvars.copy_context().run  # with the caller's variables, as for a listener
+        self._thread = threading.Thread(target=run, args=(self._take_all,), daemon=True)
         self._thread.start()
 
     def put(self, nodes: Nodes, node: Node, submitted: Submitted) -> None:
@@ -73,42 +69,41 @@ class Results:
     def _take_all(self) -> None:
         is_over = False
         while not is_over:
-            found = [self._queue.get()]
+            waiting = [self._queue.get()]
             while not self._queue.empty():
-                found.append(self._queue.get())
-            is_over = found[-1] is None
+                waiting.append(self._queue.get())
+            is_over = waiting[-1] is None
             # those of a node together, because each call of one takes a while
-            groups: dict[tuple[Nodes, int], tuple[Node, list[Submitted]]] = {}
-            for nodes, node, submitted in filter(None, found):
-                groups.setdefault((nodes, node.index), (node, []))[1].append(submitted)
-            for (nodes, _), (node, files) in groups.items():
+            groups: dict[tuple[Nodes, Node], list[Submitted]] = {}
+            for nodes, node, submitted in filter(None, waiting):
+                groups.setdefault((nodes, node), []).append(submitted)
+            for (nodes, node), files in groups.items():
                 self._take(nodes, node, files)
 
     def _take(self, nodes: Nodes, node: Node, files: list[Submitted]) -> None:
         """Pass the files of a node on, in their order."""
         while files:
-            contents: list[bytes] = []
-            with contextlib.suppress(Exception):  # of any kind: the node may be gone
+            try:
                 contents = nodes.take_results(node, [each.file for each in files])
-            if not contents:
-                logger.warning("results: %d files were lost with %s", len(files), node)
-                return
+            except Exception as error:
+                if node.outcome is not None:  # it may be gone
+                    logger.warning(
+                        "results: %d files are lost with %s: %r", len(files), node, error
+                    )
+                    return
+                time.sleep(BEAT_INTERVAL)
+                continue
             for submitted, data in zip(files, contents, strict=False):
-                self._pass_on(submitted.path, data)
+                if data is not None and self._failure is None:
+                    self._pass_on(submitted.path, data)
             files = files[len(contents) :]
 
     def _pass_on(self, path: str, data: bytes) -> None:
-        if self._failure:
-            return
         try:
             self._deliver(path, data)
         except BaseException as error:
-            self._failure = (
-                error
-                if isinstance(error, (ConfigError, StorageUnavailable))
-                else ConfigError(
-                    f"results: expected a directory or a function that takes {path!r}, got "
-                    f"{in_one_line(error)}"
-                )
+            self._failure = ConfigError(
+                f"results: expected a place or a function that takes {path!r}, got "
+                f"{in_one_line(error)}"
             )
             logger.error("no more results are kept, while the run goes on: %s", self._failure)

@@ -148,7 +148,7 @@ class LocalNodes(Nodes):
                 found.append(self._arrivals.get_nowait())
         return [(self.nodes[0], message) for message in found]
 
-    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes | None]:
         return take_files(self.place.results, names)
 
     def close(self) -> None:

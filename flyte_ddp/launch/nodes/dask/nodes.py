@@ -168,13 +168,13 @@ class DaskNodes(Nodes):
             text, failure.worker, OUT_OF_MEMORY if end.is_out_of_memory else failure.cause
         )
 
-    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes]:
+    def take_results(self, node: Node, names: Sequence[str]) -> list[bytes | None]:
         address = self.nodes[node.index].address
         message = {"op": f"results-{self.plugin}", "names": names}
         answers = call_scheduler(
             self.client, "broadcast", RESULTS_TIMEOUT, msg=message, workers=[address]
         )
-        found: list[bytes] = answers[address]
+        found: list[bytes | None] = answers[address]
         return found
 
     def close(self) -> None:

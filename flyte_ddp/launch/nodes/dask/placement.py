@@ -29,7 +29,7 @@ class Worker:
     has_run: bool = False  # ranks of this run, so its memory may have a state from which to go on
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class DaskNode(Node):
     """A worker that takes part in an attempt. Its name stays the same when it starts anew, unlike
     its address.

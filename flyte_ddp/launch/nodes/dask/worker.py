@@ -207,7 +207,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             with contextlib.suppress(OSError):  # it has just ended
                 agent.connection.send_bytes(command)
 
-    def take_results(self, names: list[str]) -> list[bytes]:
+    def take_results(self, names: list[str]) -> list[bytes | None]:
         """See `take_files`."""
         return take_files(self.results, names)
 
