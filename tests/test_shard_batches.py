@@ -5,8 +5,12 @@ mid-epoch.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import queue
 import random
+import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -18,14 +22,25 @@ from torch.distributed import HashStore
 
 from flyte_ddp import events, session
 from flyte_ddp.data import Shards
+from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.storage import Storage
 from tests.support.dask_runs import events_of
+from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.gang import session_of
 from tests.support.image_store import write_tree
 from tests.support.runs import new_run
 from tests.support.shards import FORMATS, make_tree
 
 EPOCH = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _temporary_directory(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("tempfile.tempdir", None)
+        yield
 
 
 def to_row(fields):
@@ -175,6 +190,99 @@ def test_a_sample_that_cannot_be_read_ends_the_epoch_in_one_line(num_workers, tm
     with pytest.raises(DataError, match="shard-0004.jsonl: sample 5 cannot be read") as caught:
         read(data, 0, 1, 12, num_workers=num_workers)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_samples_that_are_ignored_keep_their_places_with_weight_0(world_size, tmp_path, caplog):
+    def to_odd(fields):
+        number = fields["number"]
+        if not number % 2 or 30 <= number < 60:
+            raise ValueError("an even one")
+        return torch.tensor(float(number), dtype=torch.float64)
+
+    tree, _ = make_tree("jsonl")
+    shards = Shards(write_tree(tree, tmp_path), transform=to_odd, unreadable="ignore", lanes=5)
+    shards.prepare()
+    order = [number for batch in order_of(shards, 10) for number in batch]
+    expected = [
+        sum(each for each in order[first : first + 10] if each % 2 and not 30 <= each < 60) / 10
+        for first in range(0, 100, 10)
+    ]
+    means = [0.0] * 10
+    for rank in range(world_size):
+        for number, (values, weight) in enumerate(mean_batches(shards, rank, world_size, 10)):
+            means[number] += weight * values / world_size
+    assert means == pytest.approx(expected)
+    if world_size == 1:  # else some of it is in the loader processes
+        told = re.findall(r"shard-000\d.jsonl: sample \d+ cannot .*: an even one", caplog.text)
+        assert len(told) == 10
+    with pytest.raises(DataError, match="an even one"):
+        mean_batches(dataclasses.replace(shards, unreadable="fail"), 0, 1, 10)
+    tree = {"a.jsonl": tree["shard-0000.jsonl"][:15]}
+    shards = Shards(write_tree(tree, tmp_path / "none"), unreadable="ignore")
+    shards.prepare()
+    with pytest.raises(DataError, match="expected a sample that can be read, got none of 100"):
+        mean_batches(shards, 0, 1, 10)
+
+
+def order_of(shards, size):
+    plain = dataclasses.replace(shards, transform=to_row)
+    return [[int(row[0]) for row in rows] for rows, _ in read(plain, 0, 1, size)[0]]
+
+
+def mean_batches(shards, rank, world_size, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(world_size))
+        return [
+            (float(values.mean()), weight)
+            for values, weight in session.batches(shards, size, EPOCH, num_workers=rank % 2)
+        ]
+
+
+@pytest.mark.parametrize("data_workers", [0, 1])
+def test_a_recipe_counts_the_samples_that_it_ignores(data_workers, tmp_path):
+    run = new_run(tmp_path, "tests.support.promises.Sparse")
+    run.train(1, data_workers=data_workers, epochs=2, global_batch_size=2, gradient_accumulation=2)
+    finished = events_of(run, events.EpochFinished)
+    assert [each.num_replaced for each in finished] == [48, 48]
+
+
+def test_a_rank_fetches_its_part_of_a_store_once_and_ahead(bucket, s3, tmp_path):  # noqa: F811
+    tree, _ = make_tree("tar", [5] * 64)
+    place = Storage(bucket)
+    for name, contents in tree.items():
+        place.write(name, contents)
+    options = {"transform": to_row, "lanes": 8, "window": 8}
+    Shards(bucket, **options).prepare()
+    s3.requests.clear()
+    data = [Shards(bucket, cache_dir=f"{tmp_path}/{rank}", **options) for rank in range(2)]
+    parts = [read(data[rank], rank, 2, 16)[0] for rank in range(2)]
+    assert sorted(int(row[0]) for batch in batches_of(parts) for row in batch) == list(range(320))
+    fetched = [path for method, path, *_ in s3.requests if method == "GET" and ".tar" in path]
+    assert len(fetched) <= 2 * 64 * (1 / 2 + 2 / 8) * (1 + 8 / 64)
+    assert max(Counter(fetched).values()) <= 2  # once a rank
+    # nothing that was consumed is fetched again
+    _, position = read(data[0], 0, 1, 16, stop=12)
+    s3.requests.clear()
+    late = Shards(bucket, cache_dir=f"{tmp_path}/late", **options)
+    read(late, 0, 1, 16, position=position)
+    fetched = {path for method, path, *_ in s3.requests if method == "GET" and ".tar" in path}
+    assert len(fetched) <= 64 * (1 - 12 / 20) + 8 * (2 + 8 / 5)
+
+
+def test_what_is_fetched_ahead_is_a_few_items_further_at_most():
+    consumed, seen = [], queue.SimpleQueue()
+    items = fetch_ahead(range(20), range(20), lambda item: seen.put((item, len(consumed))), 3)
+    for item in items:
+        if item == 0:  # before the second item is asked for, three are fetched
+            found = [seen.get(timeout=60) for _ in range(3)]
+        consumed.append(item)
+    assert found == [(0, 0), (1, 0), (2, 0)]
+    while not seen.empty():
+        number, count = seen.get()
+        assert number - count <= 3
+    assert consumed == list(range(20))
 
 
 def test_a_cache_that_is_too_small_for_the_windows_is_refused_before_the_first_step(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import inspect
 import os
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyte_ddp.data.readers import Fields, Format, Read, Shard, find_format
+from flyte_ddp.data.readers import Format, Read, Shard, find_format
 from flyte_ddp.data.source import CONCURRENT_READS, Source, version_of
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_line
 from flyte_ddp.storage.failures import is_full
@@ -29,7 +30,6 @@ from flyte_ddp.storage.failures import is_full
 MAX_OPEN = 1024  # shards whose samples' places a process keeps in memory
 NUM_LOCKS = 64
 UNFINISHED = ".part", ".raw"
-MAX_LOST = 3  # times that a sample's shard has left the cache while it is read
 
 
 @dataclass(frozen=True)
@@ -126,28 +126,11 @@ class ShardCache:
     columns: Sequence[str] | None
     directory: str
     limit: int  # bytes
+    num_ignored: int = 0  # samples that could not be read
     _open: OrderedDict[str, Shard] = field(default_factory=OrderedDict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": OrderedDict()}
-
-    def sample(self, entry: Entry, row: int) -> Fields:
-        """Return a sample's fields.
-
-        Raises:
-            DataError: its shard cannot be read, or is not the one of the index.
-        """
-        for _ in range(MAX_LOST):
-            try:
-                shard = self._open_file(entry)
-                with reading(self.source, entry, f"sample {row}", (FileNotFoundError,)):
-                    return shard[row]
-            except FileNotFoundError:  # it has left the cache
-                self._open.pop(entry.name, None)
-        raise ConfigError(
-            f"cache_gib: expected more, got {self.limit / 2**30:g}, in which "
-            f"{self.source.join(entry.name)} does not stay while it is read"
-        )
 
     def has_copies(self, entry: Entry) -> bool:
         """Return whether shards such as this one are copied before they are read."""
@@ -161,9 +144,14 @@ class ShardCache:
                 threads = stack.enter_context(ThreadPoolExecutor(CONCURRENT_READS))
                 list(threads.map(self._file, missing))
 
-    def _open_file(self, entry: Entry) -> Shard:
+    def open_file(self, entry: Entry) -> Shard:
+        """Return the samples of a shard.
+
+        Raises:
+            DataError: it cannot be read, or is not the one of the index.
+        """
         shard = self._open.get(entry.name)
-        if shard is None:
+        if shard is None or not os.path.exists(shard.path):  # it has left the cache
             path, kind = self._file(entry), self._place(entry)[1]
             shard = open_shard(self.source, entry, kind, self.columns, path)
             self._open[entry.name] = shard
@@ -173,22 +161,8 @@ class ShardCache:
         return shard
 
     def _place(self, entry: Entry) -> tuple[str, Format, bool]:
-        """Return the path of a shard's file, which may be missing, its format, and whether it is a
-        copy.
-        """
-        kind, local = find_format(entry.name, self.read), self.source.local_path(entry.name)
-        if kind is None:
-            raise DataError(
-                f"data: {self.source.join(entry.name)}: expected .tar, .parquet, .mds or .jsonl, "
-                "or a `reader`"
-            )
-        if local and not kind.unpack:
-            return local, kind, False
-        facts = [self.source.join(entry.name), entry.size, entry.version]
-        if kind.unpack:
-            facts += [self.columns, self.read and _source_of(self.read)]
-        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-        return f"{self.directory}/{name}", kind, True
+        columns = self.columns and tuple(self.columns)
+        return _find_place(self.source, entry, self.read, columns, self.directory)
 
     def _touch(self, entry: Entry) -> bool:
         """Return whether the file of a shard is there, and keep it longer than others."""
@@ -237,6 +211,27 @@ class ShardCache:
                     f"cache_gib: expected at least {(total + needed) / 2**30:.3g} for the shards "
                     f"that are fetched at once, got {self.limit / 2**30:.3g}"
                 )
+
+
+@functools.lru_cache(maxsize=4 * MAX_OPEN)
+def _find_place(
+    source: Source, entry: Entry, read: Read | None, columns: tuple[str, ...] | None, directory: str
+) -> tuple[str, Format, bool]:
+    """Return the path of a shard's file, which may be missing, its format, and whether it is a
+    copy.
+    """
+    kind, local = find_format(entry.name, read), source.local_path(entry.name)
+    if kind is None:
+        raise DataError(
+            f"data: {source.join(entry.name)}: expected .tar, .parquet, .mds or .jsonl, or a "
+            "`reader`"
+        )
+    if local and not kind.unpack:
+        return local, kind, False
+    facts = [source.join(entry.name), entry.size, entry.version]
+    if kind.unpack:
+        facts += [columns, read and _source_of(read)]
+    return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
 
 
 def _source_of(read: Read) -> str:

@@ -14,25 +14,27 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.data.cache import ShardCache, make_directory, reading
 from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
 from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
 from flyte_ddp.data.readers import Fields, Read
 from flyte_ddp.data.source import Source
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import has_password
 
 # seconds that a store is waited for; below the default stall_timeout
 STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
+MAX_TOLD = 10  # samples that were ignored, of each process
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class Shards:
         window: samples of a lane that are shuffled with each other.
         cache_dir: a directory of this user's for fetched shards; by default a temporary one.
         cache_gib: its size, of all processes of a machine together.
+        unreadable: "fail", or "ignore" to go on where a sample cannot be decoded or transformed: it
+            keeps its place, with weight 0, and is counted and logged. A shard is never ignored.
 
     Raises:
         ConfigError: an argument is not of its kind.
@@ -81,6 +85,8 @@ class Shards:
     window: int | None = None
     cache_dir: str | None = None
     cache_gib: float | None = None
+    unreadable: str = "fail"
+    UNREADABLE: ClassVar[object] = object()  # the sample that one is that is ignored
 
     def __post_init__(self) -> None:
         urls = [self.source] if isinstance(self.source, str) else list(self.source)
@@ -96,6 +102,8 @@ class Shards:
         for name in ("lanes", "window"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(name, value, minimum=1))
+        if self.unreadable not in ("fail", "ignore"):
+            raise ConfigError(f'unreadable: expected "fail" or "ignore", got {self.unreadable!r}')
         if self.cache_gib is not None:
             finite_number("cache_gib", self.cache_gib, above=0)
 
@@ -116,11 +124,18 @@ class Shards:
         shard = int(np.searchsorted(self._ends, sample, side="right"))
         entry = self._index.entry(shard)
         row = sample - int(self._ends[shard] - self._index.samples[shard])
-        fields = self._cache.sample(entry, row)
-        if self.transform is None:
-            return fields
-        with reading(self._files, entry, f"sample {row}"):
-            return self.transform(fields)
+        shard_file = self._cache.open_file(entry)
+        try:
+            with reading(self._files, entry, f"sample {row}"):
+                fields = shard_file[row]
+                return self.transform(fields) if self.transform else fields
+        except DataError as error:
+            if self.unreadable == "fail":
+                raise
+            self._cache.num_ignored += 1
+            if self._cache.num_ignored <= MAX_TOLD:
+                logger.warning("%s; it keeps its place, with weight 0", error)
+            return self.UNREADABLE
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the shards of some samples, several at once."""
@@ -128,16 +143,34 @@ class Shards:
         self._cache.ensure(map(self._index.entry, shards.tolist()))
 
     def batches(
-        self, global_batch_size: int, seed: int, epoch: int, first: int = 0
+        self,
+        global_batch_size: int,
+        seed: int,
+        epoch: int,
+        first: int,
+        take: Callable[[list[int]], Sequence[int]],
+        num_ranks: int,
     ) -> Iterator[list[int]]:
         """Yield the samples of each global batch of an epoch, without those of the `first` samples,
-        lane by lane.
+        lane by lane. Meanwhile the shards of coming batches are fetched.
+
+        Args:
+            take: returns the part of a batch that is read here.
+            num_ranks: that share the batches.
+
+        Raises:
+            ConfigError: the shards that this machine reads at once do not fit in the cache.
         """
         order = self._order(global_batch_size, seed, epoch)
         starts = self._ends - self._index.samples
-        for start in range(first, len(self), global_batch_size):
-            shards, rows = order.shards_and_rows(order.batch(start, global_batch_size))
-            yield (starts[shards] + rows).tolist()
+
+        def draw() -> Iterator[list[int]]:
+            for start in range(first, len(self), global_batch_size):
+                shards, rows = order.shards_and_rows(order.batch(start, global_batch_size))
+                yield (starts[shards] + rows).tolist()
+
+        distance = int(self._num_ahead(order, num_ranks) / global_batch_size)
+        return fetch_ahead(draw(), map(take, draw()), self.prefetch, distance)
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
         """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
@@ -169,24 +202,26 @@ class Shards:
         vars(found)["_index"] = head
         return found
 
-    def check_cache(self, global_batch_size: int, num_ranks: int) -> None:
-        """Check that what the ranks of this machine read at once fits in the cache.
+    def _num_ahead(self, order: EpochOrder, num_ranks: int) -> float:
+        """Return how many samples ahead of those that are read the cache has room for shards of.
 
-        That is, of each of their lanes, the open window and the two shards that it ends in.
-
-        Raises:
-            ConfigError: it does not.
+        A lane needs its open window, and the two shards that this ends in. Files leave the cache in
+        the order of their last use: so that none is one that was fetched ahead, there is room for
+        as many that were used.
         """
-        index, order = self._index, self._order(global_batch_size, 0, 0)
+        if not self._cache.has_copies(self._index.entry(0)):
+            return 0
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         lanes = min(order.lanes, -(-order.lanes * ranks // num_ranks) + ranks)
-        window = order.window * index.num_bytes // len(self)
-        needed = min(lanes * (window + 2 * int(index.sizes.max())), index.num_bytes)
-        if self._cache.has_copies(index.entry(0)) and needed > self._cache.limit:
+        window = order.window * self._index.num_bytes // len(self)
+        needed = lanes * (window + 2 * int(self._index.sizes.max()))
+        needed = min(needed, self._index.num_bytes)
+        if needed > self._cache.limit:
             raise ConfigError(
                 f"cache_gib: expected at least {needed / 2**30:.3g}, for windows of {order.window} "
                 f"samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
             )
+        return order.lanes * order.window * min(1.0, (self._cache.limit / needed - 1) / 2)
 
     def _order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
         lanes = self.lanes or choose_lanes(global_batch_size, len(self._index))

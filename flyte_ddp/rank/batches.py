@@ -29,6 +29,7 @@ from flyte_ddp.rank.data import (
     isolate_draws,
     message_of,
     seed_generators,
+    with_share,
 )
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.rank.snapshot import unchanged
@@ -139,12 +140,13 @@ class EpochBatches:
         elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
         plan = ([(epoch, index) for index in mine] for mine, _, _ in planned)
-        loader = self._load(plan, self.collate_fn or collate, self.num_workers)
+        make = functools.partial(with_share, self.collate_fn or collate)
+        loader = self._load(plan, make, self.num_workers)
         done = self.first
         try:
-            for batch, (_, weight, size) in zip(loader, shares, strict=True):
+            for (batch, share), (_, weight, size) in zip(loader, shares, strict=True):
                 done += size
-                yield batch, weight, done
+                yield batch, weight * share, done
         except DataError as error:
             raise DataError(message_of(error)) from error
 
@@ -152,8 +154,14 @@ class EpochBatches:
         """Yield the samples of each global batch behind the first ones."""
         size, epoch = self.global_batch_size, self.epoch or 0
         if streamed := self.streamed:
-            streamed.check_cache(size, self.share[1])
-            yield from streamed.batches(size, self.seed, epoch, self.first)
+            yield from streamed.batches(
+                size,
+                self.seed,
+                epoch,
+                self.first,
+                take=lambda batch: self._take_share(batch)[0],
+                num_ranks=self.share[1],
+            )
             return
         is_shuffled = self.shuffle and self.epoch is not None
         order = epoch_order(length, self.seed, epoch) if is_shuffled else torch.arange(length)

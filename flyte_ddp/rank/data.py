@@ -8,6 +8,7 @@ resume in the middle of an epoch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pickle
 import random
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
@@ -27,6 +28,8 @@ from flyte_ddp.rank.nested import collate, describe_kind, map_tensors, tensors_i
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
+STAND_IN = 0.0  # the weight of a sample in place of a micro-batch of which none can be read
+MAX_FOLLOWING = 100  # samples that are tried as such
 # of a GPU's free memory, for all data sets together; the others stay on the host
 MAX_GPU_MEMORY_FRACTION = 0.4
 
@@ -40,13 +43,20 @@ class Streamed(Protocol):
 
     def __getitem__(self, sample: int) -> Any: ...
 
-    def check_cache(self, global_batch_size: int, num_ranks: int) -> None:
-        """Raise ConfigError if what the ranks of this machine read at once does not fit there."""
-
     def batches(
-        self, global_batch_size: int, seed: int, epoch: int, first: int
+        self,
+        global_batch_size: int,
+        seed: int,
+        epoch: int,
+        first: int,
+        take: Callable[[list[int]], Sequence[int]],
+        num_ranks: int,
     ) -> Iterator[list[int]]:
-        """Yield the samples of each global batch of an epoch, behind the `first` samples."""
+        """Yield the samples of each global batch of an epoch, behind the `first` samples.
+
+        Args:
+            take: returns this rank's part of a global batch, whose files are fetched ahead.
+        """
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
         """Return plain values on which a place in an epoch depends."""
@@ -252,13 +262,20 @@ class LoadedSamples:
         # processes start once: each imports torch for seconds.
         self._plan = _Plan()
         workers = config.data_workers
+        # of each loader process, in memory that they share
+        self._num_unreadable = torch.zeros(1 + workers, dtype=torch.int64).share_memory_()
         self.dataset = dataset
         # whose advice, fork, does not help: `batches` gives ours
         warnings.filterwarnings("ignore", "Got pickle error")
         self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(dataset, config.seed, recipe.collate if self.has_own_collate else None),
+            SeededDataset(
+                dataset,
+                config.seed,
+                recipe.collate if self.has_own_collate else None,
+                self._num_unreadable,
+            ),
             batch_sampler=self._plan,
-            collate_fn=_keep if self.has_own_collate else collate,
+            collate_fn=_keep if self.has_own_collate else functools.partial(with_share, collate),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self.device.type == "cuda",
@@ -281,23 +298,26 @@ class LoadedSamples:
         """Samples read so far, by this rank, that could not be read and were replaced by
         another.
         """
-        return getattr(self.dataset, "num_replaced", 0)
+        return getattr(self.dataset, "num_replaced", 0) + int(self._num_unreadable.sum())
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         indices, planned = itertools.tee(indices)
         self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in planned)
         try:
-            for batch, index in zip(self._loader, indices, strict=True):
+            for (batch, share), index in zip(self._loader, indices, strict=True):
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                     got = describe_kind(batch)
                     raise DataError(
                         f"datasets: expected (input, target) pairs as samples, got {got}"
                     )
+                if share < 1 and not epoch:
+                    raise DataError("datasets: expected held-out samples that can all be read")
                 if self.has_own_collate:
-                    self._check_size(batch, len(index))
-                yield map_tensors(
+                    self._check_size(batch, max(1, round(share * len(index))))
+                moved = map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
+                yield moved if share else (*moved, STAND_IN)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             if "pickle" not in str(error) or str(error).startswith("Caught "):
                 raise
@@ -359,22 +379,58 @@ class SeededDataset(Dataset[Any]):
         dataset: Dataset[Any],
         seed: int,
         collate: Callable[[list[Any], bool], Any] | None = None,
+        num_unreadable: Tensor | None = None,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.collate = collate  # of samples, and whether they are trained on
+        # samples that were ignored, of this process and its loader processes
+        self.num_unreadable = num_unreadable
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """A batch: what a DataLoader calls where there is such a method."""
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
-        samples = [self[place] for place in places]
-        return self.collate(samples, places[0][0] > 0) if self.collate else samples
+        samples = Part(self[place] for place in places)
+        if hasattr(self.dataset, "UNREADABLE"):
+            samples = self._keep_readable(samples, places)
+        if self.collate:
+            return self.collate(samples, places[0][0] > 0), samples.share
+        return samples
+
+    def _keep_readable(self, samples: Part, places: Sequence[tuple[int, int]]) -> Part:
+        """Return the samples without those that are ignored, or another one where all are."""
+        readable = Part(each for each in samples if each is not self.dataset.UNREADABLE)  # type: ignore[attr-defined]
+        readable.share = len(readable) / len(samples)
+        if self.num_unreadable is not None:
+            info = get_worker_info()
+            self.num_unreadable[info.id + 1 if info else 0] += len(samples) - len(readable)
+        epoch, sample = places[0]
+        for following in range(sample + 1, sample + MAX_FOLLOWING):
+            if readable:
+                return readable
+            other = self[epoch, following % len(self.dataset)]  # type: ignore[arg-type]
+            readable.extend([other] * (other is not self.dataset.UNREADABLE))  # type: ignore[attr-defined]
+        raise DataError(
+            f"data: expected a sample that can be read, got none of {MAX_FOLLOWING} from sample "
+            f"{sample} on"
+        )
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place
         seed_generators(derived_seed(self.seed, epoch, index))
         return self.dataset[index]
+
+
+class Part(list[Any]):
+    """The samples of a batch that could be read."""
+
+    share = 1.0  # of all; 0 where another sample stands in for them
+
+
+def with_share(collate: Callable[[Part], Any], samples: Part) -> tuple[Any, float]:
+    """Return a batch, and the share of its samples that could be read."""
+    return collate(samples), samples.share
 
 
 def _keep(batch: Any) -> Any:
@@ -460,9 +516,17 @@ def epoch_shards(
 
     global_batch_size = config.global_batch_size
     if streamed := as_streamed(samples.dataset):  # whose epoch may be too long for a list
-        streamed.check_cache(global_batch_size, world.world_size)
+
+        def take(batch: list[int]) -> list[int]:
+            mine: list[int] = (
+                torch.tensor(batch).tensor_split(world.world_size)[world.rank].tolist()
+            )
+            return mine
+
         first = first_batch * global_batch_size
-        batches = streamed.batches(global_batch_size, config.seed, epoch, first)
+        batches = streamed.batches(
+            global_batch_size, config.seed, epoch, first, take, world.world_size
+        )
         return map(share, map(torch.tensor, itertools.islice(batches, end and end - first_batch)))
     order = epoch_order(len(samples), config.seed, epoch, samples.weights)
     order = order.to(samples.index_device)

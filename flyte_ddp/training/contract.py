@@ -22,7 +22,14 @@ from torch.utils.data import Dataset
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.data import LoadedSamples, Samples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.rank.data import (
+    LoadedSamples,
+    Samples,
+    as_streamed,
+    derived_seed,
+    isolate_draws,
+    seed_generators,
+)
 from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
 from flyte_ddp.rank.snapshot import unchanged
@@ -150,7 +157,9 @@ def check_contract(
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):
             first = torch.arange(num_samples, device=train.index_device)
-            inputs, targets = next(iter(train.batches([first], epoch=1)))
+            inputs, targets, *_ = next(iter(train.batches([first], epoch=1)))
+            if as_streamed(train.dataset):  # of which some may have been ignored
+                num_samples = len(next(tensors_in(targets)))
             model.train()
             try:
                 outputs = forward(call_model, recipe, parallelism, inputs)

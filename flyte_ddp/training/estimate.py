@@ -70,7 +70,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     (samples,) = open_samples([train], recipe, alone.config, world)
     size = math.ceil(config.global_batch_size / (num_ranks * config.gradient_accumulation))
     first = torch.arange(size, device=samples.index_device) % len(samples)
-    inputs, targets = next(iter(samples.batches([first], epoch=1)))
+    inputs, targets, *_ = next(iter(samples.batches([first], epoch=1)))
     model = open_model(recipe, alone).train()
     alone.shard(model, recipe)
     optimizer = open_optimizer(recipe, model, config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.data import Batch, BatchShard, derived_seed
+from flyte_ddp.rank.data import BatchShard, derived_seed
 from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
@@ -78,7 +78,7 @@ def compute_gradients(
     recipe: Recipe,
     parallelism: Parallelism,
     shard: BatchShard,
-    batches: Iterator[Batch],
+    batches: Iterator[tuple[Any, ...]],
     step: int,
     timer: StepTimer,
 ) -> tuple[Tensor, float | Tensor, float | Tensor]:
@@ -99,7 +99,8 @@ def compute_gradients(
     counted = torch.zeros((), dtype=torch.float64)
     for micro_batch, weight in enumerate(shard.weights):
         timer.begin(DATA)
-        inputs, targets = next(batches)
+        inputs, targets, *stand_in = next(batches)
+        weight *= stand_in[0] if stand_in else 1.0
         timer.begin(FORWARD)
         seed_forward(config, world, step, micro_batch)
         with parallelism.sync(replica, is_last=micro_batch == len(shard.weights) - 1):

@@ -105,6 +105,20 @@ class Sharded(Steady):
         return shards, super().datasets(directory)[1]
 
 
+class Sparse(Sharded):
+    """The recipe with odd samples alone, in batches of which some are of even ones."""
+
+    def datasets(self, directory):
+        shards = Shards(str(directory), transform=to_odd_sample, unreadable="ignore")
+        return shards, super().datasets(directory)[1]
+
+
+def to_odd_sample(fields):
+    if fields["target"][1] % 2:
+        raise ValueError("an odd one")
+    return to_sample(fields)
+
+
 def to_sample(fields):
     import torch
 
