@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-from flyte_ddp.errors import ChampionError
 from flyte_ddp.observers.formats import format_figure
-from flyte_ddp.observers.reports.page import Page, row, section, tile
-from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.observers.reports.page import Page, cell, shorten
+from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.promotion.policy import PromotionResult
 from flyte_ddp.storage import redact_url
 
 MAX_VERSIONS = 20  # that are listed
+MAX_DATA = 40  # characters
+ORIGIN = ("trained on", "data", "fingerprint", "code", "kickoff")
 
 
 class RetrainingReport(Page):
@@ -31,42 +33,47 @@ class RetrainingReport(Page):
         return f"Retraining {self.recipe}"
 
     def content(self) -> dict[str, Any]:
-        try:
-            manifest: Mapping[str, Any] = vars(self.store.manifest())
-        except ChampionError as error:
-            manifest = {"champion": error}
-        facts = [
-            row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-            for name, value in manifest.items()
-            if value != "" and not isinstance(value, dict)
+        in_use = self.store.in_use().version
+        measured = {"challenger": self.result.challenger, "champion before": self.result.champion}
+        rows: list[tuple[str, Mapping[str, float], Manifest | None]]
+        rows = [(who, metrics, None) for who, metrics in measured.items() if metrics]
+        versions = reversed(self.store.versions(MAX_VERSIONS))
+        rows += [(each.version, each.metrics, each) for each in versions]
+        names = list(dict.fromkeys(name for _, metrics, _ in rows for name in metrics))
+        cells = [
+            [
+                cell(who),
+                *(
+                    cell(metrics.get(name), functools.partial(format_figure, name))
+                    for name in names
+                ),
+                *_origin(manifest),
+            ]
+            for who, metrics, manifest in rows
         ]
-        versions = [
-            row(
-                each.version,
-                ", ".join(_format_metric(name, value) for name, value in each.metrics.items()),
-                each.data,
-                marked=each.version == manifest.get("version"),
-            )
-            for each in reversed(self.store.versions(MAX_VERSIONS))
-        ]
+        note = f"versions in {redact_url(self.store.url)}, as they were promoted; green: in use"
         return {
             "lead": f"{self.result.outcome.value}: {self.result.reason}",
-            "tiles": [
-                tile(who, _format_metric(name, value), note)
-                for who, values, note in (
-                    ("Challenger", self.result.challenger, "on the held-out data"),
-                    ("Champion before", self.result.champion, "on the same data"),
-                )
-                for name, value in values.items()
-            ],
-            "sections": [
-                section(
-                    "The champion now", facts, redact_url(self.store.url), has_long_values=True
-                ),
-                section("Versions", versions, "the newest first; bold: in use"),
-            ],
+            "table": {
+                "title": "Challenger and champion",
+                "note": f"both on the same held-out data; {note}",
+                "heads": ["", *(name.replace("_", " ") for name in names), *ORIGIN],
+                "rows": [
+                    {"best": who == in_use, "cells": each}
+                    for (who, _, _), each in zip(rows, cells, strict=True)
+                ],
+            },
         }
 
 
-def _format_metric(name: str, value: float) -> str:
-    return f"{name.removeprefix('test_').replace('_', ' ')} {format_figure(name, value)}"
+def _origin(manifest: Manifest | None) -> list[dict[str, Any]]:
+    """Return the cells of `ORIGIN`."""
+    if manifest is None:
+        return [cell(None) for _ in ORIGIN]
+    return [
+        cell(manifest.num_train_samples, "{:,}".format),
+        cell(shorten(manifest.data, MAX_DATA)),
+        cell(manifest.data_fingerprint[:12]),
+        cell(manifest.code_version),
+        cell(manifest.kickoff_time),
+    ]
