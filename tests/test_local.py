@@ -259,28 +259,23 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
         run.train()
 
     head, *rest = str(caught.value).splitlines()
-    why = (
-        r"rank 1 is stopped \(SIGSTOP\); rank 1 did not arrive at all_reduce of .*, where rank "
-        r"0 waits \(collective"
-    )
+    why = r"rank 1 did not arrive at all_reduce of .*, where rank 0 waits \(collective"
     assert re.match(rf"no rank made progress for \d+ s \(stall_timeout: 0.5\): {why}", head)
     assert rest[0].startswith("--- rank 1, at step 4")
-    assert rest[1] == "  no stack: rank 1 is stopped (SIGSTOP)"
+    assert rest[1] == "  no stack: none was written within 5 s"
     assert rest[2].startswith("--- rank 0, at step 4")
     assert "trainer.py" in str(rest[3:])
     assert (caught.value.rank, caught.value.kind) == (1, "stall")
     assert survivors() == []
 
 
-def waiting(
-    number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3), halted=""
-):
+def waiting(number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3)):
     pending = [
         {"number": n, "what": what, "operation": what.split()[0], "since": 1.0}
         for n, what in collectives
     ]
     group = {"name": name, "ranks": list(ranks), "entered": entered, "pending": pending}
-    return InspectedRank(number, 4, 5.0, [], halted, [group])
+    return InspectedRank(number, 4, 5.0, [], [group])
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,10 @@ import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.protocol.messages import Outcome
-
-# what the kernel's letters mean for a process that something outside keeps from running
-HALTED = {"T": "stopped (SIGSTOP)", "t": "held by a debugger"}
 
 
 @dataclass
@@ -45,11 +41,3 @@ class Rank:
             os.killpg(self.process.pid or 0, number)
             return True
         return False
-
-    def how_halted(self) -> str:
-        """Return how something outside keeps it from running; "" if nothing does, and on macOS."""
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state in HALTED:
-                return f"rank {self.number} is {HALTED[state]}"
-        return ""

@@ -345,10 +345,7 @@ class _Ranks:
     def _inspect(self, question: Inspect) -> Iterator[InspectedRank]:
         """Yield each rank with its collectives and the stacks of all its threads."""
         now = time.monotonic()
-        halted = {rank.number: how for rank in self.ranks if (how := rank.how_halted())}
-        asked = [
-            rank for rank in self.ranks if rank.process.is_alive() and rank.number not in halted
-        ]
+        asked = [rank for rank in self.ranks if rank.process.is_alive()]
         for rank in asked:
             rank.groups = None
             rank.send(question)
@@ -366,14 +363,13 @@ class _Ranks:
                     if rank.process.is_alive() and not self._stacks_of(rank):
                         os.kill(rank.process.pid or 0, signal.SIGUSR1)  # no thread of it can answer
         for rank, beat in zip(self.ranks, self.beats, strict=True):
-            how = halted.get(rank.number, "")
             stacks = self._stacks_of(rank) or (
-                f"  no stack: {how or f'none was written within {ANSWER_TIMEOUT:g} s'}"
+                f"  no stack: none was written within {ANSWER_TIMEOUT:g} s"
             )
             # The threads are listed from the newest to the oldest, which is the main thread.
             stack = stacks.strip("\n").split("\n\n")[-1].splitlines()
             ago = now - beat.progress_at if beat.progress_at else None
-            yield InspectedRank(rank.number, beat.step, ago, stack, how, rank.groups, stacks)
+            yield InspectedRank(rank.number, beat.step, ago, stack, rank.groups, stacks)
 
     def _stacks_of(self, rank: Rank) -> str:
         """Return the stacks of all threads that `rank` has written so far."""

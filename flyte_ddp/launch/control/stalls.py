@@ -87,13 +87,12 @@ def judge(
 
 def stall_failure(ranks: Sequence[InspectedRank], what: str) -> RankFailure:
     """Return the failure of a gang that stands still. `what` begins the message."""
-    culprits = find_culprits(ranks)
-    halted = sorted(rank.number for rank in ranks if rank.halted)
-    numbers = culprits.numbers or tuple(halted)
+    culprits, silent = find_culprits(ranks), [rank.number for rank in ranks if rank.groups is None]
+    if silent and not culprits.why:
+        culprits = Culprits(tuple(silent), f"{_name_ranks(silent)} did not answer")
     head = f"{what}: {culprits.why}" if culprits.why else what
-    lines = [head, *_stacks(ranks, set(numbers) | set(halted))]
-    # Of several ranks none is to blame, but a stopped one is certainly.
-    number = halted[0] if halted else numbers[0] if len(numbers) == 1 else -1
+    lines = [head, *_stacks(ranks, set(culprits.numbers))]
+    number = culprits.numbers[0] if len(culprits.numbers) == 1 else -1
     return RankFailure("\n".join(lines), number, FailureKind.STALL, "stall")
 
 
@@ -109,9 +108,11 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     ]
     # One that waits in another group's collective is waiting for a rank itself.
     waiting = {rank.number for rank in ranks if rank.pending}
-    first = min(found, key=lambda each: any(map(waiting.__contains__, each.numbers)), default=None)
-    why = [*(rank.halted for rank in ranks if rank.halted), first.why if first else ""]
-    return Culprits(first.numbers if first else (), "; ".join(filter(None, why)))
+    return min(
+        found,
+        key=lambda each: any(map(waiting.__contains__, each.numbers)),
+        default=Culprits(),
+    )
 
 
 def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[InspectedRank]) -> Culprits:

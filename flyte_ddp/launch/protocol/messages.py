@@ -195,7 +195,6 @@ class InspectedRank:
     step: int
     silent_for: float | None  # seconds since its last progress; None if it has reported none
     stack: list[str] = field(default_factory=list)  # lines of its main thread
-    halted: str = ""  # how something outside keeps it from running
     # as `entered_collectives` has them; None if it did not answer
     groups: list[dict[str, Any]] | None = None
     stacks: str = ""  # of all threads
