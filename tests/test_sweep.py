@@ -341,9 +341,8 @@ def test_a_sweep_that_resumes_has_the_suggested_trials_of_before(tmp_path, monke
         run.state.epochs = [
             dataclasses.replace(EPOCH, test_loss=abs(run.trial.values["momentum"] - 0.3))
         ]
-        run._history = [
-            events.to_line(event) for event in (*run.epochs, events.RunFinished(10, 1.0))
-        ]
+        run.handle(events.RunFinished(10, 1.0))
+        run._history.insert(0, events.to_line(run.epochs[0]))
 
     monkeypatch.setattr(runner.TrialRunner, "_train", train)
     cluster = ClusterInput(kind="local", num_nodes=1)

@@ -16,7 +16,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
-from flyte_ddp.errors import ClusterError, StorageUnavailable, SweepFailed, TrainingStopped
+from flyte_ddp.errors import ClusterError, StorageUnavailable, TrainingStopped
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides, given
 from flyte_ddp.launch.control import driver
@@ -138,18 +138,6 @@ def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four, record)
     assert all(b"RunStarted" in run.history() for run in runs)
     # One on each worker: that none has two at a time is proved by the lock that every rank takes.
     assert len(list(record.iterdir())) == 2
-
-
-def test_a_sweep_without_any_good_model_fails_with_the_errors_of_all(data, client, four):
-    """Those of `four`, which are not trained again: a failed one is."""
-    _, checkpoints, _ = four
-    with pytest.raises(SweepFailed) as caught:
-        sweep(models(*FOUR[1:2]), checkpoints, data, client)
-    assert str(caught.value).startswith(
-        "none of the 1 trials finished\ntrial 1 (recipe_options.fault raise"
-    )
-    assert "ValueError: broken on purpose" in str(caught.value)
-    assert not caught.value.may_succeed
 
 
 def pid_of_worker_with(record, label):

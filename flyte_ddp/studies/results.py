@@ -18,7 +18,6 @@ from flyte_ddp.events import (
     Event,
     Listener,
     Reported,
-    RunFinished,
     RunStarted,
     RunState,
     parse_history,
@@ -82,8 +81,6 @@ class TrialRun(Listener):
             return b""
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, RunFinished) and self.status == STOPPED_EARLY:
-            return  # a function that has returned because it was asked to
         self.state.handle(event)
         if isinstance(event, RunStarted):
             self.status = RUNNING

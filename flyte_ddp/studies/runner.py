@@ -300,14 +300,11 @@ class TrialRunner:
             except TrainingStopped:
                 if run.status != STOPPED_EARLY:
                     raise
-            finished = run.state.finished
-            for event in (
-                run.trial.reports_of(finished.value, run.state.reports) if finished else ()
-            ):
-                run.handle(event)
-            run.store()
-            if run.status != STOPPED_EARLY:
+            if finished := run.state.finished:  # else it is stopped early
+                for event in run.trial.reports_of(finished.value, run.state.reports):
+                    run.handle(event)
                 run.status = FINISHED
+            run.store()
         except TrainingStopped:
             run.status = INTERRUPTED
         except StorageUnavailable:  # all trials' store

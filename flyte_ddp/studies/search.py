@@ -61,8 +61,8 @@ class Trial:
     number: int  # from 1, in starting order
     values: Mapping[str, Any]  # of what the study varies, by name
     # what differs from the recipe's defaults, in the form of `--config`
-    overrides: Mapping[str, Any]
-    config: TrainingConfig
+    overrides: Mapping[str, Any] = field(repr=False)
+    config: TrainingConfig = field(repr=False)
     world_size: int = 0  # ranks; 0: all of one node
     recipe: str = ""
     # of the events whose figures count: those after an epoch

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 class FunctionTrial(Trial):
     """One call of a function. Of its config only the monitor counts."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # none where `overrides` are its keywords
-    version: str  # of the function's code
+    function: Callable[..., Any] = field(repr=False)
+    # none where `overrides` are its keywords
+    arguments: tuple[Any, ...] = field(repr=False)
+    version: str = field(repr=False)  # of the function's code
     counted: ClassVar[type[Event]] = Reported
 
     @property
@@ -150,8 +151,8 @@ def sweep(
         stop_early: "median" or "halving" ends a trial whose reports fall behind, see `Search`.
         nnodes, nproc_per_node: of each trial. As many run at a time as there are nodes for.
         client: of a Dask cluster that is there already, whose workers are the nodes.
-        cluster: the nodes, with the fields of `ClusterConfig`; by default this machine's GPUs, or
-            two processes without GPUs.
+        cluster: the nodes, with the fields of `ClusterConfig`, of which `max_restarts` is 0 by
+            default; without it this machine's GPUs, or two processes where there are none.
         checkpoints: directory or URL, which all machines reach: for `session.save`, and where a
             later sweep finds the trials that are done.
 

@@ -51,7 +51,7 @@ def misbehave(kind, directory, num_reports=3):
     if kind == "silent":
         return {"accuracy": 1.0}
     step = 0
-    while step < num_reports or (kind == "bad" and not session.stop_requested):
+    while step < (600 if kind == "bad" else num_reports) and not session.stop_requested:
         step += 1
         time.sleep(0.05)
         session.report(step=step, loss=100.0 if kind == "bad" else 1 / step)
