@@ -87,6 +87,7 @@ def test_the_example_with_all_methods_ends_as_a_plain_loop_also_after_a_kill(
     options = {"parallel": parallel, "epochs": 3, "log_interval": 1, "model_state": "last"}
     name = "tests.support.pulses.Pulses"
     run = new_run(tmp_path / "whole", name).train(num_ranks, **options)
+    assert not [line for line in run.lines if "FutureWarning" in line]
     state, rates, losses = plain_loop()
     torch.testing.assert_close(run.state(), state, rtol=1e-4, atol=1e-5)
     assert [epoch.test_loss for epoch in run.result.epochs] == pytest.approx(losses, rel=1e-4)

@@ -53,6 +53,7 @@ def test_a_step_whose_gradient_overflows_is_left_out_and_the_others_are_those_of
 def test_a_killed_run_in_fp16_ends_with_the_same_weights(tmp_path, monkeypatch, recipe, options):
     options |= {"precision": "fp16", "gradient_clip_norm": 1.0, "evaluation_interval": 4}
     whole = new_run(tmp_path / "whole", recipe).train(2, **options)
+    assert not [line for line in whole.lines if "FutureWarning" in line]
     monkeypatch.setenv("FAULT", "kill 1 20")
     killed = new_run(tmp_path / "killed", recipe).train(2, max_restarts=3, **options)
     assert sum(isinstance(event, AttemptStarted) for event in killed.events) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
 from flyte_ddp.rank.step_timer import FORWARD, StepTimer
 from flyte_ddp.training.parallel import Parallelism
+
+# torch 2.15 means to replace it by an option that makes the buffers equal at the start
+warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
 
 # steps between two exchanges of gradients that DDP's timers measure on CPUs, after the first ten
 TIMED_INTERVAL = 10
@@ -27,7 +31,7 @@ class DdpParallelism(Parallelism):
             model,
             device_ids=[self.world.device.index] if on_gpu else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
-            broadcast_buffers=self.config.broadcast_buffers,
+            **({} if self.config.broadcast_buffers else {"broadcast_buffers": False}),
             find_unused_parameters=self.config.find_unused_parameters,
         )
         if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
