@@ -385,7 +385,7 @@ class NodeMeasured(Timed):
     """The use of a node, in [0, 1]. Its agent emits it, less often the longer an attempt takes."""
 
     node: int  # from 0
-    cpu: float  # by the ranks and what they started, of the cores that they may use
+    cpu: float  # of all cores of the machine
     memory: float  # of the machine, or of the container
     memory_limit: int  # bytes
     # Of the GPUs of its ranks; None where the driver does not tell.

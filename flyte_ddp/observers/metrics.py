@@ -77,8 +77,6 @@ class RunFigures:
     attempt: int = 0
     is_open: bool = True
     _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
-    _num_restarts: int = -1  # those after an announced loss included
-    _num_announced: int = 0
     _values: dict[str, float] = field(default_factory=lambda: {"finished": 0, **NO_STRAGGLERS})
 
     def handle(self, event: Event) -> None:
@@ -86,10 +84,8 @@ class RunFigures:
         figures = event.figures()
         found = {**figures.values, "step": figures.step, "epoch": figures.epoch}
         if isinstance(event, AttemptEnded):
-            self._num_announced += event.num_leaving > 0
             found |= NO_STRAGGLERS  # until there are ranks to compare
         elif isinstance(event, RunStarted):
-            self._num_restarts = max(self._num_restarts + 1, event.num_restarts)
             found["checkpoint_step"] = self._values.get("checkpoint_step", 0)
             # the ranks that wrote another are gone
             found["checkpoint_copied_step"] = found["checkpoint_step"]
@@ -99,13 +95,13 @@ class RunFigures:
 
     def values(self) -> dict[str, float]:
         """Return all metrics that are known, by name."""
-        left = self._state.seconds_left(time.time())
+        state, left = self._state, self._state.seconds_left(time.time())
         known = {
             **self._values,
             **({} if left is None else {"remaining_seconds": left}),
             "attempt": self.attempt,
-            "restarts_total": max(0, self._num_restarts - self._num_announced),
-            "announced_losses_total": self._num_announced,
+            "restarts_total": max(0, state.num_starts - 1 - state.num_announced_losses),
+            "announced_losses_total": state.num_announced_losses,
         }
         return {name: known[figure] for name, (figure, _) in METRICS.items() if figure in known}
 

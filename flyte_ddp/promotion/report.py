@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flyte_ddp.observers.formats import format_figure
-from flyte_ddp.observers.reports.page import Page, cell, shorten
+from flyte_ddp.observers.reports.page import Page, cell, shorten, table
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.promotion.policy import PromotionResult
 from flyte_ddp.storage import redact_url
 
 MAX_VERSIONS = 20  # that are listed
-MAX_DATA = 40  # characters
-ORIGIN = ("trained on", "data", "fingerprint", "code", "kickoff")
+MAX_TEXT = 40  # characters
+ORIGIN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a version's manifest, by its head
+    "trained on": ("num_train_samples", "{:,}".format),
+    "data": ("data", lambda text: shorten(text, MAX_TEXT)),
+    "fingerprint": ("data_fingerprint", lambda text: text[:12]),
+    "code": ("code_version", str),
+    "kickoff": ("kickoff_time", str),
+}
 
 
 class RetrainingReport(Page):
@@ -35,45 +41,33 @@ class RetrainingReport(Page):
     def content(self) -> dict[str, Any]:
         in_use = self.store.in_use().version
         measured = {"challenger": self.result.challenger, "champion before": self.result.champion}
-        rows: list[tuple[str, Mapping[str, float], Manifest | None]]
-        rows = [(who, metrics, None) for who, metrics in measured.items() if metrics]
+        figures: list[tuple[str, Mapping[str, float], Manifest | None]]
+        figures = [(who, metrics, None) for who, metrics in measured.items() if metrics]
         versions = reversed(self.store.versions(MAX_VERSIONS))
-        rows += [(each.version, each.metrics, each) for each in versions]
-        names = list(dict.fromkeys(name for _, metrics, _ in rows for name in metrics))
-        cells = [
-            [
-                cell(who),
-                *(
-                    cell(metrics.get(name), functools.partial(format_figure, name))
-                    for name in names
-                ),
-                *_origin(manifest),
-            ]
-            for who, metrics, manifest in rows
+        figures += [(each.version, each.metrics, each) for each in versions]
+        names = dict.fromkeys(name for _, metrics, _ in figures for name in metrics)
+        rows = [
+            (
+                who == in_use,
+                {
+                    "": cell(who),
+                    **{
+                        name.replace("_", " "): cell(
+                            metrics.get(name), functools.partial(format_figure, name)
+                        )
+                        for name in names
+                    },
+                    **{
+                        head: cell(form(getattr(manifest, name)) if manifest else None)
+                        for head, (name, form) in ORIGIN.items()
+                    },
+                },
+            )
+            for who, metrics, manifest in figures
         ]
-        note = f"versions in {redact_url(self.store.url)}, as they were promoted; green: in use"
+        place = redact_url(self.store.url)
+        note = f"both on the same held-out data; versions in {place}, as promoted; green: in use"
         return {
             "lead": f"{self.result.outcome.value}: {self.result.reason}",
-            "table": {
-                "title": "Challenger and champion",
-                "note": f"both on the same held-out data; {note}",
-                "heads": ["", *(name.replace("_", " ") for name in names), *ORIGIN],
-                "rows": [
-                    {"best": who == in_use, "cells": each}
-                    for (who, _, _), each in zip(rows, cells, strict=True)
-                ],
-            },
+            "table": table("Challenger and champion", note, rows) if rows else {},
         }
-
-
-def _origin(manifest: Manifest | None) -> list[dict[str, Any]]:
-    """Return the cells of `ORIGIN`."""
-    if manifest is None:
-        return [cell(None) for _ in ORIGIN]
-    return [
-        cell(manifest.num_train_samples, "{:,}".format),
-        cell(shorten(manifest.data, MAX_DATA)),
-        cell(manifest.data_fingerprint[:12]),
-        cell(manifest.code_version),
-        cell(manifest.kickoff_time),
-    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.observers.formats import duration, format_count, format_figure, format_value
-from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, shorten, tile
+from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, shorten, table, tile
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
@@ -201,10 +201,5 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
             cells[head.format_map(vars(study))] = cell(value, form.format)
         if any(each.error for each in runs):
             cells["error"] = cell(shorten(run.error, MAX_ERROR), kind="note")
-        rows.append({"best": run is best, "cells": list(cells.values())})
-    return {
-        "title": "Trials",
-        "note": "click a column's head to sort",
-        "heads": list(cells),
-        "rows": rows,
-    }
+        rows.append((run is best, cells))
+    return table("Trials", "click a column's head to sort", rows)

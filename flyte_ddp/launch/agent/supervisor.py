@@ -44,7 +44,7 @@ from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.launch.agent.rank_handle import Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.agent.utilization import NodeMeter
+from flyte_ddp.launch.agent.utilization import INTERVAL_SHARE, MIN_INTERVAL, measure_node
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
     DEATH_GRACE,
@@ -169,11 +169,13 @@ class _Ranks:
         """Send what the node's use is, from time to time. In a thread, because the driver of a
         broken GPU may hang; after an error no more.
         """
-        node, groups = self.node, {rank.process.pid for rank in self.ranks}
-        meter = NodeMeter(node.node_rank, node.num_ranks if node.use_gpus else 0)
+        node, started = self.node, time.monotonic()
+        num_gpus = node.num_ranks if node.use_gpus else 0
         with log_failures("measurements"):
-            while not self.link.is_over.wait(meter.interval):
-                self.link.send(Emitted(meter.measure(groups)))
+            while not self.link.is_over.wait(
+                max(MIN_INTERVAL, INTERVAL_SHARE * (time.monotonic() - started))
+            ):
+                self.link.send(Emitted(measure_node(node.node_rank, num_gpus)))
 
     def _start(self, local_rank: int) -> None:
         number = self.node.first_rank + local_rank

@@ -183,6 +183,13 @@ def cell(value: Any, form: Callable[[Any], str] = str, kind: str = "") -> dict[s
     return {"text": text, "key": value if is_number else "", "class": kind}
 
 
+def table(
+    title: str, note: str, rows: Sequence[tuple[bool, Mapping[str, dict[str, Any]]]]
+) -> dict[str, Any]:
+    """Return a table. A row is True if it is marked, with its cells by their columns' heads."""
+    return {"title": title, "note": note, "rows": rows}
+
+
 def section(
     title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False
 ) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ MEASURED = {  # of a node, with its title
     "cpu": "CPU utilization (%)",
     "memory": "Memory in use (%)",
 }
-MAX_LINES = len(PALETTE)  # of ranks, one color each; for more ranks their range is drawn
+MAX_LINES = len(PALETTE)  # of ranks or nodes, one color each; more are faint
 
 
 def run_panels(state: RunState) -> list[Panel]:
@@ -114,20 +114,28 @@ def run_panels(state: RunState) -> list[Panel]:
 
 
 def _draw_nodes(axes: Axes, measured: Sequence[NodeMeasured], name: str) -> None:
-    """Draw a line per node over the time of the run; those of many nodes are faint."""
-    nodes = sorted({each.node for each in measured})
-    is_few = len(nodes) <= MAX_LINES
-    for node in nodes:
-        points = [
-            ((each.at - measured[0].at) / 60, 100 * value)
-            for each in measured
-            if each.node == node and (value := getattr(each, name)) is not None
-        ]
-        look: dict[str, Any] = {"color": PALETTE[0], "alpha": FAINT / 2, "gid": None}
-        if is_few:
-            look = {"color": PALETTE[node % MAX_LINES], "label": f"node {node}"}
-        plot(axes, points, marker="o" * (len(points) == 1), linewidth=1.4, **look)
+    """Draw a line per node over the time of the run."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in measured:
+        if (share := getattr(each, name)) is not None:
+            minute = (each.at - measured[0].at) / 60
+            lines.setdefault(f"node {each.node}", []).append((minute, 100 * share))
+    _draw_lines(axes, lines)
     label_x(axes, "minute")
+
+
+def _draw_lines(axes: Axes, lines: Mapping[str, Points]) -> None:
+    """Draw a line per label, each in a color; many are faint, and have no labels."""
+    for (label, points), color in zip(lines.items(), itertools.cycle(PALETTE), strict=False):
+        look: dict[str, Any] = {"color": color, "label": label, "linewidth": 2, **_mark(points)}
+        if len(lines) > MAX_LINES:
+            look = {"color": PALETTE[6], "alpha": FAINT / 2, "gid": None, "linewidth": 1}
+        plot(axes, points, **look)
+
+
+def _mark(points: Points) -> dict[str, Any]:
+    """Return the markers of a line, which has them while they are few."""
+    return {"marker": "o" if len(points) <= MAX_MARKERS else "", "markersize": 3.5}
 
 
 class _Curves:
@@ -200,7 +208,8 @@ class _Curves:
             **faint,
         )
         for index, (label, points) in enumerate(lines.items(), start=color):
-            drawn += _plot_epochs(axes, points, index, label)
+            look = {"color": PALETTE[index], "label": label or None, "linewidth": 2}
+            drawn += plot(axes, points, **_mark(points), **look)
         log_scale(axes, [value for _, value in drawn], log_ratio)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(tick)
@@ -223,53 +232,16 @@ class _Curves:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
     def draw_ranks(self, axes: Axes) -> None:
-        """Draw a line per rank; for many ranks their range and their median."""
-        times = {
-            epoch.position: [1e3 * seconds for seconds in epoch.rank_step_seconds]
-            for epoch in self.state.epochs
-            if epoch.rank_step_seconds
-        }
-        num_ranks = max(len(ranks) for ranks in times.values())
+        """Draw a line per rank."""
         slow = self.state.stragglers[-1].stragglers if self.state.stragglers else []
         notes = {each.rank: f", slow in {each.phase}" for each in slow}
-        for rank in range(num_ranks if num_ranks <= MAX_LINES else 0):
-            line = [(epoch, ranks[rank]) for epoch, ranks in times.items() if rank < len(ranks)]
-            _plot_epochs(
-                axes, line, rank, f"{'rank ' * (num_ranks <= 4)}{rank}{notes.get(rank, '')}"
-            )
-        if num_ranks > MAX_LINES:
-            low, high = ([extreme(ranks) for ranks in times.values()] for extreme in (min, max))
-            axes.fill_between(
-                list(times),
-                low,
-                high,
-                color=PALETTE[6],
-                alpha=0.25,
-                linewidth=0,
-                label="all ranks",
-            )
-            _plot_epochs(
-                axes,
-                [(epoch, statistics.median(ranks)) for epoch, ranks in times.items()],
-                6,
-                "median",
-            )
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for epoch in self.state.epochs:
+            for rank, seconds in enumerate(epoch.rank_step_seconds):
+                name = f"rank {rank}{notes.get(rank, '')}"
+                lines.setdefault(name, []).append((epoch.position, 1e3 * seconds))
+        _draw_lines(axes, lines)
         self._set_x(axes)
-
-
-def _plot_epochs(axes: Axes, points: Points, color: int, label: str) -> list[tuple[float, float]]:
-    """Draw a line in color number `color` through a value per epoch, with markers while few, and
-    return its points.
-    """
-    return plot(
-        axes,
-        points,
-        color=PALETTE[color],
-        linewidth=2,
-        marker="o" if len(points) <= MAX_MARKERS else "",
-        markersize=3.5,
-        label=label or None,
-    )
 
 
 def main(arguments: Sequence[str]) -> str:

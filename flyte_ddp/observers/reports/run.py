@@ -29,7 +29,16 @@ from flyte_ddp.observers.formats import (
     format_value,
     percent,
 )
-from flyte_ddp.observers.reports.page import Page, card, cell, row, section, shorten, tile
+from flyte_ddp.observers.reports.page import (
+    Page,
+    card,
+    cell,
+    row,
+    section,
+    shorten,
+    table,
+    tile,
+)
 from flyte_ddp.observers.reports.plots import run_panels
 
 # These keep the page below 3 MB for any run. The rest of it is 250 kB at most.
@@ -236,42 +245,29 @@ class Report(Page):
             if index >= len(epochs) - MAX_EPOCHS or epoch is best
         ]
         rows = [
-            [
-                cell(epoch.position, "{:.3g}".format),
-                cell(epoch.train_loss, "{:.4g}".format),
-                cell(epoch.test_loss, "{:.4g}".format),
-                *(
-                    cell(epoch.metrics.get(name), functools.partial(format_figure, name))
-                    for name in metrics
-                ),
-                cell(epoch.learning_rate, "{:.3g}".format),
-                cell(epoch.seconds, duration),
-                cell(epoch.evaluation_seconds, duration),
-                cell(epoch.samples_per_second, format_rounded),
-            ]
+            (
+                epoch is best,
+                {
+                    "epoch": cell(epoch.position, "{:.3g}".format),
+                    "train loss": cell(epoch.train_loss, "{:.4g}".format),
+                    "test loss": cell(epoch.test_loss, "{:.4g}".format),
+                    **{
+                        name.replace("_", " "): cell(
+                            epoch.metrics.get(name), functools.partial(format_figure, name)
+                        )
+                        for name in metrics
+                    },
+                    "learning rate": cell(epoch.learning_rate, "{:.3g}".format),
+                    "train": cell(epoch.seconds, duration),
+                    "test": cell(epoch.evaluation_seconds, duration),
+                    "samples/s": cell(epoch.samples_per_second, format_rounded),
+                },
+            )
             for epoch in shown
         ]
         left_out = len(epochs) - len(shown)
-        return {
-            "title": "Epochs",
-            "note": f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
-            if left_out
-            else "",
-            "heads": [
-                "epoch",
-                "train loss",
-                "test loss",
-                *(name.replace("_", " ") for name in metrics),
-                "learning rate",
-                "train",
-                "test",
-                "samples/s",
-            ],
-            "rows": [
-                {"best": epoch is best, "cells": cells}
-                for epoch, cells in zip(shown, rows, strict=True)
-            ],
-        }
+        note = f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
+        return table("Epochs", note if left_out else "", rows)
 
     def _cards(self) -> list[dict[str, Any]]:
         """Return what the model generated after the last epochs, the newest open, and the last

@@ -190,11 +190,11 @@ FRAGMENT = """
 {%- if table %}
 <div class="grid"><section class="card">{{ heading(table.title, table.note) }}
 <div class="scroll table"><table class="numbers"><thead><tr>
-{%- for head in table.heads %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}</tr>
+{%- for head in table.rows[0][1] %}<th scope="col"><button type="button">{{ head }}</button></th>{% endfor %}</tr>
 </thead><tbody>
-{%- for row in table.rows %}
-<tr{% if row.best %} class="best"{% endif %}>
-{%- for cell in row.cells %}<td data-key="{{ cell.key }}" class="{{ cell.class }}">{{ cell.text }}</td>{% endfor %}</tr>
+{%- for is_marked, cells in table.rows %}
+<tr{% if is_marked %} class="best"{% endif %}>
+{%- for cell in cells.values() %}<td data-key="{{ cell.key }}" class="{{ cell.class }}">{{ cell.text }}</td>{% endfor %}</tr>
 {%- endfor %}
 </tbody></table></div></section></div>
 {%- endif %}
