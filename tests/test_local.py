@@ -295,7 +295,7 @@ def waiting(number, *collectives, entered=5, name="the default group", ranks=(0,
         (
             [
                 waiting(0, (5, "barrier")),
-                InspectedRank(1, 4, 5.0, [], "", [
+                InspectedRank(1, 4, 5.0, [], [
                     {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},  # noqa: E501
                     *waiting(1, (9, "barrier"), name="group b", ranks=(1, 3), entered=9).groups,
                 ]),
