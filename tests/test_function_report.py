@@ -54,5 +54,7 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
     for rank, loss in ((1, 0.25), (2, 0.5), (3, 0.75), (3, 1.5)):
         report.handle(RankReported(rank, [Reported(10, None, {"loss": loss})]))
     assert "other ranks: 0.75, 0.25 to 1.5" in report.render()
+    report.handle(STARTED)
+    assert "other ranks" not in report.render()
     report.handle(RunFinished(10, 1.0))
     assert report.status == "finished"

@@ -7,9 +7,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pickle
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -18,7 +18,7 @@ import flyte_ddp
 from flyte_ddp import __main__ as command_line
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
-from flyte_ddp.events import RankReported, RunFinished
+from flyte_ddp.events import AttemptEnded, RankReported
 from flyte_ddp.flyte.distributed import Distributed
 from flyte_ddp.launch import run as launch_run
 from flyte_ddp.launch.agent import scratch
@@ -134,27 +134,40 @@ def fail_on_rank_1():
 
 def test_a_failure_is_in_the_result_where_errors_are_not_raised(monkeypatch):
     fork_functions(monkeypatch)
-    given = {}
-    options = {"nproc_per_node": 2, "progress": False, "results": given.__setitem__}
+    has_ended, given, seen = threading.Event(), {}, Seen()
+
+    def handle(path, data):  # a slow one: all is passed on after the end of the ranks
+        assert has_ended.wait(60)
+        given[path] = data
+
+    monkeypatch.setattr(
+        seen, "handle", lambda event: has_ended.set() if isinstance(event, AttemptEnded) else None
+    )
+    options = {"nproc_per_node": 2, "progress": False, "results": handle, "listeners": [seen]}
     result = flyte_ddp.run(fail_on_rank_1, raise_errors=False, **options)
     assert (result.value, type(result.error)) == (None, RankFailure)
     assert "ValueError: no luck" in str(result.error)
     assert given["rank-1"] == b"data"
 
 
-def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch):
-    def refuse(program, gang, checkpoints, listeners, *arguments):
-        listeners[0].handle(RunFinished(1, 1.0, pickle.dumps("value")))
-        raise failure
+def send_and_return(value):
+    session.submit_result("a", "data")
+    return value
 
-    failure = ConfigError("results: no")
-    monkeypatch.setattr(launch_run, "run_program", refuse)
-    assert flyte_ddp.run(max, raise_errors=False) == launch_run.RunResult("value", failure)
-    with pytest.raises(ConfigError, match="results: no"):
-        flyte_ddp.run(max)
-    failure = TrainingStopped("SIGINT: stopped")
+
+def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch):
+    fork_functions(monkeypatch)
+    options = {"progress": False, "results": lambda path, data: 1 / 0, "raise_errors": False}
+    result = flyte_ddp.run(send_and_return, 5, **options)
+    assert result.value == 5
+    assert str(result.error).startswith("results: expected a place or a function that takes 'a'")
+
+    def stop(*arguments):
+        raise TrainingStopped("SIGINT: stopped")
+
+    monkeypatch.setattr(launch_run, "run_program", stop)
     with pytest.raises(TrainingStopped):
-        flyte_ddp.run(max, raise_errors=False)
+        flyte_ddp.run(send_and_return, 5, **options)
 
 
 class FilesOfNodes(Nodes):
