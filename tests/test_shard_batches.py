@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from flyte_ddp import events, session
-from flyte_ddp.data import Shards
+from flyte_ddp.data import Mixture, Shards
 from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
@@ -313,3 +313,44 @@ def test_a_killed_rank_of_a_recipe_on_shards_changes_nothing(data_workers, tmp_p
         states.append(run.state())
         assert len(events_of(run, events.AttemptStarted)) == 1 + (name == "killed")
     torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+def test_a_mixture_goes_on_at_another_number_of_ranks(stop, tmp_path, caplog):
+    def mixture(grown=()):
+        sources = {
+            "code": prepared(tmp_path / "code", sizes=[10] * 9),
+            "web": prepared(tmp_path / "web", "tar", sizes=[20] * 12 + list(grown), window=16),
+        }
+        return Mixture(sources, {"code": 1, "web": 3}, stop, lanes=4)
+
+    data = mixture()
+    expected = batches_of([read(data, 0, 1, 24)[0]])
+    assert sum(map(len, expected)) == len(data)
+    draws = [row[1:] for batch in expected for row in batch]
+    assert len(set(draws)) == len(draws)  # also of a sample that comes again
+    begun = [read(data, rank, 2, 24, stop=3) for rank in range(2)]
+    data = mixture(grown=[7])  # in the next epoch
+    parts = [
+        read(data, rank, 3, 24, position=begun[0][1], num_workers=rank)[0] for rank in range(3)
+    ]
+    assert batches_of([found for found, _ in begun]) + batches_of(parts) == expected
+    assert "web/ has 1 shards more than its checkpoint" in caplog.text
+    other = dataclasses.replace(data, proportions={"code": 1, "web": 2})
+    with pytest.raises(ConfigError, match="session.batches: shares: expected"):
+        read(other, 0, 1, 24, position=begun[0][1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"proportions": {"a": 1, "c": 1}}, "proportions: expected one for each of a, b, got a, c"),
+        ({"proportions": {"a": 1, "b": 0}}, r"proportions\['b'\]: expected .* got 0"),
+        ({"stop": "never"}, 'stop: expected "first_exhausted" or "all_exhausted", got'),
+        ({"lanes": 200}, "sources: expected more samples for 200 lanes, got 100 of a, 100 of b"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(arguments, expected, tmp_path):
+    sources = {name: prepared(tmp_path / name) for name in ("a", "b")}
+    with pytest.raises(ConfigError, match=expected):
+        len(Mixture(sources, **{"proportions": {"a": 1, "b": 1}, **arguments}))

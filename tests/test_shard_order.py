@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyte_ddp.data.mixture import SLACK, UNIT, MixedOrder
 from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
 from flyte_ddp.data.permutation import derive_key, permute
 
@@ -24,9 +25,9 @@ ORDERS = st.builds(
 
 
 def samples(order, times=None):
-    """The samples of some times, all by default: (shard, place) of each."""
+    """The samples of some times, all by default."""
     times = np.arange(order.num_samples) if times is None else times
-    return list(zip(*(each.tolist() for each in order.shards_and_rows(times)), strict=True))
+    return order.samples(times).tolist()
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64))
@@ -52,23 +53,28 @@ def test_each_permutation_of_few_numbers_is_as_likely(size):
 @given(order=ORDERS)
 @settings(max_examples=200, deadline=None)
 def test_each_sample_is_in_an_epoch_once(order):
-    expected = [(shard, row) for shard, size in enumerate(order.sizes) for row in range(size)]
-    assert sorted(samples(order)) == expected
+    assert sorted(samples(order)) == list(range(order.num_samples))
 
 
 @given(order=ORDERS, size=st.integers(1, 50), first=st.integers(0, 300))
 @settings(max_examples=200, deadline=None)
 def test_batches_are_runs_of_times_listed_lane_by_lane(order, size, first):
-    batch = order.batch(first, size).tolist()
     end = min(first + size, order.num_samples)
-    assert batch == sorted(range(first, end), key=lambda time: (time % order.lanes, time))
+    times = sorted(range(first, end), key=lambda time: (time % order.lanes, time))
+    assert order.batch(first, size).tolist() == samples(order, np.array(times, np.int64))
 
 
 @given(order=ORDERS)
 @settings(max_examples=100, deadline=None)
 def test_a_sample_stays_in_its_window(order):
     whole = samples(order)
-    line = [(int(shard), row) for shard in order._line[0] for row in range(order.sizes[int(shard)])]
+    starts, shift = order._line
+    ends = [*starts[1:], order.num_samples]
+    line = [
+        place + each
+        for start, end, each in zip(starts, ends, shift, strict=True)
+        for place in range(start, end)
+    ]
     start = 0
     for lane in range(order.lanes):
         found = whole[lane :: order.lanes]
@@ -88,8 +94,8 @@ def test_seed_and_epoch_draw_other_orders_which_a_version_keeps():
         for seed, epoch in ((0, 0), (0, 1), (1, 0))
     ]
     # Checkpoints were written with them: other numbers need another `VERSION`.
-    assert [order.checksum_next(0) for order in orders[:2]] == [3735738743, 4209997179]
-    assert orders[0].checksum_next(333) == 112606247
+    assert [order.checksum_next(0) for order in orders[:2]] == [2327856266, 1765122551]
+    assert orders[0].checksum_next(333) == 3627216391
     found = {tuple(samples(order)) for order in orders}
     assert len(found) == 3
 
@@ -101,10 +107,53 @@ def test_a_rank_needs_few_shards(num_ranks):
     for first in range(0, order.num_samples, 96):
         parts = np.array_split(order.batch(first, 96), num_ranks)
         for shards, part in zip(needed, parts, strict=True):
-            shards.update(order.shards_and_rows(part)[0].tolist())
+            shards.update((part // 180).tolist())
     most = max(map(len, needed)) / 1000
     assert most <= (1 / num_ranks + 2 / 48) * (1 + 48 / 1000)  # as docs/streams.md has it
     assert most * num_ranks <= (1.25 if num_ranks == 5 else 1.1)
+
+
+@given(
+    lengths=st.lists(st.integers(20, 900), min_size=1, max_size=4),
+    proportions=st.lists(st.integers(1, 50), min_size=4, max_size=4),
+    lanes=st.integers(1, 8),
+    until_all=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_mixture_has_exact_counts_and_is_through_before_it_begins_again(
+    lengths, proportions, lanes, until_all, epoch
+):
+    total = sum(proportions[: len(lengths)])
+    shares = [UNIT * each // total for each in proportions[: len(lengths)]]
+    shares[0] += UNIT - sum(shares)
+
+    def make(source, seed):
+        return EpochOrder(np.array([lengths[source]]), seed, epoch, lanes, 30)
+
+    order = MixedOrder(make, lengths, shares, until_all, 5, epoch, lanes)
+    found = np.array(samples(order), np.int64)
+    starts = np.cumsum([0, *lengths])
+    sources = np.searchsorted(starts, found % sum(lengths), side="right") - 1
+    if not until_all:
+        assert len(np.unique(found)) == len(found)
+        assert found.max(initial=0) < sum(lengths)
+    for lane in range(lanes):
+        own = sources[lane::lanes].reshape(-1, order.block)
+        counts = np.stack([(own == each).sum(axis=1) for each in range(len(lengths))], axis=1)
+        exact = np.array(shares) * order.block / UNIT
+        assert (abs(counts - exact) < 1).all()
+        # what is left of the shares comes in turn
+        so_far = np.cumsum(counts - exact, axis=0)
+        assert (abs(so_far) < SLACK).all()
+    in_passes = collections.Counter(found.tolist())
+    assert set(in_passes.values()) <= {1}, "a pass has other numbers"
+    if until_all:
+        assert set(found % sum(lengths)) == set(range(sum(lengths)))
+        for source, length in enumerate(lengths):  # the passes but the last are whole
+            own = found[sources == source] // sum(lengths)
+            counts = collections.Counter(own.tolist())
+            assert all(count == length for count in list(counts.values())[:-2])
 
 
 def test_lanes_and_window_follow_from_batch_and_index():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,22 +41,45 @@ def choose_window(lanes: int, num_samples: int, num_bytes: int) -> int:
     return max(1, min(MAX_OPEN_SAMPLES, fit) // lanes)
 
 
-@dataclass(frozen=True, eq=False)
-class EpochOrder:
-    """The order of one epoch. It follows from these fields alone."""
+class Order(ABC):
+    """The samples of an epoch by their times, which are whole numbers in [0, num_samples)."""
 
-    sizes: Indices  # (S,) samples of each shard
-    seed: int
-    epoch: int
     lanes: int
-    window: int  # samples of a lane; its first window has fewer
+    num_samples: int
 
-    @functools.cached_property
-    def num_samples(self) -> int:
-        return int(self.sizes.sum())
+    @abstractmethod
+    def samples(self, times: Indices) -> Indices:
+        """Return the number of the sample at each of `times`."""
 
-    def shards_and_rows(self, times: Indices) -> tuple[Indices, Indices]:
-        """Return which sample each of `times` in [0, N) is: its shard, and its place there."""
+    def batch(self, first: int, size: int) -> Indices:
+        """Return the samples of the global batch at [first, first + size), lane by lane. The
+        epoch's end cuts it.
+        """
+        times = np.arange(first, min(first + size, self.num_samples))
+        return self.samples(times[np.argsort(times % self.lanes, kind="stable")])
+
+    def checksum_next(self, first: int) -> int:
+        """Return a checksum of the next samples from time `first` on: an order that has changed has
+        another.
+        """
+        times = np.arange(first, min(first + NUM_NEXT, self.num_samples))
+        return zlib.crc32(self.samples(times).astype("<i8").tobytes())
+
+
+class EpochOrder(Order):
+    """The order of one epoch of shards. It follows from these arguments alone.
+
+    Args:
+        sizes: (S,) samples of each shard.
+        window: samples of a lane that are shuffled with each other; its first window has fewer.
+    """
+
+    def __init__(self, sizes: Indices, seed: int, epoch: int, lanes: int, window: int) -> None:
+        self.sizes, self.seed, self.epoch = sizes, seed, epoch
+        self.lanes, self.window = lanes, window
+        self.num_samples = int(sizes.sum())
+
+    def samples(self, times: Indices) -> Indices:
         lane, place = times % self.lanes, times // self.lanes
         short, num_longer = divmod(self.num_samples, self.lanes)
         length = short + (lane < num_longer)
@@ -68,28 +91,17 @@ class EpochOrder:
         key = derive_key(VERSION, self.seed, self.epoch, 1, lane, number)
         lane_start = lane * short + np.minimum(lane, num_longer)
         on_line = lane_start + begin + permute(place - begin, size, key)
-        order, starts = self._line
+        starts, shift = self._line
         slot = np.searchsorted(starts, on_line, side="right") - 1
-        return order[slot], on_line - starts[slot]
-
-    def batch(self, first: int, size: int) -> Indices:
-        """Return the global batch [first, first + size), lane by lane, as times. The epoch's end
-        cuts it.
-        """
-        times = np.arange(first, min(first + size, self.num_samples))
-        return times[np.argsort(times % self.lanes, kind="stable")]
-
-    def checksum_next(self, first: int) -> int:
-        """Return a checksum of the next keys from `first` on: an order that has changed has
-        another.
-        """
-        times = np.arange(first, min(first + NUM_NEXT, self.num_samples))
-        return zlib.crc32(np.stack(self.shards_and_rows(times)).astype("<i8").tobytes())
+        return on_line + shift[slot]
 
     @functools.cached_property
     def _line(self) -> tuple[Indices, Indices]:
-        """The shards end to end, and where on the line each of them starts."""
+        """Where each of the shards starts that lie end to end, and how much further the numbers of
+        its samples are.
+        """
         count = len(self.sizes)
         key = derive_key(VERSION, self.seed, self.epoch, 0)
         order = permute(np.arange(count), count, key)
-        return order, np.cumsum(self.sizes[order]) - self.sizes[order]
+        starts = np.cumsum(self.sizes[order]) - self.sizes[order]
+        return starts, (np.cumsum(self.sizes) - self.sizes)[order] - starts

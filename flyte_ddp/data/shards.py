@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -24,7 +26,7 @@ from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.data.cache import ShardCache, make_directory, reading
 from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
-from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
+from flyte_ddp.data.order import EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
 from flyte_ddp.data.readers import Fields, Read
 from flyte_ddp.data.source import Source
@@ -39,8 +41,56 @@ MAX_TOLD = 10  # samples that were ignored, of each process
 logger = logging.getLogger(__name__)
 
 
+class Stream(ABC):
+    """Samples in an order of their own, of which coming ones are fetched."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch the files of some samples, several at once."""
+
+    @abstractmethod
+    def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        """Return the order of an epoch."""
+
+    @abstractmethod
+    def num_ahead(self, order: Order, num_ranks: int) -> float:
+        """Return how many samples' files may be fetched ahead; infinite where none are copied."""
+
+    def batches(
+        self,
+        global_batch_size: int,
+        seed: int,
+        epoch: int,
+        first: int,
+        take: Callable[[list[int]], Sequence[int]],
+        num_ranks: int,
+    ) -> Iterator[list[int]]:
+        """Yield the samples of each global batch of an epoch, without those of the `first` samples,
+        lane by lane. Meanwhile the files of coming batches are fetched.
+
+        Args:
+            take: returns the part of a batch that is read here.
+            num_ranks: that share the batches.
+
+        Raises:
+            ConfigError: the shards that this machine reads at once do not fit in the cache.
+        """
+        order = self.order(global_batch_size, seed, epoch)
+
+        def draw() -> Iterator[list[int]]:
+            for start in range(first, order.num_samples, global_batch_size):
+                yield order.batch(start, global_batch_size).tolist()
+
+        num_ahead = self.num_ahead(order, num_ranks)
+        distance = int(num_ahead / global_batch_size) if num_ahead < math.inf else 0
+        return fetch_ahead(draw(), map(take, draw()), self.prefetch, distance)
+
+
 @dataclass(frozen=True, eq=False)
-class Shards:
+class Shards(Stream):
     """Samples in shards: tar files in WebDataset's layout, Parquet, MosaicML's MDS, JSON lines, or
     what a reader of yours knows.
 
@@ -142,42 +192,22 @@ class Shards:
         shards = np.unique(np.searchsorted(self._ends, samples, side="right"))
         self._cache.ensure(map(self._index.entry, shards.tolist()))
 
-    def batches(
-        self,
-        global_batch_size: int,
-        seed: int,
-        epoch: int,
-        first: int,
-        take: Callable[[list[int]], Sequence[int]],
-        num_ranks: int,
-    ) -> Iterator[list[int]]:
-        """Yield the samples of each global batch of an epoch, without those of the `first` samples,
-        lane by lane. Meanwhile the shards of coming batches are fetched.
+    @property
+    def num_shards(self) -> int:
+        return len(self._index)
 
-        Args:
-            take: returns the part of a batch that is read here.
-            num_ranks: that share the batches.
-
-        Raises:
-            ConfigError: the shards that this machine reads at once do not fit in the cache.
-        """
-        order = self._order(global_batch_size, seed, epoch)
-        starts = self._ends - self._index.samples
-
-        def draw() -> Iterator[list[int]]:
-            for start in range(first, len(self), global_batch_size):
-                shards, rows = order.shards_and_rows(order.batch(start, global_batch_size))
-                yield (starts[shards] + rows).tolist()
-
-        distance = int(self._num_ahead(order, num_ranks) / global_batch_size)
-        return fetch_ahead(draw(), map(take, draw()), self.prefetch, distance)
+    def describe_shards(self) -> dict[str, Any]:
+        """Return the plain values that tell these shards from others."""
+        return {
+            "number of shards": self.num_shards,
+            "checksum of the shards": self._index.checksum(),
+        }
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
         """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
-        order = self._order(global_batch_size, seed, 0)
+        order = self.order(global_batch_size, seed, 0)
         return {
-            "number of shards": len(self._index),
-            "checksum of the shards": self._index.checksum(),
+            **self.describe_shards(),
             "lanes": order.lanes,
             "window": order.window,
             "version of the order": VERSION,
@@ -189,44 +219,63 @@ class Shards:
 
         Where they are others, what `describe_order` returns of them tells.
         """
-        head = self._index.head(described.get("number of shards"))
-        found = dataclasses.replace(
-            self, lanes=described.get("lanes"), window=described.get("window")
-        )
-        if len(head) < len(self._index):
+        lanes, window = described.get("lanes"), described.get("window")
+        found = dataclasses.replace(self, lanes=lanes, window=window)
+        return found.take_first(described.get("number of shards"))
+
+    def take_first(self, count: int | None) -> Shards:
+        """Return the first shards of the index, all for None, and log that there are more."""
+        found, head = dataclasses.replace(self), self._index.head(count)
+        if len(head) < self.num_shards:
             logger.warning(
                 "%s has %d shards more than its checkpoint: they are read from the next epoch on",
                 self._files.join(""),
-                len(self._index) - len(head),
+                self.num_shards - len(head),
             )
         vars(found)["_index"] = head
         return found
 
-    def _num_ahead(self, order: EpochOrder, num_ranks: int) -> float:
-        """Return how many samples ahead of those that are read the cache has room for shards of.
+    def order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
+        lanes = self.lanes or choose_lanes(global_batch_size, self.num_shards)
+        return self.make_order(lanes, seed, epoch)
+
+    def make_order(self, lanes: int, seed: int, epoch: int, share: float = 1.0) -> EpochOrder:
+        """Return the order of an epoch in so many lanes.
+
+        Args:
+            share: of what may be open, of these shards.
+        """
+        fits = choose_window(lanes, len(self), self._index.num_bytes)
+        window = self.window or max(1, int(share * fits))
+        return EpochOrder(self._index.samples, seed, epoch, lanes, window)
+
+    def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
+        """Return for how many samples ahead of those that are read the cache has room.
 
         A lane needs its open window, and the two shards that this ends in. Files leave the cache in
-        the order of their last use: so that none is one that was fetched ahead, there is room for
+        the order of their last use. So that none is one that was fetched ahead, there is room for
         as many that were used.
+
+        Args:
+            part: of the cache, for these shards.
+
+        Raises:
+            ConfigError: what this machine reads at once does not fit.
         """
+        assert isinstance(order, EpochOrder)
         if not self._cache.has_copies(self._index.entry(0)):
-            return 0
+            return math.inf
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         lanes = min(order.lanes, -(-order.lanes * ranks // num_ranks) + ranks)
         window = order.window * self._index.num_bytes // len(self)
         needed = lanes * (window + 2 * int(self._index.sizes.max()))
-        needed = min(needed, self._index.num_bytes)
-        if needed > self._cache.limit:
+        needed, limit = min(needed, self._index.num_bytes), self._cache.limit * part
+        if needed > limit:
             raise ConfigError(
-                f"cache_gib: expected at least {needed / 2**30:.3g}, for windows of {order.window} "
-                f"samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
+                f"cache_gib: expected at least {needed / part / 2**30:.3g}, for windows of "
+                f"{order.window} samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
             )
-        return order.lanes * order.window * min(1.0, (self._cache.limit / needed - 1) / 2)
-
-    def _order(self, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
-        lanes = self.lanes or choose_lanes(global_batch_size, len(self._index))
-        window = self.window or choose_window(lanes, len(self), self._index.num_bytes)
-        return EpochOrder(self._index.samples, seed, epoch, lanes, window)
+        return order.lanes * order.window * min(1.0, (limit / needed - 1) / 2)
 
     @functools.cached_property
     def _files(self) -> Source:

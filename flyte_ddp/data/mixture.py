@@ -1,0 +1,253 @@
+"""`Mixture`: samples of several sources of shards in fixed proportions, in an order that knows no
+ranks. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flyte_ddp.config.fields import finite_number
+from flyte_ddp.data.order import MAX_LANES, MIN_LANES, SHARDS_PER_LANE, EpochOrder, Indices, Order
+from flyte_ddp.data.permutation import VERSION, derive_key, permute
+from flyte_ddp.data.shards import Shards, Stream
+from flyte_ddp.errors import ConfigError
+
+UNIT = 1 << 32  # of which each source has a share
+GOLDEN = 0x9E3779B9  # of UNIT; its multiples are spread evenly
+MAX_BLOCK = 1024  # places of a lane that have exact counts of each source
+MIN_BLOCKS = 16  # of a lane; of small data the blocks are smaller
+SLACK = 8  # samples by which the counts of blocks may differ from the shares
+
+
+def count_in_blocks(shares: Sequence[int], block: int, num_blocks: int) -> Indices:
+    """Return how many samples of each source come before each block of a lane, and in all,
+    (num_blocks + 1, sources).
+
+    A block has the whole part of each source's share, and what is left of the shares in turn.
+    """
+    exact = np.array(shares, np.int64) * block
+    ends = np.concatenate([[0], np.cumsum(exact % UNIT)])
+    shift = np.arange(num_blocks, dtype=np.int64)[:, None] * GOLDEN % UNIT
+    in_turn = np.diff(-((shift - ends) // UNIT), axis=1)
+    counts = exact // UNIT + in_turn
+    return np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(counts, axis=0)])
+
+
+class MixedOrder(Order):
+    """The order of one epoch of several sources.
+
+    A block of a lane has a whole number of each source's samples, in an order of its own. A source
+    whose lane is through begins again, in another order.
+
+    Args:
+        make: returns the order of a source by its number and a seed.
+        lengths: samples of each source; a lane has one at least.
+        shares: of each source, `UNIT` together.
+        until_all: the epoch ends when the last source is through, else before the first one is.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Order],
+        lengths: Sequence[int],
+        shares: Sequence[int],
+        until_all: bool,
+        seed: int,
+        epoch: int,
+        lanes: int,
+    ) -> None:
+        self.make = functools.lru_cache(maxsize=None)(make)
+        self.lengths, self.seed, self.epoch, self.lanes = lengths, seed, epoch, lanes
+        places = [
+            (length // lanes + SLACK) * UNIT // share
+            for length, share in zip(lengths, shares, strict=True)
+        ]
+        self.block = MAX_BLOCK
+        while self.block > 1 and min(places) < MIN_BLOCKS * self.block:
+            self.block //= 2
+        num_blocks = (max if until_all else min)(places) // self.block + 2
+        self.before = count_in_blocks(shares, self.block, num_blocks)
+        if until_all:
+            wanted = -(-np.array(lengths) // lanes)
+            num_blocks = int((self.before < wanted).any(axis=1).sum())
+        else:
+            num_blocks = int((self.before <= np.array(lengths) // lanes).all(axis=1).sum()) - 1
+        self.num_samples = num_blocks * self.block * lanes
+
+    def samples(self, times: Indices) -> Indices:
+        """Return the number of the sample at each of `times`, those of one source behind those of
+        the one before; in each pass over a source they are others, by the samples of all.
+        """
+        lane, place = times % self.lanes, times // self.lanes
+        number = place // self.block
+        key = derive_key(VERSION, self.seed, self.epoch, 2, lane, number)
+        inside = permute(place % self.block, self.block, key)
+        ends = np.cumsum(self.before[number + 1] - self.before[number], axis=1)
+        source = (inside[:, None] >= ends).sum(axis=1)
+        rows = np.arange(len(times))
+        count = self.before[number + 1, source] - ends[rows, source] + inside
+        found = np.empty_like(times)
+        for each, length in enumerate(self.lengths):
+            offset = sum(self.lengths[:each])
+            own_length = (length - lane + self.lanes - 1) // self.lanes
+            round_number = count // own_length
+            for number_of_pass in np.unique(round_number[source == each]).tolist():
+                chosen = (source == each) & (round_number == number_of_pass)
+                seed = int(derive_key(self.seed, each, number_of_pass)[0])
+                own = (count % own_length * self.lanes + lane)[chosen]
+                numbers = self.make(each, seed).samples(own)
+                found[chosen] = numbers + offset + number_of_pass * sum(self.lengths)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(Stream):
+    """Samples of several `Shards`, so many of each.
+
+        data = Mixture({"code": Shards(...), "web": Shards(...)}, {"code": 0.3, "web": 0.7})
+
+    Used as `Shards`. In each lane, 1,024 places that follow each other have exact counts of each
+    source, fewer where a source is small.
+
+    Args:
+        sources: by their names. Each has a transform of its own.
+        proportions: of samples, by the same names; numbers above 0, whatever their sum.
+        stop: an epoch ends before the first source has to begin again ("first_exhausted"), or when
+            each has been read ("all_exhausted"): the others begin again, in another order.
+        lanes: of each source; by default a power of 2, up to 64. With a divisor of the batch size
+            each rank fetches fewer files.
+
+    Raises:
+        ConfigError: an argument is not of its kind, or a source has too few samples.
+    """
+
+    sources: Mapping[str, Shards]
+    proportions: Mapping[str, float]
+    stop: str = "first_exhausted"
+    lanes: int | None = None
+    UNREADABLE: ClassVar[object] = Shards.UNREADABLE
+
+    def __post_init__(self) -> None:
+        if not self.sources or self.sources.keys() != self.proportions.keys():
+            raise ConfigError(
+                f"proportions: expected one for each of {', '.join(self.sources) or 'no sources'}, "
+                f"got {', '.join(map(str, self.proportions))}"
+            )
+        for name, value in self.proportions.items():
+            finite_number(f"proportions[{name!r}]", value, above=0)
+        if self.stop not in ("first_exhausted", "all_exhausted"):
+            raise ConfigError(
+                f'stop: expected "first_exhausted" or "all_exhausted", got {self.stop!r}'
+            )
+
+    def prepare(self) -> str:
+        """Make the indexes that are missing, and return a description; see `Shards.prepare`."""
+        return "; ".join(f"{name}: {each.prepare()}" for name, each in self.sources.items())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, sample: int) -> Any:
+        if sample < 0:
+            raise IndexError(sample)
+        number = sample % int(self._ends[-1])
+        source = int(np.searchsorted(self._ends, number, side="right"))
+        shards = self._all[source]
+        return shards[number - int(self._ends[source]) + len(shards)]
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch the shards of some samples, several at once."""
+        numbers = np.asarray(samples) % self._ends[-1]
+        places = np.searchsorted(self._ends, numbers, side="right")
+        for source in np.unique(places).tolist():
+            shards = self._all[source]
+            first = int(self._ends[source]) - len(shards)
+            shards.prefetch((numbers[places == source] - first).tolist())
+
+    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
+        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
+        found: dict[str, Any] = {
+            f"{name}: {what}": value
+            for name, each in self.sources.items()
+            for what, value in each.describe_shards().items()
+        }
+        order = self._make_order(seed, 0)
+        return {
+            **found,
+            "shares": ", ".join(map(str, self._shares)),
+            "stop": self.stop,
+            "lanes": order.lanes,
+            "version of the order": VERSION,
+            "checksum of the order": order.checksum_next(0),
+        }
+
+    def continue_order(self, described: Mapping[str, Any]) -> Mixture:
+        """Return the sources as they were in the epoch whose order is `described`, in its lanes."""
+        sources = {
+            name: each.take_first(described.get(f"{name}: number of shards"))
+            for name, each in self.sources.items()
+        }
+        return dataclasses.replace(self, sources=sources, lanes=described.get("lanes"))
+
+    def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
+        return self._make_order(seed, epoch)
+
+    def num_ahead(self, order: Order, num_ranks: int, part: float = 1.0) -> float:
+        """Return for how many samples ahead the sources' caches have room, each for a part."""
+        part /= len(self._all)
+        return min(
+            each.num_ahead(self._source_order(number, 0, 0), num_ranks, part) * UNIT / share
+            for number, (each, share) in enumerate(zip(self._all, self._shares, strict=True))
+        )
+
+    def _make_order(self, seed: int, epoch: int) -> MixedOrder:
+        return MixedOrder(
+            lambda number, own_seed: self._source_order(number, own_seed, epoch),
+            [len(each) for each in self._all],
+            self._shares,
+            self.stop == "all_exhausted",
+            seed,
+            epoch,
+            self._num_lanes,
+        )
+
+    def _source_order(self, number: int, seed: int, epoch: int) -> EpochOrder:
+        share = self._shares[number] / UNIT
+        return self._all[number].make_order(self._num_lanes, seed, epoch, share)
+
+    @functools.cached_property
+    def _all(self) -> list[Shards]:
+        return list(self.sources.values())
+
+    @functools.cached_property
+    def _ends(self) -> Indices:
+        return np.cumsum([len(each) for each in self._all])
+
+    @functools.cached_property
+    def _shares(self) -> list[int]:
+        """The proportions in parts of `UNIT`."""
+        wanted = np.array([self.proportions[name] for name in self.sources], np.float64)
+        ends = np.rint(np.cumsum(wanted / wanted.sum()) * UNIT).astype(np.int64)
+        return [max(1, each) for each in np.diff(ends, prepend=0).tolist()]
+
+    @functools.cached_property
+    def _num_lanes(self) -> int:
+        lanes, most = self.lanes or MIN_LANES, min(each.num_shards for each in self._all)
+        while not self.lanes and 2 * lanes <= min(MAX_LANES, most // SHARDS_PER_LANE):
+            lanes *= 2
+        return lanes
+
+    @functools.cached_property
+    def _length(self) -> int:
+        is_enough = min(map(len, self._all)) >= self._num_lanes
+        if is_enough and (length := self._make_order(0, 0).num_samples):
+            return length
+        expected = f"expected more samples for {self._num_lanes} lanes"
+        got = ", ".join(f"{len(each)} of {name}" for name, each in self.sources.items())
+        raise ConfigError(f"sources: {expected}, got {got}")
