@@ -346,7 +346,7 @@ def test_a_checkpoint_has_the_epochs_in_one_text_however_many_there_are(num_epoc
     progress, others = Progress(), (1e-300, 1.0, 1 / 3, 0.0)
     for number in range(num_epochs):
         metrics = {"f1": number / 7}
-        progress.finish_epoch(
+        progress.note(
             EpochFinished(
                 1, 9, 0.1, float("inf"), *others, metrics=metrics, sample="a\u2028b\n\x0c"
             )
