@@ -138,6 +138,7 @@ def test_a_failure_is_in_the_result_where_errors_are_not_raised(monkeypatch):
 
     def handle(path, data):  # a slow one: all is passed on after the end of the ranks
         assert has_ended.wait(60)
+        time.sleep(1)
         given[path] = data
 
     monkeypatch.setattr(
