@@ -39,6 +39,10 @@ COMMANDS = {
         "flyte_ddp.prediction.command:main",
         "predict new data with a trained model, on this machine or on a Dask cluster",
     ),
+    "shards": (
+        "flyte_ddp.recipes.shards:main",
+        "write images in folders, or Parquet files, to shards in a random order",
+    ),
     "estimate": (
         "flyte_ddp.training.estimate:main",
         "estimate a recipe's seconds per epoch and memory, by one step",

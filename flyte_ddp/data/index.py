@@ -14,7 +14,7 @@ import json
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -85,18 +85,21 @@ def read_index(source: Source, url: str) -> ShardIndex:
         got = url or f"none of {', '.join((OWN_INDEX, *FOREIGN))} beside them"
         raise DataError(
             f"index: expected the index of {source.join('')}, got no file ({got}): call "
-            "`prepare()` of the Shards once, before the ranks start"
+            "`prepare()` of the Shards once, before the ranks start, or end `flyte-ddp shards`"
         )
     if not index.samples.sum():
         raise DataError(f"data: expected samples, got none in {source.join('')}")
     return index
 
 
-def prepare_index(source: Source, url: str, read: Read | None) -> str:
+def prepare_index(
+    source: Source, url: str, read: Read | None, counts: Mapping[str, int] | None = None
+) -> str:
     """Make the index if there is none, or add new shards to our own. Return a description.
 
     Args:
         url: where it is kept; "" for beside the shards.
+        counts: the samples of shards where they are known.
 
     Raises:
         DataError: there is no shard, one cannot be read, or two have one name.
@@ -106,7 +109,7 @@ def prepare_index(source: Source, url: str, read: Read | None) -> str:
     if known is None or is_own:
         if not url and isinstance(source.place, tuple):
             raise ConfigError("index: expected a URL where the index of these shards is kept")
-        known = _count(source, known, read)
+        known = _count(source, known, read, counts or {})
         arrays = io.BytesIO()
         np.savez(arrays, **vars(known))
         write_file(url or source.join(OWN_INDEX), arrays.getvalue(), "index", source.timeout)
@@ -175,7 +178,9 @@ def _check_names(names: Sequence[bytes]) -> None:
         )
 
 
-def _count(source: Source, known: ShardIndex | None, read: Read | None) -> ShardIndex:
+def _count(
+    source: Source, known: ShardIndex | None, read: Read | None, counts: Mapping[str, int]
+) -> ShardIndex:
     """Return an index of all shards of `source`. Those of `known` that are unchanged stay first."""
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
@@ -191,7 +196,8 @@ def _count(source: Source, known: ShardIndex | None, read: Read | None) -> Shard
     found = [known.entry(shard) for shard in range(len(known))] if known is not None else []
     entries = [each for each in found if files.get(each.name) == (each.size, each.version)]
     new = files.keys() - {each.name for each in entries}
-    to_count = [Entry(name, -1, *file) for name, file in files.items() if name in new]
+    added = [Entry(name, counts.get(name, -1), *files[name]) for name in files if name in new]
+    to_count = [each for each in added if each.samples < 0]
     read_whole = [each.size for each in to_count if not _has_footer(each, read)]
     if to_count:
         logger.warning(
@@ -201,10 +207,10 @@ def _count(source: Source, known: ShardIndex | None, read: Read | None) -> Shard
             sum(read_whole) / 2**30,
         )
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-        counts = threads.map(lambda entry: _count_samples(source, entry, read), to_count)
+        found_counts = threads.map(lambda entry: _count_samples(source, entry, read), added)
         entries += [
             dataclasses.replace(each, samples=count)
-            for each, count in zip(to_count, counts, strict=True)
+            for each, count in zip(added, found_counts, strict=True)
         ]
     return _make_index(entries)
 
@@ -218,6 +224,8 @@ def _has_footer(entry: Entry, read: Read | None) -> bool:
 
 
 def _count_samples(source: Source, entry: Entry, read: Read | None) -> int:
+    if entry.samples >= 0:
+        return entry.samples
     if _has_footer(entry, read):
         with reading(source, entry):
             return source.read_parts(entry.name, count_parquet)

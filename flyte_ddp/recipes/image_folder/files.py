@@ -72,12 +72,7 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
         StorageDenied: it may not be listed with the credentials of this process.
         StorageUnavailable: the store could not be reached for `STORE_TIMEOUT` seconds.
     """
-    if has_password(url):  # which every rank would store
-        raise DataError(
-            "data: expected a URL without a user name or a password; give them in the "
-            "environment instead"
-        )
-    storage = _open(url, anonymous)
+    storage = open_storage(url, anonymous)
     found = storage.find()
     if not found or "" in found:
         raise DataError(
@@ -141,6 +136,15 @@ class FileReader:
         reason = f"expected the listed {file.size} bytes, got {len(contents)}"
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
+    def decode(self, file: File, contents: bytes) -> Image:
+        """Return the image of which `read` has returned the contents. Raises UnreadableImage."""
+        try:
+            return decode_image(contents)
+        except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
+            raise UnreadableImage(
+                f"data: {self.join(file)} is no image that can be read: {error}"
+            ) from error
+
     def join(self, file: File) -> str:
         return f"{self.url}/{file.name}"
 
@@ -148,7 +152,7 @@ class FileReader:
 @functools.lru_cache(maxsize=8)
 def _open_client(process: int, url: str, anonymous: bool) -> tuple[Storage, ThreadPoolExecutor]:
     threads = ThreadPoolExecutor(CONCURRENT_READS, thread_name_prefix="read-images")
-    return _open(url, anonymous), threads
+    return open_storage(url, anonymous), threads
 
 
 def decode_image(contents: bytes) -> Image:
@@ -186,8 +190,13 @@ def decode_image(contents: bytes) -> Image:
     return image.convert("RGB")
 
 
-def _open(url: str, anonymous: bool) -> Storage:
-    """Open `url` for this process alone."""
+def open_storage(url: str, anonymous: bool) -> Storage:
+    """Open `url` for this process alone. Raises DataError if it has a password."""
+    if has_password(url):  # which every rank would store
+        raise DataError(
+            "data: expected a URL without a user name or a password; give them in the "
+            "environment instead"
+        )
     if anonymous and not url.startswith(("s3://", "s3a://", "gs://", "gcs://")):
         raise DataError(f"anonymous: expected none with {url}; it is for s3:// and gs:// only")
     return Storage(

@@ -1,0 +1,148 @@
+"""Shards of images, written from folders: `train/` and `val/`, and beside them a note with the
+names of the classes.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import logging
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from flyte_ddp.data.write import NOTE, begin_shards, compute_checksum, draw_order, write_shards
+from flyte_ddp.errors import StorageDenied
+from flyte_ddp.recipes.contents import report_left_out
+from flyte_ddp.recipes.image_folder.files import (
+    CONCURRENT_READS,
+    SUFFIXES,
+    File,
+    FileReader,
+    UnreadableImage,
+    list_images,
+    open_storage,
+)
+from flyte_ddp.recipes.image_folder.index import split_images
+
+TRAIN, HELD_OUT = SPLITS = "train", "val"
+CLASS = "cls"  # the field of a sample with the number of its class, as WebDataset calls it
+MIN_IMAGES = 2  # training images of a class
+
+logger = logging.getLogger(__name__)
+
+
+def read_classes(url: str, anonymous: bool) -> list[str]:
+    """Return the names of the classes of the shards at `url`; none if there are no such shards."""
+    try:
+        note = json.loads(open_storage(url, anonymous).read(NOTE))
+    except (FileNotFoundError, StorageDenied):  # which another look will raise
+        return []
+    return list(note.get("classes", []))
+
+
+def write_images(
+    source: str, destination: str, seed: int, shard_bytes: int, held_out: float, skips: bool
+) -> str:
+    """Write the images in the folders of `source` to shards of about `shard_bytes`. Return a
+    description.
+
+    Args:
+        held_out: share of the images, where there is no directory of held-out ones.
+        skips: leave out an image that cannot be read, with a warning.
+
+    Raises:
+        UnreadableImage: an image cannot be read.
+        DataError: as of `list_images` and `split_images`.
+        ConfigError: `destination` has other files.
+    """
+    url, files, left_out = list_images(source)
+    train, test, description = split_images(source, files, left_out, held_out, MIN_IMAGES)
+    classes = sorted({label for label, _ in train})
+    note = {
+        "source": compute_checksum(map(dataclasses.astuple, files)),
+        "seed": seed,
+        "shard size": shard_bytes,
+        "held-out share": held_out,
+        "classes": classes,
+    }
+    begin_shards(destination, note)
+    reader, lines = FileReader(url), [description]
+    for split, images in zip(SPLITS, (train, test), strict=True):
+        order = [
+            (classes.index(label), file)
+            for label, file in map(images.__getitem__, draw_order(len(images), seed).tolist())
+        ]
+        shards = _cut([file for _, file in order], shard_bytes)
+        make = functools.partial(_make_tars, reader, order, shards, left_out if skips else None)
+        lines.append(write_shards(f"{destination.rstrip('/')}/{split}", len(shards), ".tar", make))
+    return "\n".join(lines) + report_left_out(left_out)
+
+
+def _cut(files: Sequence[File], shard_bytes: int) -> list[list[int]]:
+    """Return the places in `files` of each shard."""
+    sizes = np.array([max(0, file.size) for file in files])
+    numbers = (np.cumsum(sizes) - sizes) // shard_bytes
+    ends = np.flatnonzero(np.diff(numbers)) + 1
+    return [places.tolist() for places in np.split(np.arange(len(files)), ends)]
+
+
+def _make_tars(
+    reader: FileReader,
+    order: Sequence[tuple[int, File]],
+    shards: Sequence[Sequence[int]],
+    left_out: Counter[str] | None,
+    missing: Sequence[int],
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield number, contents and samples of the `missing` ones of `shards`.
+
+    Args:
+        order: the class and the file of each image, as the shards have them.
+        left_out: counts the images that cannot be read; None if they are errors.
+    """
+
+    def read(image: int) -> bytes:
+        file = order[image][1]
+        try:
+            contents = reader.read(file)
+            reader.decode(file, contents)
+            return contents
+        except UnreadableImage as error:
+            if left_out is None:
+                raise
+            logger.warning("%s; it is left out", error)
+            return b""
+
+    with ThreadPoolExecutor(CONCURRENT_READS) as threads:
+        for number in missing:
+            shard, samples = io.BytesIO(), 0
+            with tarfile.open(fileobj=shard, mode="w") as tar:
+                images = shards[number]
+                for image, contents in zip(images, threads.map(read, images), strict=True):
+                    if contents:
+                        label, file = order[image]
+                        _add(tar, f"{image:08d}{_suffix(file)}", contents)
+                        _add(tar, f"{image:08d}.{CLASS}", str(label).encode())
+                        samples += 1
+                    elif left_out is not None:
+                        left_out["unreadable"] += 1
+            yield number, shard.getvalue(), samples
+
+
+def _suffix(file: File) -> str:
+    found = os.path.splitext(file.name)[1].lower()
+    return found if found in SUFFIXES else ".image"
+
+
+def _add(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(contents)
+    tar.addfile(member, io.BytesIO(contents))

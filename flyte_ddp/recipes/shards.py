@@ -1,0 +1,44 @@
+"""`flyte-ddp shards`: write images in folders, or Parquet files, to shards in a random order."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+
+from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.data.write import find_parquet, write_parquet
+from flyte_ddp.errors import StorageUnavailable, in_one_line
+from flyte_ddp.recipes.image_folder.shards import write_images
+from flyte_ddp.storage.failures import is_full
+
+
+def main(arguments: Sequence[str]) -> str:
+    """Write the shards that are missing, and return a description of them all."""
+    parser = argparse.ArgumentParser(
+        prog="flyte-ddp shards",
+        description="write images in a folder for each class to tar files, or the rows of Parquet "
+        "files to others, in a random order; the same command writes what is missing",
+    )
+    text = "directory or URL of images, as of the recipe image_folder, or of Parquet files"
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    parser.add_argument("destination", metavar="DESTINATION", help="empty directory or prefix")
+    parser.add_argument("--seed", type=int, default=0, help="of the order (default 0)")
+    parser.add_argument("--shard-mib", type=int, default=64, help="size of a shard (default 64)")
+    text = "share of the images, where there is no folder of held-out ones (default 0.2)"
+    parser.add_argument("--held-out", type=float, default=0.2, help=text)
+    text = "an image that cannot be read ends the command, or is left out (default fail)"
+    parser.add_argument("--unreadable", choices=("fail", "skip"), default="fail", help=text)
+    options = parser.parse_args(arguments)
+    shard_bytes = whole_number("--shard-mib", options.shard_mib, 1) << 20
+    held_out = finite_number("--held-out", options.held_out, above=0, below=1)
+    to = options.destination, options.seed, shard_bytes
+    try:
+        if files := find_parquet(options.source):
+            return write_parquet(files, *to)
+        return write_images(options.source, *to, held_out, options.unreadable == "skip")
+    except OSError as error:
+        if not is_full(error):
+            raise
+        what = f"TMPDIR: {tempfile.gettempdir()} is full: {in_one_line(error)}"
+        raise StorageUnavailable(what, True) from None
