@@ -180,9 +180,7 @@ def plot(axes: Axes, points: Points, **look: Any) -> list[tuple[float, float]]:
     """
     drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if drawn:
-        name = look.pop("gid", look.get("label") or "")
-        gid = None if name is None else printable(name)
-        axes.plot(*zip(*drawn, strict=True), gid=gid, **look)
+        axes.plot(*zip(*drawn, strict=True), **{"gid": look.get("label") or "", **look})
     return drawn
 
 

@@ -8,6 +8,7 @@ sample, so on a cluster every node must reach the URL.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 from collections import Counter
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.config.fields import field, validate
+from flyte_ddp.data import Shards
+from flyte_ddp.data.readers import KEY, Fields
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
@@ -28,9 +31,11 @@ from flyte_ddp.recipes.image_folder.files import (
     UnreadableImage,
     decode_image,
     list_images,
+    open_storage,
 )
 from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
 from flyte_ddp.recipes.image_folder.models import build_model, check_architecture
+from flyte_ddp.recipes.image_folder.shards import CLASS, SPLITS, TRAIN, read_classes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,6 +52,7 @@ MAX_REPLACEMENTS = 10
 # of a prediction in the report: pixels of a side, likeliest classes
 SHOWN_SIZE, SHOWN_SCORES = 64, 10
 OWN_IMAGES = "images"  # in the directory of the prepared data
+SHARDS = "shards.json"  # there, in place of the index of images
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +73,7 @@ class ImageFolder(Recipe):
     # share of the images, where there is no directory of held-out ones
     held_out: float = field(0.2, above=0, below=1)
     min_images: int = field(2, minimum=1)  # training images that each class must have
-    # image: skip takes another one of its class
+    # image: skip takes another one of its class; in shards it leaves the image out
     unreadable: str = field("fail", choices=("fail", "skip"))
     # no credentials, for public buckets; else they come from the environment
     anonymous: bool = False
@@ -97,10 +103,12 @@ class ImageFolder(Recipe):
 
         Args:
             source: a directory or URL with either folders such as `train` and `val` or the classes'
-                folders themselves, of whose images a share is then held out; "" draws images of
-                four shapes.
+                folders themselves, of whose images a share is then held out, or the shards that
+                `flyte-ddp shards` has made of such; "" draws images of four shapes.
         """
         check_architecture(self.architecture)
+        if source and (classes := read_classes(source, self.anonymous)):
+            return self._prepare_shards(source, classes, directory)
         if source:
             url, files, others = list_images(source, self.anonymous)
         else:
@@ -119,9 +127,31 @@ class ImageFolder(Recipe):
             + report_left_out(others)
         )
 
+    def _prepare_shards(self, source: str, classes: list[str], directory: Path) -> str:
+        if self.anonymous:
+            raise ConfigError(
+                f"recipe_options.anonymous: expected false, because {source} has shards, got true"
+            )
+        url = open_storage(source, False).url
+        splits = [Shards(f"{url}/{split}") for split in SPLITS]
+        note = {
+            "url": url,
+            "classes": classes,
+            "image_size": self.image_size or IMAGE_SIZE,
+            "shards": [each.describe_shards() for each in splits],
+        }
+        (directory / SHARDS).write_text(json.dumps(note), encoding="utf-8")
+        train, held_out = map(len, splits)
+        return (
+            f"{train:,} training and {held_out:,} held-out images of {len(classes):,} classes, in "
+            f"shards, read from {url}"
+        )
+
     def prepare_new_data(self, source: str, directory: Path) -> str:
-        """Write which images there are, in folders or not; "" draws images as `prepare`."""
-        if not source:
+        """Write which images there are, in folders or not. "" draws images as `prepare`; of shards
+        the held-out ones are predicted.
+        """
+        if not source or read_classes(source, self.anonymous):
             return self.prepare(source, directory)
         check_architecture(self.architecture)
         url, files, others = list_images(source, self.anonymous)
@@ -131,6 +161,18 @@ class ImageFolder(Recipe):
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
         """Return the images in bytes, (3, S, S), and the numbers of their classes."""
+        if (directory / SHARDS).exists():
+            note = json.loads((directory / SHARDS).read_text(encoding="utf-8"))
+            self.class_names, self._image_size = note["classes"], note["image_size"]
+            shards = [
+                Shards(
+                    f"{note['url']}/{split}",
+                    transform=ToSample(self._image_size, self.augment and split == TRAIN),
+                    unreadable="ignore" if self.unreadable == "skip" else "fail",
+                )
+                for split in SPLITS
+            ]
+            return cast("tuple[Dataset[Any], Dataset[Any]]", tuple(shards))
         index = read_index(directory)
         self.class_names = index.classes or self.class_names
         self._image_size = index.image_size  # for `model`
@@ -218,41 +260,20 @@ class Images:
         self._ahead = {sample: self.reader.begin(self.images.file(sample)) for sample in indices}
 
     def __getitem__(self, sample: int) -> tuple[Tensor, int]:
-        from torchvision import transforms
-
         try:
             image = self._image(sample)
         except UnreadableImage as error:
             if not self.skips:
                 raise
             image = self._replacement(sample, error)
-        size = self.image_size
-        if self.augments:
-            image = transforms.RandomHorizontalFlip()(
-                transforms.RandomResizedCrop(size, CROP_SCALE)(image)
-            )
-        else:
-            # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a
-            # very long image only the middle is resized: all of 3 x 6,000 pixels would be 256 x
-            # 512,000.
-            longest = MAX_ASPECT * min(image.size)
-            if max(image.size) > longest:
-                image = transforms.CenterCrop(
-                    [min(side, longest) for side in reversed(image.size)]
-                )(image)
-            image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
-        return transforms.PILToTensor()(image), int(self.images.labels[sample])
+        tensor = to_tensor(image, self.image_size, self.augments)
+        return tensor, int(self.images.labels[sample])
 
     def _image(self, sample: int) -> Any:
         file = self.images.file(sample)
         future = self._ahead.pop(sample, None)
         contents = future.result() if future else self.reader.read(file)
-        try:
-            return decode_image(contents)
-        except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
-            raise UnreadableImage(
-                f"data: {self.reader.join(file)} is no image that can be read: {error}"
-            ) from error
+        return self.reader.decode(file, contents)
 
     def _replacement(self, sample: int, error: UnreadableImage) -> Any:
         """Return the next image of the class of `sample` that can be read."""
@@ -270,3 +291,38 @@ class Images:
         raise DataError(
             f"{error}; nor can the images that follow it in class {self.classes[label]!r}"
         ) from error
+
+
+@dataclass(frozen=True)
+class ToSample:
+    """Makes a sample as those of `Images` of a record of shards."""
+
+    image_size: int
+    augments: bool
+
+    def __call__(self, fields: Fields) -> tuple[Tensor, int]:
+        contents = next(fields[name] for name in fields if name not in (KEY, CLASS))
+        tensor = to_tensor(decode_image(contents), self.image_size, self.augments)
+        return tensor, int(fields[CLASS])
+
+
+def to_tensor(image: Any, size: int, augments: bool) -> Tensor:
+    """Return a decoded image in bytes, (3, size, size), cropped at random if it `augments`."""
+    from torchvision import transforms
+
+    if augments:
+        image = transforms.RandomHorizontalFlip()(
+            transforms.RandomResizedCrop(size, CROP_SCALE)(image)
+        )
+    else:
+        # All but an eighth of the shorter side, as torchvision's own evaluation has it. Of a
+        # very long image only the middle is resized: all of 3 x 6,000 pixels would be 256 x
+        # 512,000.
+        longest = MAX_ASPECT * min(image.size)
+        if max(image.size) > longest:
+            image = transforms.CenterCrop([min(side, longest) for side in reversed(image.size)])(
+                image
+            )
+        image = transforms.CenterCrop(size)(transforms.Resize(size * 8 // 7)(image))
+    tensor: Tensor = transforms.PILToTensor()(image)
+    return tensor

@@ -1,0 +1,202 @@
+"""Shards that `flyte-ddp shards` writes: every sample once, in a seeded order, and what recipe
+`image_folder` makes of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from flyte_ddp.data import Shards, write
+from flyte_ddp.data.index import OWN_INDEX
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
+from flyte_ddp.recipes.image_folder.shards import write_images
+from flyte_ddp.recipes.shards import main
+from flyte_ddp.storage import Storage
+from tests.support.image_store import image_tree, prepare, write_tree
+from tests.support.runs import new_run
+
+SHARD_BYTES = 1000  # some 8 of the images
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def contents_of(url):
+    place = Storage(str(url))
+    return {name: place.read(name) for name in place.find()}
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_images_are_in_shards_once_as_they_are_and_mixed(place, store, tmp_path):
+    tree = image_tree(count=16)
+    source, destination = write_tree(tree, tmp_path / "tree"), str(tmp_path / "shards")
+    if place == "store":
+        source, destination = store.fill(tree), f"{store.new_bucket()}/shards"
+    described = write_images(source, destination, 0, SHARD_BYTES, 0.2, skips=False)
+
+    assert "48 training and 48 held-out images (in val/)" in described
+    written = contents_of(destination)
+    for split in ("train", "val"):
+        records = [Shards(f"{destination}/{split}")[sample] for sample in range(48)]
+        found = [(each["png"], ["blue", "green", "red"][int(each["cls"])]) for each in records]
+        wanted = [(tree[name], name.split("/")[1]) for name in tree if name.startswith(split)]
+        assert sorted(found) == sorted(wanted)
+        labels = [each["cls"] for each in records]
+        assert all(len(set(labels[first : first + 16])) == 3 for first in (0, 16, 32))
+        shards = [name for name in written if name.startswith(split) and name.endswith(".tar")]
+        assert 4 < len(shards) < 12
+        Storage(destination).delete(f"{split}/{OWN_INDEX}")
+        Shards(f"{destination}/{split}").prepare()
+    assert contents_of(destination) == written  # the index too is what `prepare` makes
+
+
+def test_rows_of_parquet_are_in_shards_once_with_all_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "SHARDS_AT_ONCE", 2)
+    rows = [{"number": n, "text": f"row {n}", "tokens": [n, n + 1]} for n in range(3000)]
+    (tmp_path / "rows").mkdir()
+    for name, part in (("a", rows[:2500]), ("b", rows[2500:])):
+        table = pyarrow.Table.from_pylist(part)
+        pyarrow.parquet.write_table(table, tmp_path / f"rows/{name}.parquet", row_group_size=300)
+    source = write.find_parquet(str(tmp_path / "rows"))
+    write.write_parquet(source, str(tmp_path / "shards"), 0, 8000)
+
+    tables = [
+        pyarrow.parquet.read_table(file).to_pylist()
+        for file in sorted((tmp_path / "shards").glob("*.parquet"))
+    ]
+    found = [row for table in tables for row in table]
+    assert len(tables) > 3
+    assert sorted(found, key=lambda row: row["number"]) == rows
+    assert all(400 < np.mean([row["number"] for row in table]) < 2600 for table in tables)
+    assert Shards(str(tmp_path / "shards"))[7]["number"] == found[7]["number"]
+    single = write.find_parquet(str(tmp_path / "rows/b.parquet"))
+    assert write.write_parquet(single, str(tmp_path / "b"), 1, 1 << 20).startswith("500 samples")
+
+
+def test_the_same_command_writes_what_is_missing(tmp_path, monkeypatch, capsys):
+    source, destination = write_tree(image_tree(), tmp_path / "tree"), str(tmp_path / "shards")
+    arguments = source, destination, 0, SHARD_BYTES, 0.2, False
+    write_images(*arguments)
+    whole = contents_of(destination)
+    for name in ("train/000001.tar", "train/" + OWN_INDEX, "val/000000.tar", "val/" + OWN_INDEX):
+        os.unlink(f"{destination}/{name}")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "SHORT_TIMEOUT", 0)
+        patch.setattr("flyte_ddp.storage.directory.os.replace", fail)
+        with pytest.raises(StorageUnavailable, match=r"^destination: .*/train is full: "):
+            write_images(*arguments)
+    with pytest.raises(DataError, match="^index: expected .* or end `flyte-ddp shards`"):
+        prepare(destination, tmp_path)
+    write_images(*arguments)
+    assert contents_of(destination) == whole
+    for other in (
+        (source, destination, 1),
+        (write_tree({**image_tree(count=5)}, tmp_path / "more"), destination, 0),
+    ):
+        with pytest.raises(
+            ConfigError, match="^destination: expected .* without shards of another"
+        ):
+            write_images(*other, SHARD_BYTES, 0.2, False)
+    assert contents_of(destination) == whole
+
+
+def test_an_unreadable_image_is_named_or_left_out_and_counted(tmp_path, caplog):
+    tree = {**image_tree(), "train/red/cut.png": image_tree()["train/red/000.png"][:-30]}
+    source = write_tree(tree, tmp_path / "tree")
+    with pytest.raises(DataError, match="^data: .*/train/red/cut.png is no image that can be read"):
+        main([source, str(tmp_path / "shards")])
+    described = main([source, str(tmp_path / "skipped"), "--unreadable", "skip"])
+    assert described.endswith("; 1 file left out: 1 unreadable")
+    assert any("cut.png" in line and "it is left out" in line for line in caplog.messages)
+    assert len(Shards(str(tmp_path / "skipped/train"))) == 12
+
+
+def table_of(**columns):
+    file = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "expected"),
+    [
+        ({}, [], "data: expected a directory .*, which holds no files"),
+        ({"a/x.txt": b"text"}, [], "data: expected images .*; 1 file left out: 1 no image"),
+        ({"a.parquet": b"none"}, [], "data: .*/a.parquet cannot be read: pyarrow.lib.ArrowInvalid"),
+        ({"a.parquet": table_of(a=[])}, [], "source: expected rows, got none in "),
+        (
+            {"a.parquet": table_of(a=[1]), "b.parquet": table_of(b=[1])},
+            [],
+            "data: .*/b.parquet cannot be read: .* columns of a.parquet, got another a, b",
+        ),
+        (image_tree(), ["--shard-mib", "0"], "--shard-mib: expected a whole number of at least 1"),
+        (image_tree(), ["--held-out", "1"], "--held-out: expected a finite number "),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_one_line(tree, options, expected, tmp_path):
+    (tmp_path / "tree").mkdir()
+    source = write_tree(tree, tmp_path / "tree")
+    with pytest.raises((ConfigError, DataError), match=f"^{expected}[^\n]*$"):
+        main([source, str(tmp_path / "shards"), *options])
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_destination_with_other_files_is_refused(tmp_path):
+    source = write_tree(image_tree(), tmp_path / "tree")
+    with pytest.raises(ConfigError, match="^destination: expected a place without files, got "):
+        main([source, source])
+
+
+def test_shards_of_images_are_samples_as_those_of_their_folder(tmp_path):
+    source, destination = write_tree(image_tree(), tmp_path / "tree"), str(tmp_path / "shards")
+    write_images(source, destination, 0, SHARD_BYTES, 0.2, skips=False)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "c").mkdir()
+    of_folder, _, held_out, _ = prepare(source, tmp_path / "a")
+    of_shards, _, streamed, described = prepare(destination, tmp_path / "b")
+
+    assert described.startswith("12 training and 12 held-out images of 3 classes, in shards, read")
+    assert of_folder.class_names == of_shards.class_names
+    both = (
+        sorted((image.numpy().tobytes(), label) for image, label in (data[n] for n in range(12)))
+        for data in (held_out, streamed)
+    )
+    assert next(both) == next(both)
+    _, train, _, _ = prepare(destination, tmp_path / "c", unreadable="skip")
+    assert train.unreadable == "ignore"
+
+
+@pytest.mark.long
+def test_one_and_two_ranks_learn_the_same_from_shards_in_a_bucket(store, tmp_path):
+    destination = f"{store.new_bucket()}/shards"
+    write_images(store.fill(image_tree(count=16)), destination, 0, SHARD_BYTES, 0.2, skips=False)
+    losses = {}
+    for num_ranks in (1, 2):
+        run = new_run(
+            tmp_path / str(num_ranks), "flyte_ddp.recipes.image_folder.recipe.ImageFolder"
+        )
+        run.train(
+            num_ranks,
+            source=destination,
+            epochs=2,
+            global_batch_size=16,
+            data_workers=0,
+            recipe_options={"image_size": 32, "trainable": "head"},
+        )
+        last = run.result.epochs[-1]
+        losses[num_ranks] = [last.train_loss, last.test_loss, last.metrics["accuracy"]]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-4)
