@@ -57,7 +57,7 @@ def test_a_large_picture_is_made_smaller() -> None:
     assert height == pytest.approx(2 * width, abs=2)
 
 
-@pytest.mark.parametrize("picture", [None, "a", np.zeros((2, 2, 7)), np.zeros(3), [[1], [1, 2]]])
+@pytest.mark.parametrize("picture", [None, "a", np.zeros((2, 2, 7)), [[]], [[1], [1, 2]]])
 def test_what_is_no_picture_is_one_line(picture: Any) -> None:
     with pytest.raises(ConfigError, match=r"^session.show: expected a figure .* got "):
         encode_picture(picture)

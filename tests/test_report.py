@@ -324,6 +324,12 @@ IMAGES = "[...document.images].every(image => image.naturalWidth > 0)"
 TEXT = """Math.min(...[...document.querySelectorAll("svg.panel text")].map(text =>
     parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 
+# What the pointer shows in the middle of the first picture.
+HOVERED = """(() => { const picture = document.querySelector("svg.panel"); picture.scrollIntoView();
+    const box = picture.getBoundingClientRect(), { left, top, width, height } = box;
+    const found = document.elementFromPoint(left + width / 2, top + height / 2);
+    return found.parentNode.querySelector("title")?.textContent ?? "" })()"""
+
 
 @pytest.mark.parametrize(
     ("page", "width", "dark"),
@@ -340,12 +346,13 @@ def test_the_page_opens_without_errors_on_any_screen(
 ):
     file = tmp_path / "report.html"
     file.write_text(PAGES[page]().render(), encoding="utf-8")
-    found, color, has_images, smallest = chromium(
-        file, WIDTH, COLOR, IMAGES, TEXT, width=width, dark=dark
+    found, color, has_images, smallest, hovered = chromium(
+        file, WIDTH, COLOR, IMAGES, TEXT, HOVERED, width=width, dark=dark
     )
     assert found <= width
     assert color == ("rgb(13, 17, 23)" if dark else "rgb(246, 248, 250)")
     assert has_images or page == "hostile"
+    assert "at epoch " in hovered or page == "hostile"
     assert smallest >= 8  # pixels, on a phone too
 
 

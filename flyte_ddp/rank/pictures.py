@@ -23,7 +23,7 @@ def encode_picture(picture: Any) -> bytes:
     if hasattr(picture, "savefig"):
         picture.savefig(file := io.BytesIO(), format="png", bbox_inches="tight")
         picture = Image.open(file)
-    image = picture if isinstance(picture, Image.Image) else Image.fromarray(_to_bytes(picture))
+    image = picture if isinstance(picture, Image.Image) else _to_image(picture)
     if image.mode not in ("1", "L", "LA", "RGB", "RGBA"):
         image = image.convert("RGBA" if image.mode in ("P", "PA") else "RGB")
     side = MAX_SIDE
@@ -36,26 +36,23 @@ def encode_picture(picture: Any) -> bytes:
         side = 3 * min(side, *smaller.size) // 4
 
 
-def _to_bytes(picture: Any) -> Any:
-    """Return an array as bytes, (H, W) or (H, W, 3 or 4). Raises as `encode_picture`."""
+def _to_image(picture: Any) -> Any:
+    """Return an image of PIL made of an array. Raises as `encode_picture`."""
     import numpy as np
+    from PIL import Image
 
-    tensor = picture.detach().cpu() if hasattr(picture, "detach") else picture
     try:
-        array = np.asarray(tensor)
-    except (TypeError, ValueError):
-        array = np.asarray(None)
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
-        array = np.moveaxis(array, 0, 2)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    has_shape = array.size > 0 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,)))
-    if not has_shape or array.dtype.kind not in "buif":
-        got = f"{array.dtype} of {array.shape}" if array.ndim else type(picture).__name__
+        array = np.asarray(picture.detach().cpu() if hasattr(picture, "detach") else picture)
+        if not array.size:
+            raise ValueError("it is empty")
+        if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+            array = np.moveaxis(array, 0, 2)
+        if array.dtype.kind in "bf":
+            array = 255 * np.nan_to_num(array.astype(np.float32))
+        array = np.clip(array, 0, 255).astype(np.uint8)
+        return Image.fromarray(array[:, :, 0] if array.shape[2:] == (1,) else array)
+    except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(
             "session.show: expected a figure of matplotlib, an image of PIL, or an array (H, W), "
-            f"(H, W, C) or (C, H, W), got {got}"
-        )
-    if array.dtype.kind in "bf":
-        array = 255 * np.clip(np.nan_to_num(array.astype(np.float32)), 0, 1)
-    return np.ascontiguousarray(np.clip(array, 0, 255).astype(np.uint8))
+            f"(H, W, C) or (C, H, W), got {type(picture).__name__}: {error}"
+        ) from error
