@@ -136,18 +136,17 @@ from flyte_ddp.observers.reports.drawing import Panel
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.text.corpus import Corpus
-from flyte_ddp.studies.search import build_trials, expand_grid
+from flyte_ddp.studies.search import Search, build_trials
 from pathlib import Path
 
 here = Path({str(tmp_path)!r})
 (here / "text.parquet").write_bytes(b"PAR1")
-grid = {{"learning_rate": {{"low": 0.1, "high": 1}}}}
 for act in (
     lambda: get_recipe("digits", {{}}).prepare("", here),
     lambda: get_recipe("text", {{}}).prepare("", here),
     lambda: list(Corpus(str(here)).pieces()),
     lambda: Regression().metrics(),
-    lambda: expand_grid(grid, 2),
+    Search,
     lambda: build_trials("digits", {{}}, [{{}}]),
 ):
     try:
@@ -169,7 +168,7 @@ print(*Report().draw([Panel("a", "b", "c", None)]))
             "the metrics of Regression: expected the package torchmetrics: pip install "
             "'flyte-ddp[metrics]'"
         ),
-        "a sampled sweep: expected the package optuna: pip install 'flyte-ddp[sweep]'",
+        "a sweep or a scaling study: expected the package pandas: pip install 'flyte-ddp[sweep]'",
         "a sweep or a scaling study: expected the package pandas: pip install 'flyte-ddp[sweep]'",
         "<p>plots: expected the package matplotlib: pip install &#39;flyte-ddp[reports]&#39;</p>",
     ]

@@ -130,21 +130,11 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
             3,
             "grid.learning_rate: expected a range .*low > 0",
         ),
-        (
-            {"learning_rate": {"low": 2, "high": 1}},
-            3,
-            "grid.learning_rate: expected a range .*.*low <= high",
-        ),
         ({"learning_rate": {"low": 0, "hi": 1}}, 3, "grid.learning_rate: expected a range .*'hi'"),
         (
             {"learning_rate": {"low": 0, "high": "1"}},
             3,
             "grid.learning_rate.high: expected a finite number, got '1'",
-        ),
-        (
-            {"learning_rate": {"low": 0, "high": math.inf}},
-            3,
-            "grid.learning_rate.high: expected a finite number, got inf",
         ),
         (
             {"epochs": {"low": 1, "high": 2.5}},
@@ -167,17 +157,7 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
         ),
         ([], 0, r"grid: expected a JSON object such as .*, or a list such as .*, got \[\]"),
         ([{"epochs": 1}, {}], 0, r"grid: expected a JSON object such as .*, got "),
-        ([{"epochs": 1}, [2]], 0, r"grid: expected a JSON object such as .*, got "),
-        ([{"lr": 0.1}], 0, "grid: expected one of the fields epochs, .*, got 'lr'"),
         ([{"world_size": 2}], 0, "grid: expected one of the fields epochs, .*, got 'world_size'"),
-        (
-            [{"learning_rate": [0.1]}],
-            0,
-            (
-                r"learning_rate: expected a finite number above 0, got "
-                r"\[0.1\]"
-            ),
-        ),
         ([{"epochs": 1}], 3, "num_models: expected 0 with a list of models, got 3"),
         ([{"epochs": 1}] * 1001, 0, "grid: expected at most 1,000 models, got 1,001"),
         (
@@ -189,11 +169,6 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
             {"learning_rate": [0.1, -1]},
             0,
             "learning_rate: expected a finite number above 0, got -1",
-        ),
-        (
-            {"learning_rate": [0.1, "fast"]},
-            0,
-            "learning_rate: expected a finite number above 0, got 'fast'",
         ),
         (
             {"recipe_options.size": [1]},

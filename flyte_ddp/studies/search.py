@@ -111,9 +111,7 @@ def build_trials(
     Raises:
         ConfigError: an unknown recipe or option, an invalid value, or a missing package.
     """
-    require(
-        "a sweep or a scaling study", "pandas", "pyarrow", "matplotlib", "optuna", extra="sweep"
-    )
+    require_packages()
     names = list(dict.fromkeys(name for choice in choices for name in choice))
     trials: dict[str, Trial] = {}  # by what a trial is
     for choice in choices:
@@ -390,8 +388,14 @@ def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
     return distributions
 
 
+def require_packages() -> None:
+    """Raise ConfigError if a package is missing that a study needs."""
+    packages = ("pandas", "pyarrow", "matplotlib", "optuna")
+    require("a sweep or a scaling study", *packages, extra="sweep")
+
+
 def load_optuna() -> Any:
-    require("a sampled sweep", "optuna")
+    require_packages()
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
