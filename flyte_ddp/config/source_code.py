@@ -71,6 +71,7 @@ def describe_commit() -> str:
             text=True,
             check=True,
             timeout=GIT_TIMEOUT,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # the user may commit meanwhile
         )
         return done.stdout.strip()
     return ""

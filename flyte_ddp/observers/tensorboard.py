@@ -32,7 +32,7 @@ class Tensorboard(Recorder):
     """
 
     service, label = "TensorBoard", "TensorBoard log"
-    close_timeout = 2 * SHORT_TIMEOUT
+    close_timeout = SHORT_TIMEOUT
 
     logdir: str  # path or URL; created if missing
     run_id: str  # the same in every attempt of one run; the name of the directory
