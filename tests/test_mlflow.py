@@ -36,7 +36,6 @@ from tests.support.short_run import (
     epoch_of_events,
     loaded,
     replay,
-    reported,
     run_finished,
     started,
     whole_run,
@@ -152,14 +151,6 @@ def test_a_history_is_uploaded_later_with_its_files_to_the_server_or_the_store_t
     else:
         expected = {"card/README.md", "card/run_card.json", "model/model_state.safetensors"}
         assert {*sent} == expected
-
-
-def test_an_experiment_that_is_there_is_continued(files: str) -> None:
-    from mlflow import MlflowClient
-
-    MlflowClient(files).create_experiment("tests")
-    replay(Mlflow(files, "tests", "late", say=print), [started(), loaded(), reported(1)])
-    assert find_run(files, "late")[1]("train/loss") == [1]
 
 
 class Hanging(Refusing):
