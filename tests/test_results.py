@@ -19,7 +19,6 @@ from flyte_ddp import __main__ as command_line
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.events import AttemptEnded, RankReported
-from flyte_ddp.flyte.distributed import Distributed
 from flyte_ddp.launch import run as launch_run
 from flyte_ddp.launch.agent import scratch
 from flyte_ddp.launch.agent.scratch import take_files
@@ -252,4 +251,3 @@ def test_each_door_passes_the_place_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         flyte_ddp.run(submit, "to", results=print)
     assert passed == [str(tmp_path), print]
-    assert Distributed(results="s3://bucket/results").results == "s3://bucket/results"
