@@ -159,6 +159,8 @@ class Report(Page):
     def _tiles(self, started: RunStarted) -> list[dict[str, str]]:
         state, spent = self._state, self._time_spent()
         latest = {name: value for report in state.reports for name, value in report.values.items()}
+        for name in itertools.chain(*state.rank_values.values()):  # some may be theirs alone
+            latest.setdefault(name, statistics.fmean(self._values_of_others(name)))
         best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
         speed = "samples_per_second"
         rate = state.epochs[-1].samples_per_second if state.epochs else latest.get(speed, 0.0)
@@ -229,10 +231,13 @@ class Report(Page):
         end = datetime.datetime.fromtimestamp(now + left, datetime.timezone.utc)
         return duration(left), f"until about {end:%H:%M} UTC"
 
-    def _describe_others(self, name: str) -> str:
-        """Describe what the other ranks have reported last under this name."""
+    def _values_of_others(self, name: str) -> list[float]:
+        """Return what the other ranks have reported last under this name."""
         reported = self._state.rank_values.values()
-        if not (found := [values[name] for values in reported if name in values]):
+        return [values[name] for values in reported if name in values]
+
+    def _describe_others(self, name: str) -> str:
+        if not (found := self._values_of_others(name)):
             return "last reported"
         return f"other ranks: {statistics.fmean(found):.4g}, {min(found):.4g} to {max(found):.4g}"
 
