@@ -47,18 +47,18 @@ class Odd(nn.Module):
 def test_layers_without_tensors_have_no_shape_and_histograms_count_the_finite_values(monkeypatch):
     monkeypatch.setattr(torch, "histc", None)  # has no deterministic kernel for floats on GPUs
     layers = describe_layers(Odd(), torch.zeros(1, 4))
-    parameters, gradients = take_histograms(Odd(), Parallelism(TrainingConfig(), ALONE))
+    histograms = take_histograms(Odd(), Parallelism(TrainingConfig(), ALONE))
 
     shapes = {layer.name: layer.output_shape for layer in layers}
     assert shapes == {"nothing": [], "pair": [1, 4]}
-    assert gradients == {}
-    num_values = {name: sum(histogram.counts) for name, histogram in parameters.items()}
-    assert num_values == {"mask": 2, "constant": 5, "huge": 2, "weight": 129}
-    weight = parameters["weight"]
+    num_values = {name: sum(histogram.counts) for name, histogram in histograms.items()}
+    expected = {"mask": 2, "constant": 5, "huge": 2, "weight": 129}  # and no gradients
+    assert num_values == {f"parameters/{name}": count for name, count in expected.items()}
+    weight, constant = histograms["parameters/weight"], histograms["parameters/constant"]
     assert len(weight.edges) == len(weight.counts) + 1 == 65
     assert (weight.edges[0], weight.edges[-1]) == (-1, 1)
     assert weight.counts == [2] * 63 + [3]
-    assert parameters["constant"].edges[0] < 3 < parameters["constant"].edges[-1]
+    assert constant.edges[0] < 3 < constant.edges[-1]
 
 
 def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkeypatch, caplog):

@@ -85,8 +85,10 @@ def shown(seen):
     return (
         [(layer.name, layer.output_shape) for layer in seen[RunStarted].layers],
         seen[RunStarted].num_parameters,
-        {name: sum(each.counts) for name, each in histograms.parameters.items()},
-        histograms.gradients.keys(),
+        {
+            name: sum(each.counts) * name.startswith("parameters")
+            for name, each in histograms.histograms.items()
+        },
         len(seen[PredictionsMade].predictions),
     )
 

@@ -226,13 +226,11 @@ class Histogram:
 
 @dataclass(frozen=True)
 class HistogramsTaken(Timed):
-    """Histograms of the parameters and of their last gradients, by parameter name, once per
-    epoch.
-    """
+    """Histograms of the parameters and of their last gradients, once per epoch."""
 
     step: int
-    parameters: dict[str, Histogram]
-    gradients: dict[str, Histogram]
+    # by names such as "parameters/conv.weight" and "gradients/conv.weight"
+    histograms: dict[str, Histogram]
 
 
 @dataclass(frozen=True)

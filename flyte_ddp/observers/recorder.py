@@ -7,7 +7,6 @@ service.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -149,14 +148,7 @@ class Recorder:
         if isinstance(event, PictureShown):
             self._log_picture(event)
         if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
-            found = {
-                f"{kind}/{name}": each
-                for kind in ("parameters", "gradients")
-                for name, each in getattr(event, kind).items()
-                # NaN or infinite values have no histogram
-                if each.counts and all(map(math.isfinite, each.edges))
-            }
-            self._log_histograms(event.step, found)
+            self._log_histograms(event.step, event.histograms)
 
     def _is_new(self, figures: Figures) -> bool:
         """Return True if there are figures, and the service's run does not have them yet."""

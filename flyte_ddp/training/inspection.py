@@ -58,25 +58,22 @@ def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> A
     return model_inputs(recipe, config, batch)
 
 
-def take_histograms(
-    model: nn.Module, parallelism: Parallelism
-) -> tuple[dict[str, Histogram], dict[str, Histogram]]:
-    """Return the histograms of each parameter and of its last gradient, by name. Waits for the
-    device.
+def take_histograms(model: nn.Module, parallelism: Parallelism) -> dict[str, Histogram]:
+    """Return the histograms of each parameter and of its last gradient, named as in
+    `HistogramsTaken`. Waits for the device.
 
     They count the finite values; a tensor without any has none. Ranks but the first, which only
     take part in collectives, get none.
     """
-    parameters: dict[str, Histogram] = {}
-    gradients: dict[str, Histogram] = {}
+    histograms: dict[str, Histogram] = {}
     for name, parameter in model.named_parameters():
-        for tensor, histograms in ((parameter, parameters), (parameter.grad, gradients)):
+        for kind, tensor in (("parameters", parameter), ("gradients", parameter.grad)):
             values = None if tensor is None else parallelism.gather(tensor.detach())
             if values is None or not parallelism.world.is_first:
                 continue
             if histogram := _histogram(values):
-                histograms[name] = histogram
-    return parameters, gradients
+                histograms[f"{kind}/{name}"] = histogram
+    return histograms
 
 
 def make_predictions(

@@ -505,7 +505,7 @@ class Trainer:
             with log_failures("histograms"):
                 self.session.emit(
                     HistogramsTaken(
-                        progress.step, *inspection.take_histograms(self.model, self.parallelism)
+                        progress.step, inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
         if world.is_first:

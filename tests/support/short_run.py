@@ -87,7 +87,9 @@ def epoch_of_events(epoch: int) -> list[Event]:
     return [
         *(reported(step) for step in range(last - STEPS_PER_EPOCH + 1, last + 1)),
         epoch_finished(epoch),
-        HistogramsTaken(last, {"fc.weight": histogram}, {"fc.weight": histogram}),
+        HistogramsTaken(
+            last, {"parameters/fc.weight": histogram, "gradients/fc.weight": histogram}
+        ),
         CheckpointSaved(last, f"/checkpoints/{last}.pt", True, 0.1),
         CheckpointWritten(last, f"/checkpoints/{last}.pt", True),
     ]
