@@ -27,12 +27,14 @@ class DdpParallelism(Parallelism):
 
     def replicate(self, model: nn.Module) -> Any:
         on_gpu = self.world.device.type == "cuda"
+        # torch warns of the option where it is named
+        own: dict[str, Any] = {} if self.config.broadcast_buffers else {"broadcast_buffers": False}
         replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if on_gpu else None,
             gradient_as_bucket_view=True,  # saves a copy of every gradient
-            **({} if self.config.broadcast_buffers else {"broadcast_buffers": False}),
             find_unused_parameters=self.config.find_unused_parameters,
+            **own,
         )
         if not on_gpu:  # where each timed step would wait for the device, DDP's own interval stays
             set_ddp_timing_interval(replica, TIMED_INTERVAL)
