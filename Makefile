@@ -124,7 +124,7 @@ format: $(TESTED)  ## let ruff mend what it can
 bench: $(TESTED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start script" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-soak: $(TESTED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe|function
+soak: $(TESTED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe|function|shards
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED)) $(if $(PROGRAM),--program $(PROGRAM))
 

@@ -7,6 +7,7 @@ import this module with each restart, so it imports only what a recipe does.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -18,10 +19,38 @@ from flyte_ddp.recipes.arrays import load_arrays
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from flyte_ddp.data import Shards
+
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 960, 16, 4
 BATCH_SIZE, LEARNING_RATE = 24, 0.05
 STEP_SECONDS_VARIABLE = "SOAK_STEP_SECONDS"  # of the environment: how long a step lasts
+SHARD_SIZE = 12  # samples
 SAVE_STEPS = 8  # optimizer steps between two checkpoints
+
+
+def write_shards(directory: Path) -> None:
+    """Write the training data of `Counting` as shards too."""
+    import numpy as np
+
+    with np.load(directory / "train.npz") as arrays:
+        rows = zip(arrays["images"].tolist(), arrays["labels"].tolist(), strict=True)
+        lines = [json.dumps({"input": inputs, "target": target}) + "\n" for inputs, target in rows]
+    for first in range(0, NUM_SAMPLES, SHARD_SIZE):
+        file = directory / f"{first:04d}.jsonl"
+        file.write_text("".join(lines[first : first + SHARD_SIZE]))
+    open_shards(str(directory)).prepare()
+
+
+def open_shards(directory: str) -> Shards:
+    from flyte_ddp.data import Shards
+
+    return Shards(directory, transform=to_sample)
+
+
+def to_sample(fields: dict[str, Any]) -> tuple[Tensor, int]:
+    import torch
+
+    return torch.tensor(fields["input"]), fields["target"]
 
 
 class Counting(Recipe):

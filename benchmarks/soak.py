@@ -36,6 +36,8 @@ from benchmarks.counting import (
     SAVE_STEPS,
     STEP_SECONDS_VARIABLE,
     Counting,
+    open_shards,
+    write_shards,
 )
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
@@ -195,7 +197,10 @@ def main() -> int:
         "--announced", type=float, default=0.0, help="share of them that are drains (%(default)s)"
     )
     parser.add_argument(
-        "--program", choices=["recipe", "function"], default="recipe", help="(%(default)s)"
+        "--program",
+        choices=["recipe", "function", "shards"],
+        default="recipe",
+        help="shards: a function whose data are in such (%(default)s)",
     )
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -205,6 +210,7 @@ def main() -> int:
         directory = Path(name)
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
+        write_shards(directory / "data")
         faults = Faults(
             nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced
         )
@@ -235,7 +241,7 @@ def _job(name: str, epochs: int, data: str, place: Path, step_seconds: float) ->
         program = recipe_program(NAME, resolve(Counting.defaults, {"epochs": epochs}))
     else:
         call = cloudpickle.dumps(
-            functools.partial(_train_and_keep, data, str(place), epochs, step_seconds)
+            functools.partial(_train_and_keep, name, data, str(place), epochs, step_seconds)
         )
         # Forked from a process that has torch, as a recipe's ranks: most of an attempt would be
         # imports.
@@ -243,7 +249,7 @@ def _job(name: str, epochs: int, data: str, place: Path, step_seconds: float) ->
     return Job(program, str(place), time.time())
 
 
-def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> bytes:
+def _train_and_keep(program: str, data: str, place: str, epochs: int, step_seconds: float) -> bytes:
     """Train as a rank, in a loop that does not ask whether it has to stop, and keep the model as a
     recipe does.
     """
@@ -256,7 +262,7 @@ def _train_and_keep(data: str, place: str, epochs: int, step_seconds: float) -> 
     dist.init_process_group("gloo")
     os.environ[STEP_SECONDS_VARIABLE] = str(step_seconds)
     recipe = Counting()
-    dataset = recipe.datasets(Path(data))[0]
+    dataset = open_shards(data) if program == "shards" else recipe.datasets(Path(data))[0]
     torch.manual_seed(0)
     model = recipe.model()
     wrapped, optimizer = (

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import gzip
+import http.server
 import io
 import json
 import os
 import pickle
+import threading
 
 import numpy
 import pyarrow
@@ -323,3 +326,28 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     cache.chmod(0o777)
     with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):
         Shards(bucket)[0]
+
+
+def test_a_list_of_http_urls_is_read(tmp_path):
+    tree, _ = make_tree("tar")
+    write_tree(tree, tmp_path / "served")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            urls = [f"http://127.0.0.1:{server.server_port}/{name}" for name in tree]
+            shards = Shards(urls, index=f"{tmp_path}/index", transform=to_record)
+            shards.prepare()
+            assert [shards[number] for number in (0, 55, 99)] == list(map(record, (0, 55, 99)))
+            gone = Shards([*urls, f"{urls[0]}-not-there.tar"], index=f"{tmp_path}/other")
+            with pytest.raises(DataError, match=r"not-there.tar: expected a shard, got no file"):
+                gone.prepare()
+        finally:
+            server.shutdown()
+            thread.join()

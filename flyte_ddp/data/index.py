@@ -185,7 +185,7 @@ def _count(
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
     files = {
-        name: (int(info["size"]), version_of(info))
+        name: (-1 if info["size"] is None else int(info["size"]), version_of(info))
         for name, info in sorted(source.find().items())
         if find_format(name, read) and not _is_hidden(name) and name != OWN_INDEX
     }

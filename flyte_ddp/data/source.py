@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage, redact_url
 
 T = TypeVar("T")
@@ -32,11 +33,20 @@ class Source:
     timeout: float  # seconds that a store is waited for
 
     def find(self) -> dict[str, dict[str, Any]]:
-        """Return the file system's `info` of each file, by its name. Raises as `Storage.find`."""
+        """Return the file system's `info` of each file, by its name. Raises as `Storage.find`, and
+        DataError for a URL without a file.
+        """
         if isinstance(self.place, str):
             return self._storage("")[0].find()
+
+        def look(name: str) -> dict[str, Any]:
+            try:
+                return self.info(name)
+            except FileNotFoundError:
+                raise DataError(f"data: {self.join(name)}: expected a shard, got no file") from None
+
         with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-            return dict(zip(self.place, threads.map(self.info, self.place), strict=True))
+            return dict(zip(self.place, threads.map(look, self.place), strict=True))
 
     def info(self, name: str) -> dict[str, Any]:
         """Return the file system's `info` of a file. Raises FileNotFoundError if there is none."""
