@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 
 import pytest
 
 import flyte_ddp
 from flyte_ddp.config import Monitor
-from flyte_ddp.errors import ConfigError, SweepFailed
+from flyte_ddp.errors import ConfigError, SweepFailed, TrainingStopped
 from flyte_ddp.studies import sweep
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY
-from tests.support.swept_functions import count_ranks, misbehave, train
+from tests.support.swept_functions import count_ranks, count_to_four, misbehave, train
 
 EXPERIMENTS = [(32, 0.001), (32, 0.1), (64, 0.001), (64, 0.1)]
 
@@ -78,6 +79,19 @@ def test_a_trial_may_take_several_nodes_and_return_a_number(client):
     swept = flyte_ddp.sweep(functools.partial(count_ranks, shift=1), [2], nnodes=2, client=client)
     assert swept.best.kept.values == {"loss": 5}
     assert "Sweep of count_ranks" in swept._repr_html_()
+
+
+def test_a_sweep_that_was_stopped_goes_on_in_the_middle_of_a_trial(client, tmp_path):
+    def count():
+        return flyte_ddp.sweep(
+            count_to_four, [os.getpid()], client=client, checkpoints=str(tmp_path / "c")
+        )
+
+    with pytest.raises(TrainingStopped, match="0 of 1 trials done. To resume, start the same"):
+        count()
+    swept = count()
+    assert list(swept.table["step"]) == [1, 2, 3, 4]
+    assert swept.best.kept.step == 1  # reported by the first sweep
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flyte_ddp.events import Event, NodeMeasured, Prediction, RunState, Straggler, StragglersFound
+from flyte_ddp.events import (
+    Event,
+    NodeMeasured,
+    Prediction,
+    Reported,
+    RunStarted,
+    RunState,
+    Straggler,
+    StragglersFound,
+)
 from flyte_ddp.observers.reports import drawing, plots, template
 from flyte_ddp.observers.reports.predictions import prediction_panels
 from tests.support import sample_run
@@ -21,6 +30,12 @@ def test_a_restart_undoes_the_steps_after_its_checkpoint():
     history = RunState.of([*first, *again, *sample_run.steps(61, 71)])
     assert [step.step for step in history.reports] == [*range(1, 61, 5), 61, 66, 71]
     assert [epoch.epoch for epoch in history.epochs] == [1]
+    # a function may look for no checkpoint
+    reports = [Reported(step, None, {}, at=1.0) for step in (1, 2, 3, 2, 3)]
+    start = RunStarted("train", 1)
+    state = RunState.of([start, *reports[:3], start, *reports[3:]])
+    assert [each.step for each in state.reports] == [1, 2, 3]
+    assert state.reports[1] is reports[3]
 
 
 def test_a_run_has_a_panel_for_all_its_data():

@@ -107,6 +107,9 @@ class RunState(Listener):
                 self.reports = [each for each in self.reports if each.step <= event.step]
                 self.epochs = list(event.epochs)
             case kinds.Reported() if self.keep_reports:
+                if self.loaded is None and len(self._progress) == 1:
+                    # the first of a function that has looked for no checkpoint
+                    self.reports = [each for each in self.reports if each.step < event.step]
                 self.reports.append(event)
             case kinds.RankReported():
                 values = self.rank_values.setdefault(event.rank, {})

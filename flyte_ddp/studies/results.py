@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # the history of a trial that needs no more training, beside its checkpoints
 OUTCOME = "outcome.jsonl"
+UNFINISHED = "unfinished.jsonl"  # that of one that was interrupted
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better
@@ -58,19 +59,27 @@ class TrialRun(Listener):
 
     @classmethod
     def load(cls, trial: Trial, url: str) -> TrialRun:
-        """Return the stored outcome of a trial that is done, else a waiting trial."""
-        state = RunState(keep_reports=trial.counted is Reported)
-        try:
-            history = parse_history(Storage(url).read(OUTCOME), f"{url}/{OUTCOME}")
-        except FileNotFoundError:
-            return cls(trial, url, state=state)
-        for event in history:
-            state.handle(event)
-        return cls(trial, url, FINISHED if state.finished else STOPPED_EARLY, state)
+        """Return the stored outcome of a trial that is done, else a waiting trial, with what one
+        that was interrupted has reported.
+        """
+        run = cls(trial, url, state=RunState(keep_reports=trial.counted is Reported))
+        for name in (OUTCOME, UNFINISHED):
+            try:
+                history = Storage(url).read(name)
+            except FileNotFoundError:
+                continue
+            for event in parse_history(history, f"{url}/{name}"):
+                run.handle(event)
+            run.status = WAITING
+            if name == OUTCOME:
+                run.status = FINISHED if run.state.finished else STOPPED_EARLY
+                run._history.clear()
+            break
+        return run
 
-    def store(self) -> None:
-        """Store the outcome of a trial that is finished or stopped early."""
-        Storage(self.url).write(OUTCOME, "".join(self._history).encode())
+    def store(self, name: str = OUTCOME) -> None:
+        """Store the history of a trial: the outcome of one that is finished or stopped early."""
+        Storage(self.url).write(name, "".join(self._history).encode())
         self._history.clear()
 
     def history(self) -> bytes:

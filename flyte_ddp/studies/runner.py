@@ -54,6 +54,7 @@ from flyte_ddp.studies.results import (
     FINISHED,
     INTERRUPTED,
     STOPPED_EARLY,
+    UNFINISHED,
     WAITING,
     TrialRun,
 )
@@ -221,6 +222,8 @@ class TrialRunner:
         is_recalled = run.trial.number in self.recalled
         replace = None if is_recalled else functools.partial(self._replace, run.trial)
         trial = self.search.start(run.trial, replace)
+        for result in run.results:  # of an earlier attempt
+            self.should_stop(run, result)
         if trial is not run.trial:
             Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
             run.trial, run.url = trial, self._place(trial)
@@ -307,6 +310,8 @@ class TrialRunner:
             run.store()
         except TrainingStopped:
             run.status = INTERRUPTED
+            with log_failures(f"history of {run.trial}"):
+                run.store(UNFINISHED)
         except StorageUnavailable:  # all trials' store
             run.status = INTERRUPTED
             raise
