@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
-from flyte_ddp.errors import ConfigError, in_one_line
+from flyte_ddp.errors import ConfigError, TrainingStopped, in_one_line
 from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.protocol.messages import Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
@@ -45,7 +45,7 @@ class Results:
             storage = Storage(os.fspath(destination), "results", SHORT_TIMEOUT)
             storage.check_access()
             self._deliver = storage.write
-        self._failure: ConfigError | None = None
+        self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[Nodes, Node, Submitted] | None] = queue.SimpleQueue()
         run = contextvars.copy_context().run  # with the caller's variables, as for a listener
         self._thread = threading.Thread(target=run, args=(self._take_all,), daemon=True)
@@ -60,9 +60,14 @@ class Results:
         self._queue.put(None)
         while self._thread.is_alive() and not stop.is_urgent:
             self._thread.join(POLL_INTERVAL)
+        if self._thread.is_alive():
+            self._failure = TrainingStopped(
+                f"{stop.reason}: the run was stopped while its results were on their way",
+                stop.reason,
+            )
 
     def check(self) -> None:
-        """Raise the refusal of a file, if there was one."""
+        """Raise why not all files were passed on, if so."""
         if self._failure:
             raise self._failure
 
@@ -85,11 +90,9 @@ class Results:
         while files:
             try:
                 contents = nodes.take_results(node, [each.file for each in files])
-            except Exception as error:
+            except Exception:
                 if node.outcome is not None:  # it may be gone
-                    logger.warning(
-                        "results: %d files are lost with %s: %r", len(files), node, error
-                    )
+                    logger.warning("results: %d files are lost with %s", len(files), node)
                     return
                 time.sleep(BEAT_INTERVAL)
                 continue

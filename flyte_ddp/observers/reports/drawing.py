@@ -180,7 +180,9 @@ def plot(axes: Axes, points: Points, **look: Any) -> list[tuple[float, float]]:
     """
     drawn = [(x, y) for x, y in points if math.isfinite(y)]
     if drawn:
-        axes.plot(*zip(*drawn, strict=True), **{"gid": look.get("label") or "", **look})
+        name = look.pop("gid", look.get("label") or "")
+        gid = None if name is None else printable(name)
+        axes.plot(*zip(*drawn, strict=True), gid=gid, **look)
     return drawn
 
 
