@@ -236,15 +236,22 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
 
     names = list(runs[0].trial.values)
     places = ["epoch"] if runs[0].trial.counted is EpochFinished else ["epoch", "step"]
-    rows: list[dict[str, Any]] = []
-    figures: dict[str, None] = {}
-    for run in runs:
-        known = {"model": run.trial.number, "status": run.status, "error": run.error or None}
-        for result in _rows(run) or [{}]:
-            figures |= dict.fromkeys(result)
-            rows.append({**run.trial.values, **result, **known})
-    numbers = [name for name in figures if name not in (*places, *names)]
-    table = pandas.DataFrame(rows, columns=["model", "status", *places, *names, *numbers, "error"])
+    rows = [
+        {
+            **run.trial.values,
+            **result,
+            "model": run.trial.number,
+            "status": run.status,
+            "error": run.error or None,
+        }
+        for run in runs
+        for result in _rows(run) or [{}]
+    ]
+    first = ["model", "status", *places, *names]
+    numbers = list(
+        dict.fromkeys(each for row in rows for each in row if each not in (*first, "error"))
+    )
+    table = pandas.DataFrame(rows, columns=[*first, *numbers, "error"])
     for name in names:
         # A column has one type. Mixed values, such as an option that is a number or a list, become
         # text.

@@ -219,8 +219,8 @@ class TrialRunner:
 
         A drawn trial differs from all others, so a suggestion that does not is never needed.
         """
-        is_recalled = run.trial.number in self.recalled
-        replace = None if is_recalled else functools.partial(self._replace, run.trial)
+        is_new = run.status == WAITING and run.trial.number not in self.recalled
+        replace = functools.partial(self._replace, run.trial) if is_new else None
         trial = self.search.start(run.trial, replace)
         for result in run.results:  # of an earlier attempt
             self.should_stop(run, result)
@@ -235,9 +235,7 @@ class TrialRunner:
     def _train_waiting(self) -> None:
         for run in self.runs:
             if run.status != WAITING:
-                self.search.start(run.trial)
-                for result in run.results:
-                    self.should_stop(run, result)
+                self._enter(run)
                 self._tell(run)
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
