@@ -82,7 +82,7 @@ def test_rows_of_parquet_are_in_shards_once_with_all_columns(tmp_path, monkeypat
     assert write.write_parquet(single, str(tmp_path / "b"), 1, 1 << 20).startswith("500 samples")
 
 
-def test_the_same_command_writes_what_is_missing(tmp_path, monkeypatch, capsys):
+def test_the_same_command_writes_what_is_missing(tmp_path, monkeypatch):
     source, destination = write_tree(image_tree(), tmp_path / "tree"), str(tmp_path / "shards")
     arguments = source, destination, 0, SHARD_BYTES, 0.2, False
     write_images(*arguments)
@@ -100,8 +100,10 @@ def test_the_same_command_writes_what_is_missing(tmp_path, monkeypatch, capsys):
             write_images(*arguments)
     with pytest.raises(DataError, match="^index: expected .* or end `flyte-ddp shards`"):
         prepare(destination, tmp_path)
+    kept = os.stat(f"{destination}/train/000000.tar")
     write_images(*arguments)
     assert contents_of(destination) == whole
+    assert os.stat(f"{destination}/train/000000.tar") == kept
     for other in (
         (source, destination, 1),
         (write_tree({**image_tree(count=5)}, tmp_path / "more"), destination, 0),

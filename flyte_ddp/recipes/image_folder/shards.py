@@ -24,7 +24,6 @@ from flyte_ddp.errors import StorageDenied
 from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder.files import (
     CONCURRENT_READS,
-    SUFFIXES,
     File,
     FileReader,
     UnreadableImage,
@@ -129,17 +128,13 @@ def _make_tars(
                 for image, contents in zip(images, threads.map(read, images), strict=True):
                     if contents:
                         label, file = order[image]
-                        _add(tar, f"{image:08d}{_suffix(file)}", contents)
+                        suffix = os.path.splitext(file.name)[1].lower() or ".image"
+                        _add(tar, f"{image:08d}{suffix}", contents)
                         _add(tar, f"{image:08d}.{CLASS}", str(label).encode())
                         samples += 1
                     elif left_out is not None:
                         left_out["unreadable"] += 1
             yield number, shard.getvalue(), samples
-
-
-def _suffix(file: File) -> str:
-    found = os.path.splitext(file.name)[1].lower()
-    return found if found in SUFFIXES else ".image"
 
 
 def _add(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
