@@ -13,10 +13,9 @@ import math
 import os
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,23 +40,25 @@ MAX_TOLD = 10  # samples that were ignored, of each process
 logger = logging.getLogger(__name__)
 
 
-class Stream(ABC):
+class Stream(Protocol):
     """Samples in an order of their own, of which coming ones are fetched."""
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the files of some samples, several at once."""
 
-    @abstractmethod
     def order(self, global_batch_size: int, seed: int, epoch: int) -> Order:
         """Return the order of an epoch."""
 
-    @abstractmethod
     def num_ahead(self, order: Order, num_ranks: int) -> float:
         """Return how many samples' files may be fetched ahead; infinite where none are copied."""
+
+    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
+        """Return the plain values on which a place in an epoch depends, beside seed and epoch."""
+
+    def continue_order(self, described: Mapping[str, Any]) -> Stream:
+        """Return the data as they were in the epoch whose order is `described`, in its lanes."""
 
     def batches(
         self,

@@ -29,7 +29,7 @@ from flyte_ddp.checkpoints.files import compute_checksum
 from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.data import Samples, as_streamed, isolate_draws
+from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
 from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
 from flyte_ddp.world import World
@@ -68,8 +68,8 @@ def describe_samples(
     facts: Facts = {"class_names": str(list_class_names(recipe))}
     for name, samples in (("training", train), ("held-out", test)):
         facts[f"number of {name} samples"] = len(samples)
-        if streamed := as_streamed(samples.dataset):  # whose samples lie in files far apart
-            order = streamed.describe_order(config.global_batch_size, config.seed)
+        if stream := as_stream(samples.dataset):  # whose samples lie in files far apart
+            order = stream.describe_order(config.global_batch_size, config.seed)
             facts |= {f"{name} {what}": value for what, value in order.items()}
             continue
         chosen = choose_samples(len(samples), config.seed)

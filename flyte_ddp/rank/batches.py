@@ -22,8 +22,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
 from flyte_ddp.rank.data import (
     SeededDataset,
-    Streamed,
-    as_streamed,
+    as_stream,
     derived_seed,
     epoch_order,
     isolate_draws,
@@ -36,6 +35,8 @@ from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from flyte_ddp.data.shards import Stream
 
 Check = Callable[[dict[int, Any], Callable[[], dict[int, Any]]], None]
 
@@ -121,21 +122,21 @@ class EpochBatches:
         return self._from_items(self.length) if self.length is not None else self._from_stream()
 
     @property
-    def streamed(self) -> Streamed | None:
+    def stream(self) -> Stream | None:
         """The data set, if its samples are read in an order of its own."""
         is_shuffled = self.shuffle and self.epoch is not None
-        return as_streamed(self.dataset) if is_shuffled else None
+        return as_stream(self.dataset) if is_shuffled else None
 
     def describe_order(self) -> dict[str, Any]:
-        """Return the plain values on which a place in an epoch of `streamed` depends."""
-        streamed = self.streamed
-        return streamed.describe_order(self.global_batch_size, self.seed) if streamed else {}
+        """Return the plain values on which a place in an epoch of `stream` depends."""
+        stream = self.stream
+        return stream.describe_order(self.global_batch_size, self.seed) if stream else {}
 
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
         # An epoch may be too long for a list.
         shares, planned = itertools.tee(map(self._take_share, self._global_batches(length)))
         epoch = self.epoch or 0
-        if self.check and self.streamed:
+        if self.check and self.stream:
             self.check({}, dict)  # its order's values stand for the samples
         elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
@@ -153,8 +154,8 @@ class EpochBatches:
     def _global_batches(self, length: int) -> Iterator[list[int]]:
         """Yield the samples of each global batch behind the first ones."""
         size, epoch = self.global_batch_size, self.epoch or 0
-        if streamed := self.streamed:
-            yield from streamed.batches(
+        if stream := self.stream:
+            yield from stream.batches(
                 size,
                 self.seed,
                 epoch,

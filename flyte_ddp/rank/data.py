@@ -13,9 +13,9 @@ import itertools
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -28,45 +28,17 @@ from flyte_ddp.rank.nested import collate, describe_kind, map_tensors, tensors_i
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
+if TYPE_CHECKING:
+    from flyte_ddp.data.shards import Stream
+
 STAND_IN = 0.0  # the weight of a sample in place of a micro-batch of which none can be read
 MAX_FOLLOWING = 100  # samples that are tried as such
 # of a GPU's free memory, for all data sets together; the others stay on the host
 MAX_GPU_MEMORY_FRACTION = 0.4
 
 
-class Streamed(Protocol):
-    """A data set that has an order of its own, such as `flyte_ddp.data.Shards`: samples of any
-    number, of which a rank can read its own quickly only in that order.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, sample: int) -> Any: ...
-
-    def batches(
-        self,
-        global_batch_size: int,
-        seed: int,
-        epoch: int,
-        first: int,
-        take: Callable[[list[int]], Sequence[int]],
-        num_ranks: int,
-    ) -> Iterator[list[int]]:
-        """Yield the samples of each global batch of an epoch, behind the `first` samples.
-
-        Args:
-            take: returns this rank's part of a global batch, whose files are fetched ahead.
-        """
-
-    def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
-        """Return plain values on which a place in an epoch depends."""
-
-    def continue_order(self, described: Mapping[str, Any]) -> Streamed:
-        """Return the data as they were in the epoch whose order `described` is of."""
-
-
-def as_streamed(dataset: Any) -> Streamed | None:
-    """Return `dataset` if it has an order of its own, else None."""
+def as_stream(dataset: Any) -> Stream | None:
+    """Return `dataset` if its samples are read in an order of its own, such as those of shards."""
     return dataset if hasattr(dataset, "describe_order") else None
 
 
@@ -122,7 +94,7 @@ def weigh_samples(
     """
     if type(recipe).sampling_weights is Recipe.sampling_weights:
         return
-    if as_streamed(dataset):
+    if as_stream(dataset):
         place = locate(recipe, "sampling_weights")
         raise ConfigError(f"{place}: expected none, because the training data are shards")
     with isolate_draws([]):
@@ -161,7 +133,7 @@ def take_sample(train: Dataset[Any], config: TrainingConfig) -> Dataset[Any]:
         )
     if config.sample_size in (0, size):
         return train
-    if as_streamed(train):
+    if as_stream(train):
         raise ConfigError(
             f"sample_size: expected 0, because the training data are shards, got "
             f"{config.sample_size}: name some of the shards in place of all"
@@ -515,7 +487,7 @@ def epoch_shards(
         )
 
     global_batch_size = config.global_batch_size
-    if streamed := as_streamed(samples.dataset):  # whose epoch may be too long for a list
+    if stream := as_stream(samples.dataset):  # whose epoch may be too long for a list
 
         def take(batch: list[int]) -> list[int]:
             mine: list[int] = (
@@ -524,7 +496,7 @@ def epoch_shards(
             return mine
 
         first = first_batch * global_batch_size
-        batches = streamed.batches(
+        batches = stream.batches(
             global_batch_size, config.seed, epoch, first, take, world.world_size
         )
         return map(share, map(torch.tensor, itertools.islice(batches, end and end - first_batch)))
@@ -544,7 +516,7 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     """
     all_of_them = torch.arange(len(samples), device=samples.index_device)
     mine = all_of_them[world.rank :: world.world_size]
-    if as_streamed(samples.dataset):  # so that a rank reads its part of the shards alone
+    if as_stream(samples.dataset):  # so that a rank reads its part of the shards alone
         mine = all_of_them.tensor_split(world.world_size)[world.rank]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
 

@@ -274,7 +274,7 @@ class Session:
         found = resumed.get("sets", [])
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
         call: dict[str, Any] = {"shuffle": batches.shuffle, "seed": batches.seed}
-        if not batches.streamed:  # to which shards may be added between two epochs
+        if not batches.stream:  # to which shards may be added between two epochs
             call["dataset: number of samples"] = batches.length
         compare(earlier.get("call", call), call, dict, "session.batches: ", WRITTEN)
         self._sets.append({"call": call, "order": {}, "samples": earlier.get("samples", {})})
@@ -299,9 +299,9 @@ class Session:
                     epoch - 1,
                 )
 
-        if batches.streamed:
+        if batches.stream:
             if first:
-                dataset = batches.streamed.continue_order(earlier["order"])
+                dataset = batches.stream.continue_order(earlier["order"])
                 batches = dataclasses.replace(batches, dataset=dataset)
             order = self._sets[-1]["order"] = batches.describe_order()
             if first:

@@ -25,7 +25,7 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import (
     LoadedSamples,
     Samples,
-    as_streamed,
+    as_stream,
     derived_seed,
     isolate_draws,
     seed_generators,
@@ -158,7 +158,7 @@ def check_contract(
         with unchanged(model, recipe, train.dataset):
             first = torch.arange(num_samples, device=train.index_device)
             inputs, targets, *_ = next(iter(train.batches([first], epoch=1)))
-            if as_streamed(train.dataset):  # of which some may have been ignored
+            if as_stream(train.dataset):  # of which some may have been ignored
                 num_samples = len(next(tensors_in(targets)))
             model.train()
             try:
