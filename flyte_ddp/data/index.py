@@ -31,6 +31,8 @@ from flyte_ddp.storage import read_file, write_file
 OWN_INDEX = "flyte_ddp_index.npz"
 ENERGON = ".nv-meta/.info.json"
 FOREIGN = ("index.json", ENERGON)  # of MosaicML's streaming or of wids; of Energon
+FEW_SHARDS = 128  # less than 16 for each of 8 lanes
+MORE_BYTES = f"; fewer than {FEW_SHARDS}, of which each rank reads more than its part"
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ def prepare_index(
         write_file(url or source.join(OWN_INDEX), arrays.getvalue(), "index", source.timeout)
     return (
         f"{known.samples.sum():,} samples in {len(known):,} shards of {source.join('')}, "
-        f"{known.num_bytes / 2**30:,.2f} GiB"
+        f"{known.num_bytes / 2**30:,.2f} GiB{MORE_BYTES if len(known) < FEW_SHARDS else ''}"
     )
 
 
