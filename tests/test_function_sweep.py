@@ -53,6 +53,19 @@ def test_a_plain_function_is_swept_on_two_nodes_and_not_run_again(client, tmp_pa
     assert "started" not in capfd.readouterr().err
 
 
+def test_each_trial_runs_at_each_world_size_for_a_scaling_study(client):
+    swept = flyte_ddp.sweep(count_ranks, [3], world_sizes=[1, 2], mode="max", client=client)
+    results = [(run.trial.values, run.kept.values["loss"]) for run in swept.trials]
+    assert results == [
+        ({"world_size": 2, "factor": 3}, 6.0),
+        ({"world_size": 1, "factor": 3}, 3.0),
+    ]
+    assert swept.best is swept.trials[0]
+    assert "By world_size" in swept._repr_html_()
+    with pytest.raises(ConfigError, match="expected at most 2, the nodes of the cluster, got 3"):
+        flyte_ddp.sweep(count_ranks, [3], world_sizes=[1, 3], client=client)
+
+
 def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path):
     kinds = ["good", "raise", "silent", "fine"]
     grid = [{"kind": kind, "directory": str(tmp_path)} for kind in kinds]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, describe_kept, find_best
 from flyte_ddp.studies.runner import TrialRunner
-from flyte_ddp.studies.search import Search, Trial, expand
+from flyte_ddp.studies.search import WORLD_SIZE, Search, Trial, expand
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -132,6 +133,7 @@ def sweep(
     stop_early: str = "none",
     nnodes: int = 1,
     nproc_per_node: int = 1,
+    world_sizes: Sequence[int] = (),
     client: Client | None = None,
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
     checkpoints: str | None = None,
@@ -150,6 +152,9 @@ def sweep(
         num_trials: so many are drawn of a grid by name.
         stop_early: "median" or "halving" ends a trial whose reports fall behind, see `Search`.
         nnodes, nproc_per_node: of each trial. As many run at a time as there are nodes for.
+        world_sizes: for a scaling study: each trial is run with each number of ranks, on as many
+            nodes, one at a time, and with as many CPU threads a rank. They are compared by what the
+            function measures, such as `metric="samples_per_second", mode="max"`.
         client: of a Dask cluster that is there already, whose workers are the nodes.
         cluster: the nodes, with the fields of `ClusterConfig`, of which `max_restarts` is 0 by
             default; without it this machine's GPUs, or two processes where there are none.
@@ -164,10 +169,18 @@ def sweep(
     nnodes = whole_number("nnodes", nnodes, minimum=1)
     nproc_per_node = whole_number("nproc_per_node", nproc_per_node, minimum=1)
     search = Search(stop_early)
+    if world_sizes:  # the largest first, as `TrialRunner` takes them
+        sizes = {whole_number("world_sizes", each, minimum=1) for each in world_sizes}
+        nnodes = -(-max(sizes) // nproc_per_node)
     trials = _build_trials(
-        function, grid, num_trials, Monitor(metric, mode), nnodes * nproc_per_node
+        function,
+        grid,
+        num_trials,
+        Monitor(metric, mode),
+        sorted(sizes, reverse=True) if world_sizes else [nnodes * nproc_per_node],
     )
-    config = _find_cluster(cluster, client, len(trials), nnodes, nproc_per_node)
+    num_at_once = 1 if world_sizes else len(trials)
+    config = _find_cluster(cluster, client, num_at_once, nnodes, nproc_per_node)
     report = StudyReport(trials[0].program().name)
     lines = TrialLines(print_line, report.runs)
     with contextlib.ExitStack() as stack:
@@ -176,6 +189,7 @@ def sweep(
             "",
             client or stack.enter_context(open_cluster(config, f"sweep-{os.urandom(4).hex()}")),
             config,
+            one_at_a_time=bool(world_sizes),
             keeps_states=bool(checkpoints),
             search=search,
             observe=lines.observe,
@@ -193,10 +207,10 @@ def _build_trials(
     grid: Any,
     num_trials: int,
     monitor: Monitor,
-    world_size: int,
+    world_sizes: Sequence[int],
 ) -> list[FunctionTrial]:
-    """Return a trial for each choice of the grid, without duplicates. Raises ConfigError as
-    `sweep`.
+    """Return a trial for each choice of the grid at each world size, without duplicates. Raises
+    ConfigError as `sweep`.
     """
     if not callable(function):
         raise ConfigError(f"function: expected one to call, got {function!r}")
@@ -212,10 +226,12 @@ def _build_trials(
     names = dict.fromkeys(name for each in named for name in each)
     config, version = TrainingConfig(monitor=monitor), code_version(function)
     trials: dict[bytes, FunctionTrial] = {}  # by what a trial is
-    for choice, values in zip(choices, named, strict=True):
+    chosen = zip(choices, named, strict=True)
+    for world_size, (choice, values) in itertools.product(world_sizes, chosen):
+        size = {WORLD_SIZE: world_size} if len(world_sizes) > 1 else {}
         trial = FunctionTrial(
             number=len(trials) + 1,
-            values={name: values.get(name) for name in names},
+            values={**size, **{name: values.get(name) for name in names}},
             overrides=values,
             config=config,
             world_size=world_size,
@@ -223,7 +239,7 @@ def _build_trials(
             arguments=() if isinstance(choice, Mapping) else (choice,),
             version=version,
         )
-        trials.setdefault(Checksum(()).of(values), trial)
+        trials.setdefault(Checksum(()).of([world_size, values]), trial)
     return list(trials.values())
 
 
