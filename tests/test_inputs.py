@@ -204,8 +204,8 @@ def test_the_beginnings_of_a_stores_files_decide_too_and_nothing_more_is_read(pr
         methods = [method for method, *_ in store.requests[before:]]
     assert len(train) == 9
     assert description.endswith("; 2 files left out: 1 empty, 1 no image")
-    # a listing, and one of each file that is not empty
-    assert methods == ["GET"] * (1 + len(tree) - 1)
+    # a look for shards, a listing, and one of each file that is not empty
+    assert methods == ["GET"] * (2 + len(tree) - 1)
 
 
 def test_linked_folders_are_classes_and_circles_of_links_end(tmp_path, prepared):
@@ -342,6 +342,9 @@ class _Reader:
 
     def read(self, file):
         return self.contents
+
+    def decode(self, file, contents):
+        return decode_image(contents)
 
 
 # Text
