@@ -20,7 +20,7 @@ import flyte_ddp
 from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.recipes.mnist import Mnist
 
-NUM_SAMPLES, BATCH_SIZE, PART_SIZE = 100_000, 256, 2048
+NUM_SAMPLES, BATCH_SIZE, PART_SIZE = 200_000, 256, 64 * 256
 
 
 class Drawn(Mnist):
