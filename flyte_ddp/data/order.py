@@ -97,8 +97,8 @@ class EpochOrder(Order):
 
     @functools.cached_property
     def _line(self) -> tuple[Indices, Indices]:
-        """Where each of the shards starts that lie end to end, and how much further the numbers of
-        its samples are.
+        """Return where each of the shards starts that lie end to end, and how much further the
+        numbers of its samples are.
         """
         count = len(self.sizes)
         key = derive_key(VERSION, self.seed, self.epoch, 0)

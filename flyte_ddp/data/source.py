@@ -1,4 +1,4 @@
-"""Where shards lie: below a prefix, or at a list of URLs. Listed, and fetched with retries.
+"""The place of shards: below a prefix, or at a list of URLs. Listed, and fetched with retries.
 
 Credentials come from the environment (`flyte_ddp.storage`), and are in no index and no pickle.
 """

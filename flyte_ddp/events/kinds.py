@@ -208,7 +208,7 @@ class Reported(Timed):
 
 @dataclass(frozen=True)
 class RankReported(Timed):
-    """What a function has reported on another rank than 0, at most one event per second: the run's
+    """Reports of a function on another rank than 0, at most one event per second: the run's
     figures are rank 0's.
     """
 

@@ -199,7 +199,7 @@ class Gang:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What `run` returns with `raise_errors=False`."""
+    """The result of `run` with `raise_errors=False`."""
 
     value: Any  # rank 0's; None after a failure of a rank
     error: Exception | None  # of a rank, or of `results`; None if there was none
