@@ -141,7 +141,7 @@ def test_a_sweep_in_which_all_trials_fail_raises_with_their_errors(client, tmp_p
 
 def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
     def trials(grid, num_trials=0):
-        found = sweep._build_trials(count_ranks, grid, num_trials, Monitor("loss"), 1)
+        found = sweep._build_trials(count_ranks, grid, num_trials, Monitor("loss"), [1])
         return [dict(trial.overrides) for trial in found]
 
     every = [{"factor": 1, "shift": 0}, {"factor": 1, "shift": 5}]
