@@ -1,4 +1,4 @@
-"""What the order of shards costs, and what it is worth: `python -m benchmarks.streams`.
+"""The cost of the order of shards, and its worth: `python -m benchmarks.streams`.
 
 Counts, times and memory need no store. The last row trains a small model on digits in shards, which
 were written in a random order or class by class, and on the same samples shuffled whole.

@@ -325,7 +325,7 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     small = Shards(bucket, cache_gib=limit / 4)
     with pytest.raises(ConfigError, match=r"cache_gib: expected at least .* got"):
         small[30]
-    cache.chmod(0o777)
+    cache.chmod(0o770)
     with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):
         Shards(bucket)[0]
 

@@ -246,7 +246,7 @@ def make_directory(directory: str) -> None:
     """Make a directory for this user alone: what is read there was written by these processes."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     status = os.stat(directory)
-    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"cache_dir: expected a directory of this user's alone, got {directory}")
 
 

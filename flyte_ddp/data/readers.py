@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import tarfile
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", "
 _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.S)
 
 
-class Shard:
+class Shard(ABC):
     """The samples of a file. Where each of them lies is in memory; no file stays open.
 
     Args:
@@ -45,8 +46,8 @@ class Shard:
         self.path, self.columns = path, columns
         self.size = os.path.getsize(path)
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Fields:
         fields = self.read(row)
@@ -56,9 +57,9 @@ class Shard:
             raise DataError(f"columns: expected {missing[0]!r}, got only {', '.join(fields)}")
         return {name: fields[name] for name in self.columns}
 
+    @abstractmethod
     def read(self, row: int) -> Fields:
         """Return all fields of a sample."""
-        raise NotImplementedError
 
     def part(self, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end) of the file. Raises DataError if it is shorter."""
