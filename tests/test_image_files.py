@@ -96,7 +96,7 @@ def test_retries_end_with_the_files_name_and_the_reason(
     store, monkeypatch, fault, error, reason, num_requests
 ):
     reader, file, _ = _one_file(store)
-    monkeypatch.setattr(files, "STORE_TIMEOUT", 1.0)
+    monkeypatch.setattr(files, "READ_TIMEOUT", 1.0)
     store.faults["images/a.png"] = [fault] * 20
     if fault == "gone":
         store.delete(reader.url, "a.png")

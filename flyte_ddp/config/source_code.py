@@ -29,10 +29,10 @@ else:
     import tomli as tomllib
 
 from flyte_ddp.config import main_module
+from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError
 
 SETTINGS_FILE = "settings.toml"
-GIT_TIMEOUT = 10.0  # seconds
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"  # of a registered task, which has no repository
 STARTED = time.time()  # about when this process did
@@ -70,7 +70,7 @@ def describe_commit() -> str:
             capture_output=True,
             text=True,
             check=True,
-            timeout=GIT_TIMEOUT,
+            timeout=ANSWER_TIMEOUT,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # the user may commit meanwhile
         )
         return done.stdout.strip()

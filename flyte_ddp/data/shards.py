@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.data.cache import ShardCache, make_directory, reading
@@ -28,12 +27,10 @@ from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
 from flyte_ddp.data.order import EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
 from flyte_ddp.data.readers import Fields, Read
-from flyte_ddp.data.source import Source
+from flyte_ddp.data.source import READ_TIMEOUT, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import has_password
 
-# seconds that a store is waited for; below the default stall_timeout
-STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
 MAX_TOLD = 10  # samples that were ignored, of each process
 
@@ -281,9 +278,9 @@ class Shards(Stream):
     @functools.cached_property
     def _files(self) -> Source:
         if not isinstance(self.source, str):
-            return Source(tuple(self.source), STORE_TIMEOUT)
+            return Source(tuple(self.source), READ_TIMEOUT)
         place = self.source if "://" in self.source else os.path.abspath(self.source)
-        return Source(place.rstrip("/"), STORE_TIMEOUT)
+        return Source(place.rstrip("/"), READ_TIMEOUT)
 
     @functools.cached_property
     def _index(self) -> ShardIndex:

@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage, redact_url
 
 T = TypeVar("T")
 
 CONCURRENT_READS = 8  # of a process
+# seconds that a store of samples is waited for; below the default stall_timeout
+READ_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 VERSIONS = ("ETag", "etag")  # keys of what file systems report
 
 

@@ -22,7 +22,7 @@ from flyte_ddp import events
 from flyte_ddp.checkpoints import MAX_STEP, WRITE_GRACE
 from flyte_ddp.checkpoints.memory import Part
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
-from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.launch.protocol.messages import Emitted, PartSaved, Submitted
 from flyte_ddp.launch.protocol.programs import Kind
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
-# seconds: what other ranks than 0 report within them travels as one message, the newest of it
-REPORT_INTERVAL, MAX_REPORTS = 1.0, 1000
+MAX_REPORTS = 1000  # newest ones of another rank than 0 that travel as one message
 # bytes of a file that a rank submits, and of all that are not taken yet, as which each costs more
 MAX_RESULT, MAX_SUBMITTED, FILE_COST = 64 << 20, 65 << 20, 1 << 20
 # Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
@@ -403,7 +402,7 @@ class Session:
             return
         self._reports.append(reported)
         if len(self._reports) == 1:  # else a timer runs, which takes this one too
-            timer = threading.Timer(REPORT_INTERVAL, self._send_reports)
+            timer = threading.Timer(BEAT_INTERVAL, self._send_reports)
             timer.daemon = True
             timer.start()
 

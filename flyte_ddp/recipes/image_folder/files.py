@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flyte_ddp.config import TrainingConfig
+from flyte_ddp.data.source import CONCURRENT_READS, READ_TIMEOUT
 from flyte_ddp.errors import DataError, StorageDenied
 from flyte_ddp.recipes.contents import IMAGE, kind_of
 from flyte_ddp.storage import Storage, has_password
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_SHORT_READS = 3  # reads of a file with another size than listed, before it counts as damaged
-# seconds that a file waits for a store that cannot be reached; below the default stall_timeout
-STORE_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
-CONCURRENT_READS = 8  # of each process
 HEAD = 512  # bytes that tell an image from another file
 MAX_LOOKS = 10_000  # files of a store whose beginnings are read, for half a minute
 SUFFIXES = (
@@ -70,7 +67,7 @@ def list_images(url: str, anonymous: bool = False) -> tuple[str, list[File], Cou
     Raises:
         DataError: there is nothing, or the URL has a password.
         StorageDenied: it may not be listed with the credentials of this process.
-        StorageUnavailable: the store could not be reached for `STORE_TIMEOUT` seconds.
+        StorageUnavailable: the store could not be reached for `READ_TIMEOUT` seconds.
     """
     storage = open_storage(url, anonymous)
     found = storage.find()
@@ -120,7 +117,7 @@ class FileReader:
 
     def read(self, file: File) -> bytes:
         """Return the contents of `file`. Raises UnreadableImage, or StorageUnavailable after
-        `STORE_TIMEOUT`.
+        `READ_TIMEOUT`.
         """
         storage, _ = _open_client(os.getpid(), self.url, self.anonymous)
         for _ in range(MAX_SHORT_READS):
@@ -202,7 +199,7 @@ def open_storage(url: str, anonymous: bool) -> Storage:
     return Storage(
         url,
         "data",
-        STORE_TIMEOUT,
+        READ_TIMEOUT,
         anonymous=anonymous,
         # fsspec's shared instance would be shared with the parent of a forked process too.
         skip_instance_cache=True,

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from flyte_ddp.data.source import CONCURRENT_READS
 from flyte_ddp.data.write import NOTE, begin_shards, compute_checksum, draw_order, write_shards
 from flyte_ddp.errors import StorageDenied
 from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder.files import (
-    CONCURRENT_READS,
     File,
     FileReader,
     UnreadableImage,
