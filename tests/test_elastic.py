@@ -127,7 +127,7 @@ def test_a_silent_node_is_abandoned_and_kills_its_ranks_when_it_returns(
         )
         assert [event.world_size for event in events_of(run, events.RunStarted)] == [2, 1]
         assert "it has been silent for 5 s" in caplog.text
-        for process in stopped:  # the node's process, the first, may end its ranks before their turn
+        for process in stopped:  # the first, the node, may end its ranks before their turn
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
         assert eventually(lambda: not ranks_below(silent.pid))
