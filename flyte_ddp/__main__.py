@@ -57,10 +57,6 @@ COMMANDS = {
         "register a project's workflows with Flyte, with its code",
     ),
     "image": ("flyte_ddp.flyte.commands:image", "print the image of a project's tasks"),
-    "requests": (
-        "flyte_ddp.flyte.commands:requests",
-        "print what the pods of a project's tasks request, for the doctor",
-    ),
     "abort": ("flyte_ddp.flyte.commands:abort", "end an execution of Flyte's for good"),
     "deploy": (
         "flyte_ddp.__main__:print_manifests",

@@ -589,7 +589,6 @@ def quota(**hard: str) -> dict[str, Any]:
 
 
 AUTOSCALED = '{"num_nodes": 1, "kubernetes": {"autoscaled_nodes": true, "worker_memory": "4Gi"}}'
-TASKS = '{"training": {"cpu": "4", "memory": "16Gi"}, "driver": {"cpu": "1", "memory": "3Gi"}}'
 UPSTREAM = "ghcr.io/dask/dask-kubernetes-operator"
 VERSION = dict.fromkeys(
     [
@@ -934,20 +933,11 @@ FIXED = {
             "the Dask operator is not installed, or too old: this Kubernetes cluster does not know "
             "daskclusters, daskworkergroups",
         ),
+        # a worker with 4Gi, and a scheduler with 1Gi
         (
-            {"/resourcequotas": quota(**{"limits.memory": "9Gi"})},
+            {"/resourcequotas": quota(**{"limits.memory": "4Gi"})},
             "FAILED",
-            (
-                "quota small of namespace team allows limits.memory up to 9Gi, and a task "
-                "(training) "
-                "needs 16Gi; request"
-            ),
-        ),
-        # A worker with 4Gi, a scheduler with 1Gi, and the task that drives them with 3Gi.
-        (
-            {"/resourcequotas": quota(**{"limits.memory": "7Gi"})},
-            "FAILED",
-            "allows limits.memory up to 7Gi, and this run with its driver needs 8Gi",
+            "allows limits.memory up to 4Gi, and this run with its driver needs 5Gi",
         ),
         (
             {"/resourcequotas": quota(pods="2")},
@@ -964,7 +954,7 @@ def test_the_doctor_names_what_keeps_a_run_from_starting(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     api_server.answers |= answers
-    assert main(["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]) == (level == "FAILED")
+    assert main(["doctor", "--cluster", AUTOSCALED]) == (level == "FAILED")
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
     assert ("could start" in told) is (level != "FAILED")
@@ -989,8 +979,7 @@ def test_the_doctor_looks_for_room_on_the_nodes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     api_server.answers |= nodes(*found)
-    tasks = '{"driver": {"cpu": "1", "memory": "2Gi"}}'
-    assert main(["doctor", "--cluster", json.dumps(FIXED), "--tasks", tasks]) == (level == "FAILED")
+    assert main(["doctor", "--cluster", json.dumps(FIXED)]) == (level == "FAILED")
     told = capsys.readouterr().out
     assert any(expected in line for line in told.splitlines() if line.startswith(level)), told
 
@@ -1013,40 +1002,6 @@ def test_nodes_that_fit_no_pod_end_a_first_attempt_for_good_and_a_retry_recovera
     api_server.answers["/resourcequotas"] = quota(pods="1")  # and what does not pass ends it
     with pytest.raises(PreflightError, match="quota small"):
         start(config)
-
-
-def test_the_doctor_asks_the_api_server_for_a_tasks_pod_as_flyte_makes_it(
-    api_server: ApiServer,
-) -> None:
-    asked: list[dict[str, Any]] = []
-    reply = api_server.reply
-
-    def note(method: str, path: str, body: Any) -> tuple[int, Any]:
-        if "dryRun=All" in path and "/pods" in path:
-            asked.append(body["spec"])
-        return reply(method, path, body)
-
-    api_server.reply = note  # type: ignore[method-assign]
-    spec = {"containers": [{"name": "default", "tty": True}], "hostname": "own"}
-    template = {"metadata": {"name": "own"}, "template": {"spec": spec}}
-    api_server.answers["/podtemplates/own"] = template
-    command = ["doctor", "--cluster", AUTOSCALED, "--tasks", TASKS]
-    assert main([*command, "--pod-template", "own"]) == 0
-    limits = {"cpu": "1", "memory": "3Gi"}
-    assert asked[-1] == {
-        "hostname": "own",
-        "restartPolicy": "Never",
-        "serviceAccountName": "flyte-ddp",
-        "containers": [
-            {
-                "name": "task",
-                "tty": True,
-                "image": "unknown.invalid/image",
-                "args": ["pyflyte-execute"],
-                "resources": {"limits": limits, "requests": limits},
-            }
-        ],
-    }
 
 
 def test_the_remedy_for_another_service_account_names_that(
@@ -1081,7 +1036,6 @@ def test_the_doctor_has_one_line_for_what_it_may_not_see(
     assert main(["doctor", "--cluster", json.dumps(FIXED)]) == 2
     told = capsys.readouterr().out
     assert told.startswith("ok       namespace team is checked (--namespace)\n")
-    assert "unknown  the tasks' own pods were not checked; pass --tasks" in told
     assert "FAILED" not in told
     assert "could start in" not in told
     assert (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.config import source_code
 from flyte_ddp.config.source_code import describe_commit
 from flyte_ddp.flyte import register
-from flyte_ddp.flyte.settings import SETTINGS
 from tests.test_registration import IMAGE, KNOWN, REPOSITORY, clean_environment
 
 
@@ -139,14 +137,6 @@ def test_a_dry_run_needs_no_flyte_and_lists_everything():
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (*KNOWN, "workflows.retrain.retrain_wf", "Launch Plan: retrain"):
         assert f"{name} (Dry run Mode)" in done.stdout
-
-
-def test_the_doctor_gets_what_each_class_of_tasks_requests(capsys):
-    assert main(["requests"]) == 0
-    requests = json.loads(capsys.readouterr().out)
-    assert requests.keys() == {"training", "evaluation", "driver", "small"}
-    assert requests["training"]["nvidia.com/gpu"] == str(SETTINGS.gpus)
-    assert requests["small"]["memory"] == f"{SETTINGS.small.memory_gib}Gi"
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):

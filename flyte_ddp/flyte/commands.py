@@ -1,24 +1,15 @@
-"""`flyte-ddp image`, `requests`, `abort`: for `make image`, the doctor and the person on call."""
+"""`flyte-ddp image` and `abort`: for `make image` and the person on call."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
 from flytekit.exceptions.base import FlyteException
 
 from flyte_ddp.errors import ClusterError
 from flyte_ddp.flyte.register import add_project_options, find_image
-from flyte_ddp.flyte.resources import pod
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
-
-RESOURCES = {
-    "cpu": "cpu",
-    "memory": "mem",
-    "ephemeral-storage": "ephemeral_storage",
-    "nvidia.com/gpu": "gpu",
-}
 
 
 def image(arguments: Sequence[str]) -> str:
@@ -26,30 +17,6 @@ def image(arguments: Sequence[str]) -> str:
     argparse.ArgumentParser("flyte-ddp image", description=text).parse_args(arguments)
     check_settings()
     return find_image(SETTINGS)
-
-
-def requests(arguments: Sequence[str]) -> str:
-    """Return what a pod of each size requests, which is its limit too, by the names that Kubernetes
-    gives resources.
-    """
-    text = "print what the pods of this directory's project request, as JSON"
-    argparse.ArgumentParser("flyte-ddp requests", description=text).parse_args(arguments)
-    check_settings()
-    sizes = {
-        "training": pod(SETTINGS.training, SETTINGS.gpus),
-        "evaluation": pod(SETTINGS.training, min(1, SETTINGS.gpus)),
-        "driver": pod(SETTINGS.driver),
-        "small": pod(SETTINGS.small),
-    }
-    asked = {
-        name: {
-            resource: str(value)
-            for resource, attribute in RESOURCES.items()
-            if (value := getattr(options["limits"], attribute))
-        }
-        for name, options in sizes.items()
-    }
-    return json.dumps(asked, indent=1)
 
 
 def abort(arguments: Sequence[str]) -> str:

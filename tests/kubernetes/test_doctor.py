@@ -19,7 +19,6 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.errors import ClusterError, ConfigError
 from tests.kubernetes.conftest import ROOT, Namespace, eventually, kubectl, manifest, small_cluster
 
-TASKS = {"driver": {"cpu": "100m", "memory": "256Mi"}}
 OPERATOR = "kubectl --namespace dask-operator"
 START = f"{OPERATOR} scale deployment dask-operator --replicas=1"
 OWN = "kubectl --namespace $NAMESPACE"
@@ -80,9 +79,9 @@ def remedies(findings: str) -> list[str]:
 def doctor(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """doctor(values, status): what it prints of this cluster when it ends with this status."""
 
-    def doctor(values: dict[str, Any], status: int, *options: str) -> str:
+    def doctor(values: dict[str, Any], status: int) -> str:
         def ends() -> str:  # the API server needs a moment for a change
-            ended = main(["doctor", "--cluster", json.dumps(values), *options])
+            ended = main(["doctor", "--cluster", json.dumps(values)])
             told = capsys.readouterr().out
             return told if ended == status else ""
 
@@ -109,19 +108,18 @@ def test_no_run_starts_where_the_doctor_fails_and_one_does_where_it_is_mended(
     doctor: Callable[..., str],
 ) -> None:
     situation = SITUATIONS[name]
-    options = ("--tasks", json.dumps(TASKS), "--pod-template", "flyte-ddp")
     right = small_cluster(namespace=namespace.name, num_nodes=1)
     wrong = small_cluster(namespace=namespace.name, num_nodes=1, **situation.config)
     shell(situation.break_, namespace.name)
     try:
-        told = doctor(wrong, 1, *options)
+        told = doctor(wrong, 1)
         assert re.search(f"^FAILED .*{situation.finding}", told, re.MULTILINE)
         assert re.search(situation.reason, starts(wrong, start_timeout=12))
         assert namespace.clusters() == []  # while the operator is away, too
     finally:
         shell(situation.mend, namespace.name)
     shell(f"{OPERATOR} rollout status deployment/dask-operator --timeout=300s", namespace.name)
-    assert f"could start in namespace {namespace.name}" in doctor(right, 0, *options)
+    assert f"could start in namespace {namespace.name}" in doctor(right, 0)
     if situation.mend == START:  # in the others a command that this test made itself is undone
         assert starts(right, start_timeout=120) == ""
 
@@ -142,22 +140,3 @@ def test_the_remedies_of_the_doctor_make_a_new_namespace_fit(
         for kind in ("clusterrole", "clusterrolebinding"):
             kubectl("delete", kind, f"flyte-ddp-preflight-{name}", "--ignore-not-found")
         kubectl("delete", "namespace", name, "--wait=false")
-
-
-def test_a_restricted_namespace_needs_flytes_setting(
-    namespace: Namespace, doctor: Callable[..., str]
-) -> None:
-    values = small_cluster(namespace=namespace.name, num_nodes=1)
-    told = doctor(values, 1)
-    assert re.search(
-        "FAILED .*refuse a task's pod .*violates PodSecurity.*default-pod-template-name", told
-    )
-    assert "a worker's pod" not in told
-    doctor(values, 0, "--pod-template", "flyte-ddp")
-    # as Flyte's chart has it
-    setting = "inline.yaml=plugins: {k8s: {default-pod-template-name: flyte-ddp}}"
-    namespace.kubectl("create", "configmap", "flyte", "--from-literal", setting)
-    try:
-        doctor(values, 0)
-    finally:
-        namespace.kubectl("delete", "configmap", "flyte")

@@ -8,7 +8,6 @@ collects. An API server that does not answer is no finding: ClusterError.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,6 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     POLICY_GROUP,
     POLICY_PLURAL,
     VERSION,
-    merge_pod,
 )
 from flyte_ddp.cluster.kubernetes.resources import (
     add,
@@ -69,7 +67,6 @@ OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its lab
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
-TEMPLATE_SETTING = re.compile(r"""default-pod-template-name["']?:\s*["']?([a-z0-9][-a-z0-9.]*)""")
 # of the cluster that the doctor asks about; its secret has the same one, which policies compare
 DOCTOR_NAME = "ddp-doctor-00000000"
 ENDED = ("Succeeded", "Failed")  # phases of a pod
@@ -102,12 +99,8 @@ class Setup:
     account: str = ""
     # requests of the driver's pod; none where it is not in `namespace`
     driver: Mapping[str, Decimal] = field(default_factory=dict)
-    # requests of tasks' pods by class; for doctor
-    tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # the table of settings.toml; None: not known, or checked by the task itself
     allowed: Allowed | None = None
-    # that Flyte's default-pod-template-name names; "": as a ConfigMap of Flyte's says
-    pod_template: str = ""
 
 
 Check = Callable[[Setup], Iterator[Finding]]
@@ -264,15 +257,14 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
     """Compare with the whole of each quota, because what other runs have used of it comes back."""
     who = "this run with its driver" if setup.driver else "this run"
-    needs = {f"a task ({name})": quantities(task) for name, task in setup.tasks.items()}
-    needs[who] = {**_sum_run(setup), f"count/{PLURAL}.{GROUP}": Decimal(1)}
+    needs = {**_sum_run(setup), f"count/{PLURAL}.{GROUP}": Decimal(1)}
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         # one with scopes may not be about these pods
         is_scoped = quota.spec.scopes or quota.spec.scope_selector
         hard = {} if is_scoped else quota.spec.hard or {}
-        for (resource, limit), (who, need) in itertools.product(hard.items(), needs.items()):
+        for resource, limit in hard.items():
             # requests and limits of all pods are the same
-            amount = need.get(re.sub(r"^(requests|limits)\.", "", resource), Decimal(0))
+            amount = needs.get(re.sub(r"^(requests|limits)\.", "", resource), Decimal(0))
             if amount > quantity(limit):
                 yield Finding(
                     f"quota {quota.metadata.name} of namespace {setup.namespace} allows "
@@ -355,19 +347,15 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     """
     if not setup.account:
         return
-    template, setting = _task_template(setup)
-    pods = {f"a {role}'s pod": setup.spec[role]["spec"] for role in ("scheduler", "worker")}
-    for name, task in (setup.tasks or {"any": {}}).items():
-        pods[f"a task's pod ({name})"] = _task_pod(setup.account, task, template)
     create = ("CoreV1Api", "create_namespaced_pod", setup.namespace)
     meta = {"metadata": {"name": DOCTOR_NAME}}
-    for what, pod in pods.items():
-        body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": pod}
+    for role in ("scheduler", "worker"):
+        body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": setup.spec[role]["spec"]}
         if refusal := _dry_run(*create, body):
-            remedy = "request more or less, correct `pod_template`, or wait for other runs to end"
-            if "violates PodSecurity" in refusal and what.startswith("a task"):
-                remedy = setting
-            yield Finding(f"the API server would refuse {what}: {refusal}; {remedy}")
+            yield Finding(
+                f"the API server would refuse a {role}'s pod: {refusal}; request more or less, "
+                "correct `pod_template`, or wait for other runs to end"
+            )
     body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", **meta, "spec": setup.spec}
     request = ("create_namespaced_custom_object", GROUP, VERSION, setup.namespace, PLURAL, body)
     # whether policies admit an image that is not known cannot be known
@@ -391,54 +379,6 @@ def _dry_run(*request: Any) -> str:
         # another check is about missing kinds
         return "" if error.status == 404 else " ".join(str(error).split())
     return ""
-
-
-def _task_pod(
-    account: str, requests: Mapping[str, str], template: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the specification of a task's pod as Flyte makes it: one container, merged over its
-    default template.
-    """
-    defaults = {each["name"]: each for each in template.get("containers", [])}.get("default", {})
-    container = {
-        "name": "task",
-        "image": UNKNOWN_IMAGE,
-        "args": ["pyflyte-execute"],
-        "resources": {"requests": dict(requests), "limits": dict(requests)},
-    }
-    return {
-        **template,
-        "containers": [merge_pod(defaults, container)],
-        "restartPolicy": "Never",
-        "serviceAccountName": account,
-    }
-
-
-def _task_template(setup: Setup) -> tuple[dict[str, Any], str]:
-    """Return the pod specification that Flyte merges into its tasks, and how to make it one that is
-    not refused.
-    """
-    from kubernetes.client import ApiClient
-
-    name = setup.pod_template or next(
-        (
-            found[1]
-            for each in call("CoreV1Api", "list_config_map_for_all_namespaces").items
-            for text in (each.data or {}).values()
-            if (found := TEMPLATE_SETTING.search(text))
-        ),
-        "",
-    )
-    request = ("CoreV1Api", "read_namespaced_pod_template", name, setup.namespace)
-    if name and (template := find(*request)):
-        pod = ApiClient().sanitize_for_serialization(template.template.spec)
-        return pod, f"correct the PodTemplate {name}, as in deploy/pod-template.yaml"
-    return {}, (
-        "set Flyte's `plugins.k8s.default-pod-template-name: flyte-ddp` (deploy/README.md, "
-        "section 5; without it the template does nothing), pass --pod-template flyte-ddp if no "
-        f"ConfigMap shows it, and apply it: kubectl --namespace {setup.namespace} apply -f "
-        "deploy/pod-template.yaml"
-    )
 
 
 def _check_policies(setup: Setup) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 from flyte_ddp.cluster.admission import load_allowed
@@ -28,27 +28,17 @@ from flyte_ddp.cluster.kubernetes.checks import (
     run_checks,
 )
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
-from flyte_ddp.cluster.kubernetes.resources import quantities
 from flyte_ddp.config.fields import read_object
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ClusterError, ConfigError
-
-DRIVER = "driver"  # the class of tasks that drive a cluster
 
 
 def diagnose(
     config: ClusterConfig,
     service_account: str,
-    tasks: Mapping[str, Mapping[str, str]],
-    pod_template: str,
 ) -> tuple[list[str], int]:
     """Check the cluster that the kubeconfig names, for runs with this config whose tasks have
     `service_account`.
-
-    Args:
-        tasks: what the pods of tasks request, as {class: {resource: quantity}}.
-        pod_template: the name of Flyte's default pod template; "": as a ConfigMap of Flyte's has
-            it.
 
     Returns:
         A line for each finding, and an exit status: 0 if a run could start, 1 if not, 2 where this
@@ -71,18 +61,10 @@ def diagnose(
     )
     config = dataclasses.replace(config, kind="kubernetes", kubernetes=pods)
     spec = cluster_spec(config, DOCTOR_NAME)["spec"]
-    driver = {"pods": Decimal(1), **quantities(tasks.get(DRIVER, {}))}
     findings, unseen = run_checks(
-        Setup(config, spec, namespace, service_account, driver, tasks, allowed, pod_template)
+        Setup(config, spec, namespace, service_account, {"pods": Decimal(1)}, allowed)
     )
     checked = Finding(f"namespace {namespace} is checked (--namespace)", GOOD)
-    if not tasks:
-        findings.append(
-            Finding(
-                'the tasks\' own pods were not checked; pass --tasks "$(flyte-ddp requests)"',
-                UNKNOWN,
-            )
-        )
     if unseen:
         findings.append(
             Finding(
@@ -119,21 +101,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--namespace", default="", help=text)
     text = "of the tasks (default flyte-ddp)"
     parser.add_argument("--service-account", default="flyte-ddp", help=text)
-    text = "what the tasks' pods request: flyte-ddp requests"
-    parser.add_argument("--tasks", default="{}", help=text)
-    text = (
-        "name of Flyte's default-pod-template-name (default: as a ConfigMap of Flyte's in the "
-        "cluster has it)"
-    )
-    parser.add_argument("--pod-template", default="", help=text)
     options = parser.parse_args(arguments)
     config = cluster_config(read_object("--cluster", options.cluster))
     if options.namespace:
         pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
         config = dataclasses.replace(config, kubernetes=pods)
-    tasks = read_object("--tasks", options.tasks)
     try:
-        found, status = diagnose(config, options.service_account, tasks, options.pod_template)
+        found, status = diagnose(config, options.service_account)
     except ClusterError as error:
         raise ConfigError(str(error)) from error
     sys.stdout.write("".join(found))
