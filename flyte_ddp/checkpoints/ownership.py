@@ -3,8 +3,7 @@
 Two runs in one place would delete each other's checkpoints. So the process that starts a run takes
 the lease before anything is written there, renews it by heartbeats, and releases it at the end.
 Rank 0 compares the token before everything that it writes or deletes: a process that was replaced,
-but lives on somewhere, changes nothing any more. A run's tokens are numbered, so rank 0 knows one
-that is only not there yet, because the store is away, and waits.
+but lives on somewhere, changes nothing any more.
 
 A lease is over if it was released, if its process is gone from this very machine, if it is an
 earlier attempt's of the same run on another one (Flyte retries a node under the same name), or if
@@ -28,13 +27,12 @@ from pathlib import Path
 from types import TracebackType
 
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
-from flyte_ddp.errors import ConfigError, FileChanged, StorageUnavailable
+from flyte_ddp.errors import ConfigError, FileChanged
 from flyte_ddp.storage import Storage, redact_url
 
 OWNER = "owner.json"
 BEAT_INTERVAL = 20.0  # seconds between two heartbeats
-# seconds between two looks at another run's lease, or two tries to put a new token
-LOOK_INTERVAL = 1.0
+LOOK_INTERVAL = 1.0  # seconds between two looks at another run's lease
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Owner:
     """The contents of `owner.json`."""
 
-    token: str  # another one for each attempt
+    token: str  # of the process that drives the run
     run: str  # the same for all attempts of a run: Flyte's execution and node; "" for a local run
     host: str
     machine: str  # names the kernel and the process namespace that `pid` belongs to
@@ -89,7 +87,7 @@ class Ownership:
         self._storage = Storage(url, timeout=store_timeout)
         self._beats = Storage(url, timeout=0)
         self._owner = Owner(
-            token=f"{uuid.uuid4().hex}-0",
+            token=uuid.uuid4().hex,
             run=run,
             host=socket.gethostname(),
             machine=_read_machine(),
@@ -99,21 +97,9 @@ class Ownership:
             beat_at=time.time(),
             lease=store_timeout + 3 * BEAT_INTERVAL,
         )
-        self.token = self._owner.token  # the newest, which may not be there yet
-        self._wakes = threading.Event()
-        self._has_ended = False
+        self.token = self._owner.token
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ownership", daemon=True)
-
-    def renew(self) -> str:
-        """Return a new token, which ends the right of ranks with an earlier one to write. For every
-        attempt of a gang.
-
-        A thread puts it into the store. Ranks that have it write nothing before it is there.
-        """
-        run, number = _parse(self.token)
-        self.token = f"{run}-{number + 1}"
-        self._wakes.set()
-        return self.token
 
     def __enter__(self) -> Ownership:
         watched, over_at = b"", 0.0
@@ -147,18 +133,14 @@ class Ownership:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._has_ended = True
-        self._wakes.set()
+        self._has_ended.set()
         # A bounded wait: a process that was asked to stop has seconds, and its store may hang.
         self._thread.join(ANSWER_TIMEOUT)
 
     def _put(self, storage: Storage, replaced: bytes, released: bool = False) -> None:
-        owner = dataclasses.replace(
-            self._owner, token=self.token, beat_at=time.time(), released=released
-        )
+        owner = dataclasses.replace(self._owner, beat_at=time.time(), released=released)
         contents = json.dumps(dataclasses.asdict(owner), indent=1).encode()
         storage.replace(OWNER, contents, replaced)
-        self._owner = owner
 
     def _beat(self) -> None:
         """Send heartbeats to the end, and release the place then. Nothing else ends them: without
@@ -166,13 +148,11 @@ class Ownership:
         """
         is_over = False
         while not is_over:
-            self._wakes.wait(BEAT_INTERVAL if self._owner.token == self.token else LOOK_INTERVAL)
-            self._wakes.clear()
-            is_over = self._has_ended
+            is_over = self._has_ended.wait(BEAT_INTERVAL)
             # Rank 0 finds out as well before it writes, and reports it.
             with contextlib.suppress(Exception):
                 contents, other = read_owner(self._beats)
-                if other is None or _parse(other.token)[0] == _parse(self.token)[0]:
+                if other is None or other.token == self.token:
                     self._put(self._beats, contents, released=is_over)
 
 
@@ -193,28 +173,13 @@ def read_owner(storage: Storage) -> tuple[bytes, Owner | None]:
 def check_owner(storage: Storage, token: str) -> None:
     """Raise ConfigError if the place of `storage` does not belong to the run with this token any
     more; "" is the token of a place that nothing else uses.
-
-    Raises:
-        StorageUnavailable: it still belongs to an earlier attempt of that run; see
-            `Ownership.renew`.
     """
     owner = read_owner(storage)[1] if token else None
     if owner and (owner.token != token or owner.released):
-        (run, number), (own_run, own_number) = _parse(owner.token), _parse(token)
-        if run == own_run and number < own_number and not owner.released:
-            raise StorageUnavailable(
-                f"checkpoints: {redact_url(storage.url)} belongs to the attempt before this one"
-            )
         raise ConfigError(
             f"checkpoints: {redact_url(storage.url)} belongs to {owner} now, so this process "
             "writes nothing more there"
         )
-
-
-def _parse(token: str) -> tuple[str, int]:
-    """Return what all tokens of a run's process have alike, and the number of this one."""
-    run, _, number = token.rpartition("-")
-    return run, int(number) if number.isdigit() else 0
 
 
 def _read_machine() -> str:

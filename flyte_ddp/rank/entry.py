@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -189,10 +189,11 @@ def call_program(process: RankProcess) -> None:
     # start method.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process().name = "MainProcess"
-    with current.finish_on_error(), _end_forked_processes():
-        value = b""
-        with contextlib.suppress(StopRequested):
-            value = cloudpickle.loads(program.call)()
+    rank, value = os.getpid(), b""
+    with current.finish_on_error(), contextlib.suppress(StopRequested):
+        value = cloudpickle.loads(program.call)()
+    if os.getpid() != rank:  # it was forked by the program, and is no rank
+        raise SystemExit(0)
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
             f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got "
@@ -221,23 +222,6 @@ def _flush_files() -> None:
             # it is closed, or whoever read it is gone
             with contextlib.suppress(OSError, ValueError):
                 file.flush()
-
-
-@contextlib.contextmanager
-def _end_forked_processes() -> Iterator[None]:
-    """End a process that the block has forked where the block ends, as Python ends it: that one is
-    no rank.
-    """
-    rank = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() != rank and not isinstance(error, SystemExit):
-            traceback.print_exc()
-            raise SystemExit(1) from None
-        raise
-    if os.getpid() != rank:
-        raise SystemExit(0)
 
 
 def _has_imported_torch() -> bool:

@@ -191,7 +191,7 @@ def run(
         taken = None if results is None else Results(results)
         begun = Run(
             name,
-            job,
+            dataclasses.replace(job, owner=ownership.token if ownership else ""),
             storage,
             stop,
             dispatcher.emit,
@@ -199,7 +199,7 @@ def run(
             prepared,
             taken,
         )
-        driver = _Driver(begun, place, ownership)
+        driver = _Driver(begun, place)
         try:
             driver.drive(earlier_failure)
         except TrainingStopped as stopped:
@@ -220,7 +220,6 @@ class _Driver:
 
     run: Run
     place: Place
-    ownership: Ownership | None
     # steps of the checkpoints in the store, as the events of the ranks tell; None before the first
     stored: set[int] | None = None
     # of the state from which the latest attempt has started; -1 if that is not known
@@ -260,10 +259,7 @@ class _Driver:
         run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, notice))
         self.num_attempts += 1
         self.resumed_step, self.has_loaded = self.newest_step, False
-        # A new token for each gang: a rank of an earlier one that still lives on a silent node may
-        # not write now.
-        owner = self.ownership.renew() if self.ownership else ""
-        run.job = dataclasses.replace(run.job, launched_at=time.time(), owner=owner)
+        run.job = dataclasses.replace(run.job, launched_at=time.time())
         shows_nodes = is_cluster and run.job.program.shows_ranks
         take_result = run.results.put if run.results else None
         return Attempt(nodes, self._take, run.relay, run.stop, shows_nodes, take_result)

@@ -155,7 +155,7 @@ class Job:
     launched_at: float  # seconds since the epoch
     # the same for all attempts of a run, such as Flyte's execution and node; "" for a local run
     run: str = ""
-    # token of the attempt that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
+    # token of the driver that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     owner: str = ""
     is_kept: bool = True  # the checkpoints outlive the run
     # steps of checkpoints after the last attempt, as far as the driver knows
