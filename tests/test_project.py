@@ -153,7 +153,7 @@ for act in (
         act()
     except ValueError as error:
         print(error)
-print(*Report().draw([Panel("a", "b", "c", None)]))
+print(*Report().draw([Panel("a", "b", "c")]))
 """  # noqa: E501
     status, output = run([core], "-S", "-c", program, cwd=tmp_path)
     assert status == 0, output

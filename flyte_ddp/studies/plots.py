@@ -11,19 +11,17 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flyte_ddp.events import Reported
 from flyte_ddp.observers.formats import format_count, format_figure, format_rounded, format_value
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
-    MAX_MARKERS,
     PALETTE,
+    Line,
     Panel,
-    label_x,
     log_scale,
-    plot,
     printable,
 )
 from flyte_ddp.studies.results import TrialRun, figures_of, rank_of
@@ -53,55 +51,54 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     colors = [*PALETTE, *[INK] * len(ranked)][: len(ranked)]
     figures = [figures_of(run.kept)[metric] if run.kept else math.nan for run in ranked]
 
-    def draw_epochs(axes: Axes) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        drawn: list[tuple[float, float]] = []
-        for index, run in enumerate(ranked):
-            points = [
+    lines = [
+        Line(
+            [
                 (getattr(each, axis), each.values[metric])
                 for each in (result.figures() for result in run.results)
                 if metric in each.values
-            ]
-            look: dict[str, Any] = {"linewidth": 0.8, "alpha": FAINT / 3}
-            if index < len(best):
-                look = {"linewidth": 1.6, "label": f"{run.trial.number}"}
-            # the best on top
-            look |= {
-                "gid": f"{run.trial}",
-                "color": colors[index],
-                "zorder": 3 - index / len(ranked),
-            }
-            marker = "o" if len(points) <= MAX_MARKERS else ""
-            drawn += plot(axes, points, marker=marker, markersize=3.5, **look)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        label_x(axes, axis)
-        log_scale(axes, [value for _, value in drawn])
-
-    def draw_slice(axes: Axes, name: str, values: Sequence[Any]) -> None:
-        if all(type(value) in (int, float) for value in values):
-            log_scale(axes, values, axis="x")
-        else:
-            values = [printable(format_value(value))[:MAX_CHOICE] for value in values]
-        for run, value, figure, color in zip(ranked, values, figures, colors, strict=True):
-            look = {"linestyle": "", "marker": "o", "color": color, "alpha": 0.8, "zorder": 2}
-            plot(axes, [(value, figure)], gid=f"{run.trial}", **look)
-        label_x(axes, name)
-        log_scale(axes, figures)
-
+            ],
+            f"{run.trial.number}" if index < len(best) else None,
+            color,
+            1.6 if index < len(best) else 0.8,
+            1.0 if index < len(best) else FAINT / 3,
+            f"{run.trial}",
+            order=3 - index / len(ranked),
+        )
+        for index, (run, color) in enumerate(zip(ranked, colors, strict=True))
+    ]
     heading = name_metric(ranked[0])
     ends = [
         f"{run.trial} {format_figure(metric, figure)}"
         for run, figure in zip(best, figures, strict=False)
     ]
     summary = f"{heading} over {axis}s: {', '.join(ends)}"
-    panels = [Panel("metric-over-epochs", heading, summary, draw_epochs)]
+    panels = [
+        Panel("metric-over-epochs", heading, summary, lines, axis, has_whole_x=True, log_ratio=20)
+    ]
     for index, name in enumerate(ranked[0].trial.values):
         values = [run.trial.values[name] for run in ranked]
-        if any(value != values[0] for value in values):
-            draw = functools.partial(draw_slice, name=name, values=values)
-            by = f"By {name}"
-            panels.append(Panel(f"metric-by-{index}", by, f"{by}: the best, {ends[0]}", draw))
+        if all(value == values[0] for value in values):
+            continue
+        numbers = values if all(type(value) in (int, float) for value in values) else ()
+        places = numbers or [printable(format_value(value))[:MAX_CHOICE] for value in values]
+        lines = [
+            Line([place], None, color, 1.0, 0.8, f"{run.trial}", "", marker_size=6)
+            for run, color, place in zip(
+                ranked, colors, zip(places, figures, strict=True), strict=True
+            )
+        ]
+        panels.append(
+            Panel(
+                f"metric-by-{index}",
+                f"By {name}",
+                f"By {name}: the best, {ends[0]}",
+                lines,
+                name,
+                log_ratio=20,
+                draw=functools.partial(log_scale, values=numbers, axis="x"),
+            )
+        )
     trials = "; ".join(str(run.trial) for run in best)
     return heading, f"colored: the best so far, {trials}", panels
 
@@ -153,36 +150,35 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
         def draw(axes: Axes) -> None:
             from matplotlib.ticker import NullLocator
 
-            for (label, points), color in zip(
-                lines.items(), itertools.cycle(PALETTE), strict=False
-            ):
-                known = [(size, y.mean) for size, y in points]
-                plot(axes, known, color=color, marker="o", markersize=6, label=label)
-                for size, y in points:  # a single measurement has no bar
+            for known, color in zip(lines.values(), itertools.cycle(PALETTE), strict=False):
+                for size, y in known:  # a single measurement has no bar
                     if y.half_width:
                         axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
-            plot(
-                axes,
-                sorted(ideals.items()),
-                color=INK,
-                linewidth=1,
-                linestyle=(0, (1, 2)),
-                label="ideal",
-            )
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(ideal), [str(size) for size in ideal])
             axes.xaxis.set_minor_locator(NullLocator())
-            label_x(axes, "ranks")
             # with two equal axes the ideal is a straight line, and small sizes stay visible
             if name == "speed_up":
                 axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter(format_rounded)
+                axes.yaxis.set_major_formatter(format_rounded)
 
         points = ", ".join(
             f"{format_count(size, 'rank')} {y:,.4g}" for line in lines.values() for size, y in line
         )
+        drawn = [
+            Line([(size, y.mean) for size, y in known], label, color, marker_size=6)
+            for (label, known), color in zip(lines.items(), itertools.cycle(PALETTE), strict=False)
+        ]
+        dotted = Line(sorted(ideals.items()), "ideal", width=1, style=(0, (1, 2)), max_markers=0)
         return Panel(
-            name.replace("_", "-"), title, f"{title} by world size: {points}", draw, from_zero=True
+            name.replace("_", "-"),
+            title,
+            f"{title} by world size: {points}",
+            [*drawn, dotted],
+            "ranks",
+            from_zero=True,
+            tick=format_rounded,
+            draw=draw,
         )
 
     panels = [

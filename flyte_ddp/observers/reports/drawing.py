@@ -1,8 +1,8 @@
 """The look of all figures: panels, colors, axes, and their output as SVG, PNG or PDF.
 
-A `Panel` is a title and a function that draws it. `to_svg` makes an element for a page of any color
-and width from it, `save_panels` a file from several. Both are transparent. Imports matplotlib,
-which takes 1.4 s, when it first draws.
+A `Panel` is a title with lines, or a function that draws it. `to_svg` makes an element for a page
+of any color and width from it, `save_panels` a file from several. Both are transparent. Imports
+matplotlib, which takes 1.4 s, when it first draws.
 """
 
 from __future__ import annotations
@@ -91,6 +91,42 @@ Points = Sequence[tuple[float, float]]  # x, y
 
 
 @dataclass(frozen=True)
+class Line:
+    """One line of a panel, through its finite points. A page shows its values on hover, with its
+    name or label.
+    """
+
+    points: Points
+    label: str | None = None  # in the legend
+    color: str = INK
+    width: float = 2.0
+    opacity: float = 1.0
+    name: str | None = ""  # None: nothing on hover
+    style: Any = "-"
+    max_markers: int = MAX_MARKERS  # points up to which it has markers
+    marker_size: float = 3.5
+    order: float = 2.0  # the largest is on top
+
+    def draw(self, axes: Axes) -> list[tuple[float, float]]:
+        """Draw it if it has points, and return these."""
+        drawn = [(x, y) for x, y in self.points if math.isfinite(y)]
+        if drawn:
+            axes.plot(
+                *zip(*drawn, strict=True),
+                gid=None if self.name is None else printable(self.name or self.label or ""),
+                label=self.label,
+                color=self.color,
+                linewidth=self.width,
+                alpha=self.opacity,
+                linestyle=self.style,
+                marker="o" if len(self.points) <= self.max_markers else "",
+                markersize=self.marker_size,
+                zorder=self.order,
+            )
+        return drawn
+
+
+@dataclass(frozen=True)
 class Panel:
     """One small picture with a title of its own. Its legend, or else its `subtitle`, is below the
     title.
@@ -99,14 +135,26 @@ class Panel:
     name: str  # of letters and hyphens, unique on a page
     title: str
     summary: str  # a description for people who cannot see it
-    draw: Callable[[Axes], None]  # draws the lines and sets up the axes
+    lines: Sequence[Line] = ()
+    x_label: str = ""
     subtitle: str = ""
+    has_whole_x: bool = False  # its ticks are whole numbers
     from_zero: bool = False  # where a linear y axis starts
+    log_ratio: float = math.inf  # of the values, above which the y axis is logarithmic
+    tick: Callable[[float, object], str] = lambda value, _: f"{value:.4g}"  # of a linear y axis
+    draw: Callable[[Axes], object] = lambda axes: None  # what else there is
 
     def draw_on(self, axes: Axes) -> None:
         """Draw the panel, its title, and its legend or subtitle."""
         from matplotlib.text import Text
+        from matplotlib.ticker import MaxNLocator
 
+        log_scale(axes, [y for line in self.lines for _, y in line.draw(axes)], self.log_ratio)
+        if self.lines and axes.get_yscale() == "linear":
+            axes.yaxis.set_major_formatter(self.tick)
+        if self.has_whole_x:
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.set_xlabel(self.x_label, loc="right", fontsize=9.5, labelpad=1, color=INK)
         self.draw(axes)
         labels = axes.get_legend_handles_labels()[1]
         num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
@@ -174,27 +222,13 @@ def save_panels(panels: Sequence[Panel], path: str | Path, columns: int = 2) -> 
         figure.savefig(path, dpi=160)
 
 
-def plot(axes: Axes, points: Points, **look: Any) -> list[tuple[float, float]]:
-    """Draw a line through the finite `points`, if there are any, and return these. A page shows its
-    values on hover, with its `gid` or label.
-    """
-    drawn = [(x, y) for x, y in points if math.isfinite(y)]
-    if drawn:
-        name = look.pop("gid", look.get("label") or "")
-        gid = None if name is None else printable(name)
-        axes.plot(*zip(*drawn, strict=True), gid=gid, **look)
-    return drawn
-
-
 def show_on_hover(text: str) -> dict[str, Any]:
     """Return what gives a patch a text that a page shows on hover, by SVG's titles."""
     return {"gid": _TITLE + _BREAK.join(map(printable, text.split("\n")))}
 
 
 def _add_values(axes: Axes) -> None:
-    """Divide the x axis into strips that show on hover the last point there of each line of
-    `plot`.
-    """
+    """Divide the x axis into strips that show on hover the last point there of each `Line`."""
     import numpy as np
 
     lines = [line for line in axes.lines if line.get_gid() is not None]
@@ -216,11 +250,6 @@ def _add_values(axes: Axes) -> None:
                 texts.append(value + where)
         axes.axvspan(begin, end, alpha=0, **show_on_hover("\n".join(texts)))
     axes.set_xlim(low, high)
-
-
-def label_x(axes: Axes, text: str) -> None:
-    """Label the x axis at its right end."""
-    axes.set_xlabel(text, loc="right", fontsize=9.5, labelpad=1, color=INK)
 
 
 def log_scale(

@@ -16,7 +16,6 @@ from flyte_ddp.observers.reports.drawing import (
     PAGE_INK,
     PALETTE,
     Panel,
-    label_x,
     printable,
     show_on_hover,
 )
@@ -54,12 +53,11 @@ def _scatter_panel(pairs: Sequence[Sequence[float]]) -> Panel:
         ends = [min(*truths, *guesses), max(*truths, *guesses)]
         axes.plot(ends, ends, color=INK, alpha=FAINT, linewidth=1, linestyle=(0, (1, 2)))
         axes.plot(truths, guesses, ".", color=PALETTE[0], markersize=4, alpha=0.7)
-        label_x(axes, "true")
 
     error = statistics.fmean(abs(truth - guess) for truth, guess in pairs)
     note = f"{len(pairs)} held-out samples"
     summary = f"Predicted over true numbers of {note}: mean absolute error {error:.4g}"
-    return Panel("predictions", "Predicted against true", summary, draw, note)
+    return Panel("predictions", "Predicted against true", summary, (), "true", note, draw=draw)
 
 
 def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> Panel:
@@ -83,11 +81,12 @@ def _confusion_panel(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -
         axes.set_yticks(range(len(classes)), names, fontsize=8)
         axes.set(xlim=(-0.5, len(classes) - 0.5), ylim=(len(classes) - 0.5, -0.5))
         axes.grid(False)
-        label_x(axes, "predicted")
 
     wrong = Counter(f"{truth} for {guess}" for truth, guess in pairs if truth != guess)
     note = f"{len(pairs)} held-out samples"
     summary = f"Confusion matrix of {note}: {sum(wrong.values())} wrong"
     for worst, count in wrong.most_common(1):
         summary += f"; most often {worst}, {count} times"
-    return Panel("confusion", "Confusion (true over predicted)", summary, draw, note)
+    return Panel(
+        "confusion", "Confusion (true over predicted)", summary, (), "predicted", note, draw=draw
+    )
