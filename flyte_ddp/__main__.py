@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
@@ -118,15 +119,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_project(arguments: Sequence[str]) -> str:
     from flyte_ddp.config import project
 
-    parser = argparse.ArgumentParser("flyte-ddp new", description=COMMANDS["new"][1])
-    parser.add_argument("directory", metavar="DIRECTORY", help="of the project")
-    text = f"more workflows, some of {', '.join(project.PARTS)}, separated by commas"
-    parser.add_argument("--with", dest="parts", default="", help=text)
-    parser.add_argument("--function", action="store_true", help="a function, instead of a recipe")
-    text = "that flyte-ddp is installed from (default: as pip has noted it)"
-    parser.add_argument("--wheel", default="", help=text)
-    options = parser.parse_args(arguments)
-    parts = [part for part in options.parts.split(",") if part]
+    options = make_parser(
+        "new",
+        COMMANDS["new"][1],
+        (
+            ("directory", "of the project", None),
+            (
+                "--with",
+                f"more workflows, some of {', '.join(project.PARTS)}, separated by commas",
+                "",
+            ),
+            ("--function", "a function, instead of a recipe", False),
+            ("--wheel", "that flyte-ddp is installed from (default: as pip has noted it)", ""),
+        ),
+    ).parse_args(arguments)
+    parts = [part for part in vars(options)["with"].split(",") if part]
     lines = project.make_project(options.directory, parts, options.function, options.wheel)
     return "\n".join(lines)
 
@@ -134,12 +141,15 @@ def make_project(arguments: Sequence[str]) -> str:
 def print_manifests(arguments: Sequence[str]) -> str:
     from flyte_ddp.config import project
 
-    parser = argparse.ArgumentParser("flyte-ddp deploy", description=COMMANDS["deploy"][1])
-    parser.add_argument("--namespace", required=True, help="such as flytesnacks-development")
-    parser.add_argument("--image", default="", help="that the pods of runs may have")
-    text = "make the namespace, too, where Flyte does not"
-    parser.add_argument("--new-namespace", action="store_true", help=text)
-    options = parser.parse_args(arguments)
+    options = make_parser(
+        "deploy",
+        COMMANDS["deploy"][1],
+        (
+            ("--namespace", "such as flytesnacks-development", None),
+            ("--image", "that the pods of runs may have", ""),
+            ("--new-namespace", "make the namespace, too, where Flyte does not", False),
+        ),
+    ).parse_args(arguments)
     return project.manifests(options.namespace, options.image, not options.new_namespace)
 
 
@@ -148,8 +158,7 @@ def list_fields(arguments: Sequence[str]) -> str:
     from flyte_ddp.config import TrainingConfig
     from flyte_ddp.config.fields import describe_fields
 
-    text = "list the fields of --config and --cluster, with defaults, units and meaning"
-    argparse.ArgumentParser("flyte-ddp fields", description=text).parse_args(arguments)
+    make_parser("fields", COMMANDS["fields"][1], ()).parse_args(arguments)
     kinds = {"config.": TrainingConfig, "cluster.": ClusterConfig}
     return "\n".join(line for name in kinds for line in describe_fields(kinds[name], name))
 

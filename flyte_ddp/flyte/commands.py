@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from flytekit.exceptions.base import FlyteException
 
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ClusterError
-from flyte_ddp.flyte.register import add_project_options, find_image
+from flyte_ddp.flyte.register import PROJECT_OPTIONS, find_image
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 
 
 def image(arguments: Sequence[str]) -> str:
-    text = "print the image of the project in this directory"
-    argparse.ArgumentParser("flyte-ddp image", description=text).parse_args(arguments)
+    make_parser("image", "print the image of the project in this directory", ()).parse_args(
+        arguments
+    )
     check_settings()
     return find_image(SETTINGS)
 
@@ -31,11 +32,11 @@ def abort(arguments: Sequence[str]) -> str:
     from flytekit.configuration import Config
     from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
-    text = "end an execution of Flyte's for good, with its pods and clusters"
-    parser = argparse.ArgumentParser("flyte-ddp abort", description=text)
-    parser.add_argument("execution", metavar="EXECUTION", help="its name")
-    add_project_options(parser)
-    given = parser.parse_args(arguments)
+    given = make_parser(
+        "abort",
+        "end an execution of Flyte's for good, with its pods and clusters",
+        (("execution", "its name", None), *PROJECT_OPTIONS),
+    ).parse_args(arguments)
     place = f"{given.execution} in {given.project}-{given.domain}"
     identifier = WorkflowExecutionIdentifier(given.project, given.domain, given.execution)
     try:

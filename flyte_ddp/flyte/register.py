@@ -6,7 +6,6 @@ it: see `flyte_ddp.flyte.resources.pod`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from flytekit.tools.ignore import (
     StandardIgnore,
 )
 
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.settings import Settings, load_settings
@@ -28,6 +28,10 @@ from flyte_ddp.flyte.settings import Settings, load_settings
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 # what lies in a project and is no part of a registration
 LEFT_OUT = (".venv", "runs", "wandb")
+PROJECT_OPTIONS = (
+    ("--project", "(default flytesnacks)", "flytesnacks"),
+    ("--domain", "(default development)", "development"),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,18 +40,19 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: bad settings, no image, or what would be left out or shipped by mistake.
     """
-    parser = argparse.ArgumentParser(
-        prog="flyte-ddp register",
-        description="Register the workflows of this directory's project, with its code.",
+    options = make_parser(
+        "register",
+        "Register the workflows of this directory's project, with its code.",
+        (
+            *PROJECT_OPTIONS,
+            ("--image", "of every task (default: the settings')", ""),
+            ("--service-account", "of the launch plans", "flyte-ddp"),
+            ("--version", "(default: a hash, by Flyte)", ""),
+            ("--activate", "start the schedules", False),
+            ("--dry-run", "send nothing", False),
+        ),
         epilog="The settings are those of settings.toml and the variables that it names.",
-    )
-    add_project_options(parser)
-    parser.add_argument("--image", default="", help="of every task (default: the settings')")
-    parser.add_argument("--service-account", default="flyte-ddp", help="of the launch plans")
-    parser.add_argument("--version", default="", help="(default: a hash, by Flyte)")
-    parser.add_argument("--activate", action="store_true", help="start the schedules")
-    parser.add_argument("--dry-run", action="store_true", help="send nothing")
-    options = parser.parse_args(arguments)
+    ).parse_args(arguments)
     settings = load_settings(Path(SETTINGS_FILE))
     image = options.image or find_image(settings)
     check_shipped(settings)
@@ -64,11 +69,6 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--dry-run"] if options.dry_run else []
     environment = {**os.environ, "IMAGE": image, COMMIT_VARIABLE: describe_commit()}
     return subprocess.call([*command, "workflows"], env=environment)
-
-
-def add_project_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--project", default="flytesnacks", help="(default flytesnacks)")
-    parser.add_argument("--domain", default="development", help="(default development)")
 
 
 def find_image(settings: Settings) -> str:

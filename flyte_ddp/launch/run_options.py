@@ -18,12 +18,13 @@ from typing import Any
 from flyte_ddp.cluster.admission import check_allowed, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import read_object, whole_number
+from flyte_ddp.config.options import add_options
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.protocol.programs import Program, stop_grace
 from flyte_ddp.launch.protocol.signals import TimeLimit
 from flyte_ddp.launch.run import Gang, command_program, run_program, script_program
-from flyte_ddp.observers.command_line import add_observer_options, make_observers, resume_command
+from flyte_ddp.observers.command_line import OBSERVER_OPTIONS, make_observers, resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import check_url
@@ -67,7 +68,29 @@ VARIABLES = (
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 )
-SHORT = {"--redirects": ["-r"], "--tee": ["-t"]}
+SHORT = {"--redirects": ["-r"], "--tee": ["-t"], "--module": ["-m"]}
+SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
+# The flags of torchrun that change something, and the options of `add_argument`.
+FLAGS: dict[str, dict[str, Any]] = {
+    "--nnodes": {"default": "1", "help": "machines, or a range such as 1:4 (default 1)"},
+    "--nproc-per-node": {
+        "default": "1",
+        "help": "ranks on each: a number, gpu, cpu or auto (default 1)",
+    },
+    "--max-restarts": {
+        "type": int,
+        "default": 0,
+        "help": "restarts of all ranks after a loss (default 0)",
+    },
+    "--module": {**SWITCH, "help": "SCRIPT is a module, as for python -m"},
+    "--no-python": {**SWITCH, "help": "SCRIPT is a program of any kind"},
+    "--shutdown-timeout": {
+        "type": int,
+        "help": "seconds from a signal until the ranks are killed (default: 20, or what the task's "
+        "pod has for it)",
+    },
+    "--standalone": {**SWITCH, "help": "accepted as torchrun's; nothing needs it here"},
+}
 CLUSTER_OPTION = ("--cluster", "the machines: JSON, or a YAML or JSON file", "")
 # The options by which `train` and `predict` take a recipe and place its ranks: name, help, default.
 RECIPE_OPTIONS = (
@@ -77,13 +100,31 @@ RECIPE_OPTIONS = (
     ("--nnodes", "machines, or a range such as 1:4 (default 1)", "1"),
     CLUSTER_OPTION,
 )
+OWN_OPTIONS = (
+    CLUSTER_OPTION,
+    (
+        "--run-id",
+        "the same for all attempts of this run: a retry on another machine takes over its "
+        "checkpoints at once",
+        "",
+    ),
+    (
+        "--stall-timeout",
+        "seconds without a session.report until the run is ended "
+        f"(default {Program.stall_timeout:g})",
+        Program.stall_timeout,
+    ),
+    ("--results", "directory or URL for the files of session.submit_result", ""),
+    ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
+    ("--no-prefix", "show lines of output as they are", False),
+    *OBSERVER_OPTIONS,
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a script in every rank, and return the exit status."""
     text = "run a script in every rank, on this machine or on a Dask cluster"
     parser = argparse.ArgumentParser("flyte-ddp run", description=text)
-    add_observer_options(parser)
     add_run_options(parser)
     options = parser.parse_args(arguments)
     gang, program = read_gang(options), read_program(options)
@@ -133,91 +174,30 @@ def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> i
     return 0
 
 
-def add_options(
-    parser: argparse.ArgumentParser, options: Iterable[tuple[str, str, str | float | None]]
-) -> None:
-    """Add `options`, as those of `RECIPE_OPTIONS`, which take dashes and underscores. One without
-    a default is required.
-    """
-    for flag, text, default in options:
-        required = default is None
-        kind = str if required else type(default)
-        names = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}"))
-        parser.add_argument(*names, help=text, default=default, type=kind, required=required)
-
-
 def read_given(flag: str, text: str) -> dict[str, Any] | None:
     """Return what `read_object` does; None for an option that is not given."""
     return read_object(flag, text) if text else None
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-
-    def add(*flags: str, **options: Any) -> argparse.Action:
-        """Add a flag of torchrun, which takes dashes and underscores, and reads the variable
-        PET_<flag>.
-        """
-        name = flags[-1].lstrip("-").replace("-", "_")
-        options["default"] = os.environ.get(f"PET_{name.upper()}", options.get("default"))
-        return parser.add_argument(*dict.fromkeys((*flags, f"--{name}")), **options)
-
-    def add_switch(*flags: str, help: str) -> None:
-        add(*flags, action="store_true", default=False, help=help).type = _read_switch
-
-    add("--nnodes", default="1", help="machines, or a range such as 1:4 (default 1)")
-    add(
-        "--nproc-per-node",
-        default="1",
-        help="ranks on each: a number, gpu, cpu or auto (default 1)",
-    )
-    add(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="restarts of all ranks after a loss (default 0)",
-    )
+    """Add the options of the command. A flag of torchrun takes dashes and underscores, and reads
+    the variable PET_<flag>.
+    """
+    add_options(parser, OWN_OPTIONS)
     parser.add_argument("--checkpoints", help="directory or URL for session.save, for all machines")
-    own = (
-        CLUSTER_OPTION,
-        (
-            "--run-id",
-            "the same for all attempts of this run: a retry on another machine takes over its "
-            "checkpoints at once",
-            "",
-        ),
-        (
-            "--stall-timeout",
-            "seconds without a session.report until the run is ended "
-            f"(default {Program.stall_timeout:g})",
-            Program.stall_timeout,
-        ),
-        ("--results", "directory or URL for the files of session.submit_result", ""),
-        ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
-    )
-    add_options(parser, own)
-    add_switch("-m", "--module", help="SCRIPT is a module, as for python -m")
-    add_switch("--no-python", help="SCRIPT is a program of any kind")
-    parser.add_argument(
-        "--no-prefix", "--no_prefix", action="store_true", help="show lines of output as they are"
-    )
-    text = (
-        "seconds from a signal until the ranks are killed (default: 20, or what the task's pod "
-        "has for it)"
-    )
-    add("--shutdown-timeout", type=int, default=int(stop_grace()), help=text)
-    add_switch("--standalone", help="accepted as torchrun's; nothing needs it here")
-    for flag in RENDEZVOUS:
-        add(
-            flag,
-            type=int if flag in ("--node-rank", "--master-port") else str,
-            help=argparse.SUPPRESS,
-        )
-    for flag in OTHERS:
-        if flag in SWITCHES:
-            add_switch(flag, help=argparse.SUPPRESS)
-        else:
-            add(*SHORT.get(flag, ()), flag, help=argparse.SUPPRESS)
+    rendezvous = {
+        flag: {"type": int if flag in ("--node-rank", "--master-port") else str}
+        for flag in RENDEZVOUS
+    }
+    others = {flag: SWITCH if flag in SWITCHES else {} for flag in OTHERS}
+    for flag, given in {**FLAGS, **rendezvous, **others}.items():
+        name = flag[2:].replace("-", "_")
+        options = {"help": argparse.SUPPRESS, **given}
+        options["default"] = os.environ.get(f"PET_{name.upper()}", options.get("default"))
+        names = dict.fromkeys((*SHORT.get(flag, ()), flag, f"--{name}"))
+        action = parser.add_argument(*names, **options)
+        if "action" in options:
+            action.type = _read_switch
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
@@ -264,7 +244,9 @@ def read_program(options: argparse.Namespace) -> Program:
         variables={"TORCHELASTIC_RUN_ID": options.rdzv_id}
         if options.rdzv_id and not options.standalone
         else {},
-        stop_grace=whole_number("--shutdown-timeout", options.shutdown_timeout),
+        stop_grace=int(stop_grace())
+        if options.shutdown_timeout is None
+        else whole_number("--shutdown-timeout", options.shutdown_timeout),
         shows_ranks=not options.no_prefix,
     )
 

@@ -15,20 +15,20 @@ from typing import Any
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import describe_fields
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.protocol.programs import check_run_id, slow_imports
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,
-    add_options,
     check_place,
     end_as_shell,
     read_given,
 )
 from flyte_ddp.observers.command_line import (
+    OBSERVER_OPTIONS,
     RUNS,
-    add_observer_options,
     make_observers,
     make_run_directory,
     resume_command,
@@ -147,23 +147,26 @@ def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the run, and the words that name fields of its config."""
     fields = "\n".join(f"  --{line}" for line in describe_fields(TrainingConfig))
-    parser = argparse.ArgumentParser(
-        "flyte-ddp train",
+    most = ClusterConfig.max_restarts
+    parser = make_parser(
+        "train",
+        "Train a recipe, on this machine or on a Dask cluster.",
+        (
+            ("recipe", f"{', '.join(BUILTIN)}, or the dotted name of your own", None),
+            *RECIPE_OPTIONS,
+            ("--max-restarts", f"of all ranks after a loss (default {most})", most),
+            (
+                "--checkpoints",
+                "directory or URL: an unfinished run there goes on (default: a new one in "
+                f"{RUNS}/)",
+                "",
+            ),
+            ("--run-id", "the same for all attempts of this run", ""),
+            *OBSERVER_OPTIONS,
+        ),
         usage=USAGE,
-        description="Train a recipe, on this machine or on a Dask cluster.",
         epilog=f"fields, with the library's defaults, over which are the recipe's:\n{fields}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    names = ", ".join(BUILTIN)
-    parser.add_argument("recipe", metavar="RECIPE", help=f"{names}, or the dotted name of your own")
-    most = ClusterConfig.max_restarts
-    text = f"directory or URL: an unfinished run there goes on (default: a new one in {RUNS}/)"
-    more = (
-        ("--max-restarts", f"of all ranks after a loss (default {most})", most),
-        ("--checkpoints", text, ""),
-        ("--run-id", "the same for all attempts of this run", ""),
-    )
-    add_options(parser, (*RECIPE_OPTIONS, *more))
-    add_observer_options(parser)
     return parser.parse_known_args(arguments)

@@ -23,22 +23,18 @@ RUNS = "runs"  # where the directory of a run is made
 RUN_ID = "wandb-run-id"
 
 
-def add_observer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `make_observers` reads."""
-    parser.add_argument(
-        "--history", default="", metavar="FILE", help="for the events of the run, as JSON lines"
-    )
-    parser.add_argument("--report", default="", metavar="FILE", help="for the run's HTML page")
-    parser.add_argument(
-        "--wandb",
-        default="",
-        metavar="PROJECT",
-        help="of Weights & Biases, which records the run",
-    )
-    text = "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run"
-    parser.add_argument("--mlflow", default="", metavar="EXPERIMENT", help=text)
-    text = "directory or URL for TensorBoard, in which the run gets one"
-    parser.add_argument("--tensorboard", default="", metavar="DIR", help=text)
+# The options that `make_observers` reads.
+OBSERVER_OPTIONS = (
+    ("--history", "file for the events of the run, as JSON lines", ""),
+    ("--report", "file for the run's HTML page", ""),
+    ("--wandb", "project of Weights & Biases, which records the run", ""),
+    (
+        "--mlflow",
+        "experiment of MLflow, whose server MLFLOW_TRACKING_URI names, which records the run",
+        "",
+    ),
+    ("--tensorboard", "directory or URL for TensorBoard, in which the run gets one", ""),
+)
 
 
 def resume_command(checkpoints: str = "") -> str:

@@ -8,7 +8,6 @@ flyte-ddp mlflow HISTORY URL EXPERIMENT RUN [MODEL]  # uploads what a server tha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -26,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flyte_ddp.config.extras import require
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import (
@@ -236,10 +236,10 @@ def _clean(name: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Upload a history, and print where its run is. Raises ConfigError if it cannot be."""
-    parser = argparse.ArgumentParser("flyte-ddp mlflow", description="upload a run's history")
-    for name in ("history", "url", "experiment", "run"):
-        parser.add_argument(name, metavar=name.upper())
-    options = parser.parse_args(arguments)
+    names = ("history", "url", "experiment", "run")
+    options = make_parser(
+        "mlflow", "upload a run's history", [(name, "", None) for name in names]
+    ).parse_args(arguments)
     place = (options.url, options.experiment, options.run)
     try:
         observer = Mlflow(*place, say=print_line)

@@ -9,24 +9,31 @@ import json
 from collections.abc import Sequence
 
 from flyte_ddp.config.fields import parse_duration
+from flyte_ddp.config.options import Option, add_options
 from flyte_ddp.errors import ChampionError
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 from flyte_ddp.storage import SHORT_TIMEOUT
 
-COMMANDS = {
-    "show": "print the manifest of the version in use, and how the last challenge ended",
-    "list": "print all versions, oldest first; * marks the one in use",
+# What each does, and its options.
+COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
+    "show": ("print the manifest of the version in use, and how the last challenge ended", ()),
+    "list": ("print all versions, oldest first; * marks the one in use", ()),
     "rollback": (
-        "put the version before the one in use, or VERSION, in use again, and keep it "
-        "until `release`"
+        "put the version before the one in use, or VERSION, in use again, and keep it until "
+        "`release`",
+        (("version", "(default: the one before)", ""),),
     ),
-    "release": "let retrainings promote again after a rollback",
+    "release": ("let retrainings promote again after a rollback", ()),
     "status": (
-        "print when the last retraining ended; exit with 1 if that is too long ago or the "
-        "champion is unusable"
+        "print when the last retraining ended; exit with 1 if that is too long ago or the champion "
+        "is unusable",
+        (("--max-age", "longest time since the end of the last retraining, such as 26h", None),),
     ),
-    "prune": "delete all versions but the newest --keep, the one in use and its parent",
+    "prune": (
+        "delete all versions but the newest --keep, the one in use and its parent",
+        (("--keep", "newest versions to keep (default 10)", 10),),
+    ),
 }
 
 
@@ -37,29 +44,20 @@ def main(arguments: Sequence[str]) -> str:
     text = "The champion, which is the model in use, and the versions before it."
     parser = argparse.ArgumentParser("flyte-ddp promotion", description=text)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in COMMANDS.items():
+    for name, (text, options) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "url", metavar="URL", help="of the champion: any fsspec URL or a directory"
+        add_options(
+            command, (("url", "of the champion: any fsspec URL or a directory", None), *options)
         )
-        if name == "rollback":
-            command.add_argument("version", metavar="VERSION", nargs="?", default="")
-        if name == "status":
-            help_text = "longest time since the end of the last retraining, such as 26h"
-            command.add_argument("--max-age", required=True, help=help_text)
-        if name == "prune":
-            command.add_argument(
-                "--keep", type=int, default=10, help="newest versions to keep (default 10)"
-            )
-    options = parser.parse_args(arguments)
-    store = ChampionStore(options.url, SHORT_TIMEOUT)
-    if options.command == "show":
+    given = parser.parse_args(arguments)
+    store = ChampionStore(given.url, SHORT_TIMEOUT)
+    if given.command == "show":
         shown = {
             "champion": dataclasses.asdict(store.manifest()),
             "last_challenge": store.last(LAST_CHALLENGE),
         }
         return json.dumps(shown, indent=1)
-    if options.command == "list":
+    if given.command == "list":
         in_use = store.in_use().version
         return "\n".join(
             f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
@@ -67,14 +65,14 @@ def main(arguments: Sequence[str]) -> str:
             + f"  over {each.parent or 'none'}  {each.data}"
             for each in store.versions()
         )
-    if options.command == "status":
-        return describe_status(store, options.max_age)
-    if options.command == "prune":
-        deleted = store.prune(options.keep)
+    if given.command == "status":
+        return describe_status(store, given.max_age)
+    if given.command == "prune":
+        deleted = store.prune(given.keep)
         return "\n".join([*deleted, f"{len(deleted)} versions deleted"])
-    if options.command == "release":
+    if given.command == "release":
         return "retrainings promote again" if store.release() else "no rollback holds a version"
-    return f"{store.rollback(options.version).version} is in use again, until `release`"
+    return f"{store.rollback(given.version).version} is in use again, until `release`"
 
 
 def describe_status(store: ChampionStore, max_age: str) -> str:

@@ -6,7 +6,6 @@ For a person with a kubeconfig of wide rights.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -29,6 +28,7 @@ from flyte_ddp.cluster.kubernetes.checks import (
 )
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.config.fields import read_object
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ClusterError, ConfigError
 
@@ -89,18 +89,21 @@ def diagnose(
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings, and return the exit status."""
-    text = (
+    parser = make_parser(
+        "doctor",
         "tell whether a run could start on the Kubernetes cluster of the kubeconfig, and what "
-        "keeps it from that"
+        "keeps it from that",
+        (
+            (
+                "--cluster",
+                "of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file",
+                "{}",
+            ),
+            ("--namespace", "of the tasks (default: that of --cluster, or the kubeconfig's)", ""),
+            ("--service-account", "of the tasks (default flyte-ddp)", "flyte-ddp"),
+        ),
+        epilog="Exit status: 0 if a run could start, 1 if not, 2 if that cannot be told.",
     )
-    end = "Exit status: 0 if a run could start, 1 if not, 2 if that cannot be told."
-    parser = argparse.ArgumentParser("flyte-ddp doctor", description=text, epilog=end)
-    text = "of the runs, as for --cluster of a workflow: JSON, or a YAML or JSON file"
-    parser.add_argument("--cluster", default="{}", help=text)
-    text = "of the tasks (default: that of --cluster, or the kubeconfig's)"
-    parser.add_argument("--namespace", default="", help=text)
-    text = "of the tasks (default flyte-ddp)"
-    parser.add_argument("--service-account", default="flyte-ddp", help=text)
     options = parser.parse_args(arguments)
     config = cluster_config(read_object("--cluster", options.cluster))
     if options.namespace:

@@ -6,12 +6,12 @@ may follow, such as `ranks`; by default all are drawn.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.events import RunState, read_history
 from flyte_ddp.observers.formats import format_figure, format_rounded
 from flyte_ddp.observers.reports.drawing import (
@@ -204,9 +204,14 @@ def _color(lines: Mapping[str, Points]) -> list[Line]:
 
 def main(arguments: Sequence[str]) -> str:
     """Draw the panels of a history, and return a line for people."""
-    parser = argparse.ArgumentParser("flyte-ddp plot", description="draw the curves of a history")
-    parser.add_argument("history", metavar="HISTORY", help="history.jsonl of a run")
-    parser.add_argument("picture", metavar="PICTURE", help="file to write, such as curves.svg")
+    parser = make_parser(
+        "plot",
+        "draw the curves of a history",
+        (
+            ("history", "history.jsonl of a run", None),
+            ("picture", "file to write, such as curves.svg", None),
+        ),
+    )
     parser.add_argument("names", metavar="NAME", nargs="*", help="of a panel (default: all)")
     options = parser.parse_args(arguments)
     panels = {each.name: each for each in run_panels(RunState.of(read_history(options.history)))}
