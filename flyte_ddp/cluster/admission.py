@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config.fields import check, field, validate
+from flyte_ddp.config.fields import Checked, check, field
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
@@ -56,7 +56,7 @@ POD_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Allowed:
+class Allowed(Checked):
     """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults
     are always allowed.
 
@@ -87,9 +87,6 @@ class Allowed:
     urls: tuple[str, ...] = field(
         URLS, help="of inputs, in a task of Flyte, each with all below it"
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:

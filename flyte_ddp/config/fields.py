@@ -123,6 +123,13 @@ def validate(config: Any, prefix: str = "") -> None:
         object.__setattr__(config, each.name, value)
 
 
+class Checked:
+    """The base of frozen dataclasses whose fields are checked, as `validate` does."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
 def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     """Return `value` as `kind`: a number, bool, string, JSON value, config class, or a list, tuple
     or mapping of such.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.config.fields import check_names, field, validate
+from flyte_ddp.config.fields import Checked, check_names, field
 from flyte_ddp.errors import ConfigError
 
 # The classes behind `TrainingConfig.parallel`; each is imported by the ranks that use it.
@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Monitor:
+class Monitor(Checked):
     """The figure of an epoch that decides which model is the best, of a run, a study and a
     promotion.
     """
@@ -61,9 +61,6 @@ class Monitor:
     mode: str = field(
         "min", choices=("min", "max"), help="whether a lower or a higher one is better"
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def score(self, values: Mapping[str, float]) -> float:
         """Return the figure so that less is better; infinite where it is not finite, or not among
@@ -76,7 +73,7 @@ class Monitor:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Checked):
     """Everything about a run that is a number or a choice.
 
     Raises:
@@ -265,9 +262,6 @@ class TrainingConfig:
         ),
     )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     @property
     def batch(self) -> Batch:

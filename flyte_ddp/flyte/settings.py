@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from flyte_ddp.cluster.admission import Allowed
-from flyte_ddp.config.fields import LIMITS, check, check_names, field, validate
+from flyte_ddp.config.fields import LIMITS, Checked, check, check_names, field, validate
 from flyte_ddp.config.source_code import (
     SETTINGS_FILE,
     find_project,
@@ -38,15 +38,12 @@ class SettingsError(click.UsageError, ConfigError):
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Checked):
     cpus: int = field(minimum=1)
     memory_gib: int = field(minimum=1)
     disk_gib: int = field(minimum=0)
     timeout_hours: int = field(minimum=0, help="of one attempt; 0: none")
     shared_memory_gib: int = field(0, minimum=0)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import Checked
 from flyte_ddp.config.fields import field as limited
-from flyte_ddp.config.fields import validate
 from flyte_ddp.errors import ChampionChanged, ChampionError, ConfigError, NoChampion, NonFiniteLoss
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
@@ -47,7 +47,7 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True)
-class PromotionCriteria:
+class PromotionCriteria(Checked):
     """Conditions for training a challenger and for promoting it. Raises ConfigError for a value out
     of bounds.
     """
@@ -61,9 +61,6 @@ class PromotionCriteria:
     min_samples: int = limited(1, minimum=1)
     # the same, as a share of the champion's samples
     min_share: float = limited(0.5, minimum=0, maximum=1)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True)

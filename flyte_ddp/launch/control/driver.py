@@ -160,38 +160,36 @@ def run(
     """
     open_standard_streams()
     place.check(job)
-    if any(isinstance(each, Wandb) for each in listeners):
-        variables = {**job.program.variables, WANDB_VARIABLE: "1"}
-        job = dataclasses.replace(
-            job, program=dataclasses.replace(job.program, variables=variables)
-        )
     program, storage = job.program, None
+    owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
+    if any(isinstance(each, Wandb) for each in listeners):
+        variables = {**program.variables, WANDB_VARIABLE: "1"}
+        program = dataclasses.replace(program, variables=variables)
     if job.checkpoints:
         storage = Storage(job.checkpoints, timeout=program.store_timeout)
         storage.check_access()
-        job = dataclasses.replace(job, checkpoints=storage.url)
+        owning = Ownership(storage.url, job.run, program.store_timeout)
         if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
             modules = (*program.slow_imports, type(storage.file_system).__module__)
-            job = dataclasses.replace(
-                job, program=dataclasses.replace(job.program, slow_imports=modules)
-            )
+            program = dataclasses.replace(program, slow_imports=modules)
     state = events.RunState(keep_reports=False)
     stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.stop_grace)
-    owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
-    if job.checkpoints:
-        owning = Ownership(job.checkpoints, job.run, program.store_timeout)
     with (
         owning as ownership,
         Dispatcher([state, *listeners]) as dispatcher,
         stopping as stop,
     ):
         prepared = call_in_background(data) if data else None
-        name = f"training-{uuid.uuid4().hex[:12]}"
         show = relay or print_line
         taken = None if results is None else Results(results)
         begun = Run(
-            name,
-            dataclasses.replace(job, owner=ownership.token if ownership else ""),
+            f"training-{uuid.uuid4().hex[:12]}",
+            dataclasses.replace(
+                job,
+                program=program,
+                checkpoints=storage.url if storage else "",
+                owner=ownership.token if ownership else "",
+            ),
             storage,
             stop,
             dispatcher.emit,
