@@ -179,7 +179,7 @@ def test_ranks_are_ordered_by_host_and_name():
     ]
     assert [each.worker for each in assign_nodes(after, 4, config)] == ["w-2", "w-10", "w-3", "w-4"]
     # Its memory may have the state from which the run goes on.
-    before[1] = dataclasses.replace(before[1], has_run=True)
+    before[1] = dataclasses.replace(before[1], has_agent=True)
     assert [each.worker for each in assign_nodes(before, 2, config)] == ["w-2", "w-3"]
 
 

@@ -34,13 +34,21 @@ from tests.support.runs import new_run
 
 @pytest.mark.long
 def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
-    start_worker, scheduler, tmp_path, finished_run, caplog
+    start_worker, scheduler, tmp_path, finished_run, caplog, monkeypatch
 ):
     """On a cluster that somebody scales; a step takes long on one node, so that the second one is
     there in time.
     """
     pace = {"STEP_SECONDS": "0.05", "ALONE_SECONDS": "2.5"}
     nannies = [start_worker(scheduler, f"node-{index}", **pace) for index in range(2)]
+
+    seen, are_prepared = [], growth.GrowthWatch._are_prepared
+
+    def watch_preparation(watch, nodes, ready, now):
+        seen.append({each.address for each in nodes} <= ready)
+        return are_prepared(watch, nodes, ready, now)
+
+    monkeypatch.setattr(growth.GrowthWatch, "_are_prepared", watch_preparation)
 
     class Elastic(type(new_run(tmp_path))):
         def handle(self, event):
@@ -69,6 +77,7 @@ def test_a_gang_shrinks_and_grows_back_to_the_weights_of_an_undisturbed_run(
     _, resumed, grown_from = events_of(run, events.CheckpointLoaded)
     assert [event.world_size for event in (whole, shrunk, grown)] == [2, 1, 2]
     torch.testing.assert_close(run.state(), finished_run().state())
+    assert [seen[0], seen[-1]] == [False, True]  # the gang trained on until the newcomer was ready
     # The growth lost no step and used up no restart: the gang took a checkpoint before it ended.
     assert [event.reason for event in events_of(run, AttemptEnded)][1:] == [
         "the gang grows from 1 to 2 nodes"
@@ -141,10 +150,15 @@ class Present:
     busy: tuple = ()
     gpus: tuple = ("0",)
     unfit: dict = dataclasses.field(default_factory=dict)
+    unprepared: tuple = ()
 
     def present_workers(self, leave_out=()):
         every = [
-            dataclasses.replace(worker(name, "10.0.0.1", self.gpus), is_busy=name in self.busy)
+            dataclasses.replace(
+                worker(name, "10.0.0.1", self.gpus),
+                is_busy=name in self.busy,
+                has_agent=name not in self.unprepared,
+            )
             for name in self.names
         ]
         return [each for each in every if each.address not in {*leave_out, *self.unfit}]
@@ -160,17 +174,18 @@ def watch(monkeypatch):
     """
 
     def make(present, gang, sizes, check=lambda nodes: None, not_before=0.0, **config):
+        prepared = []
         config = ClusterConfig(**{"num_nodes": sizes[0], "grow_delay": 30, **config})
         gang = [worker(name, "10.0.0.1", present.gpus) for name in gang]
         monkeypatch.setattr(growth.GrowthWatch, "_run", lambda self: None)
-        made = growth.GrowthWatch(gang, sizes, config, present, check, not_before)
+        made = growth.GrowthWatch(gang, sizes, config, present, check, prepared.extend, not_before)
 
         def seen(seconds):
             monkeypatch.setattr(growth.time, "monotonic", lambda: seconds)
             seen.members = made._find_members()
             return len(seen.members)
 
-        seen.watch = made
+        seen.watch, seen.prepared = made, prepared
         return seen
 
     return make
@@ -188,6 +203,23 @@ def test_a_gang_grows_when_idle_workers_have_been_there_for_a_while(watch):
     assert seen(171) == 0
     seen = watch(Present(("w-1", "w-2")), ["w-1"], [2, 1], grow_delay=0, not_before=150)
     assert [seen(149), seen(150)] == [0, 2]
+
+
+def test_a_gang_trains_on_until_those_that_join_it_are_prepared(watch):
+    present = Present(("w-1", "w-2", "w-3"), unprepared=("w-2", "w-3"))
+    seen = watch(present, ["w-1"], [3, 1], grow_delay=0, start_timeout=60)
+    assert [seen(100), seen(101)] == [0, 0]
+    assert [node.worker for node in seen.prepared] == ["w-2", "w-3"]
+    present.unprepared = ("w-3",)
+    assert seen(159) == 0
+    assert seen(160) == 3  # it may take part without, as one whose preparation failed
+    present.unprepared = ()
+    assert seen(102) == 3
+    seen.watch.replace(frozenset({worker("w-1", "10.0.0.1").address}))
+    seen.watch.sizes, present.unprepared = [1], ("w-2", "w-3")
+    seen.watch._prepared_by.clear()
+    assert seen(200) == 1  # those that leave do not wait
+    assert len(seen.prepared) == 2
 
 
 def test_a_gang_grows_to_sizes_that_split_the_batch_with_workers_that_can_take_part(watch):

@@ -35,6 +35,7 @@ from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.events import Event, RankReported, Reported
 from flyte_ddp.launch.agent.link import Link
+from flyte_ddp.launch.agent.rank_start import start_rank, start_server
 from flyte_ddp.launch.agent.supervisor import supervise
 from flyte_ddp.launch.protocol.messages import (
     KILL_GRACE,
@@ -42,6 +43,7 @@ from flyte_ddp.launch.protocol.messages import (
     Failed,
     NodeJob,
     Outcome,
+    Prepare,
 )
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file
@@ -130,7 +132,7 @@ def main() -> None:
     open_standard_streams()
     directory, connection = Path(sys.argv[3]), Connection(int(sys.argv[4]))
     own_environment = dict(os.environ)
-    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink, socket.socket | None]] = (
+    attempts: queue.SimpleQueue[tuple[NodeJob, DriverLink | None, socket.socket | None]] = (
         queue.SimpleQueue()
     )
     memory = NodeMemory()
@@ -145,6 +147,10 @@ def main() -> None:
             os.environ.clear()
             os.environ.update(own_environment | node_job.environment)
             adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
+            if link is None:
+                prepare(node_job, directory)
+                connection.send_bytes(b"prepared")
+                continue
             with listener or contextlib.nullcontext():
                 _run_attempt(node_job, link, listener, directory, memory)
     os._exit(0)  # not to wait for the thread that reads commands, which would wait for the driver
@@ -152,7 +158,7 @@ def main() -> None:
 
 def _listen(
     connection: Connection,
-    begin: Callable[[tuple[NodeJob, DriverLink, socket.socket | None]], None],
+    begin: Callable[[tuple[NodeJob, DriverLink | None, socket.socket | None]], None],
 ) -> None:
     """Begin an attempt for each job, and pass the commands that follow it on."""
     link = None
@@ -164,6 +170,8 @@ def _listen(
                 listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
                 link = DriverLink(connection, message.driver_timeout, message.prints_lines)
                 begin((message, link, listener))
+            elif isinstance(message, Prepare):
+                begin((message.node_job, None, None))
             elif link:
                 link.obey(message)
     except (EOFError, ConnectionError):
@@ -173,6 +181,19 @@ def _listen(
     if link:
         link.kill_ranks("the worker is gone")
     os._exit(1)
+
+
+def prepare(node_job: NodeJob, directory: Path) -> None:
+    """Import and fetch what ranks of this job need. What fails will fail in their attempt, which
+    tells it.
+    """
+    program = node_job.job.program
+    if program.slow_imports and start_server(program.slow_imports):
+        # forked once its server has imported all
+        start_rank(program, os.getpid, (), "prepared").join()
+    if node_job.data_archive and not node_job.data:
+        with contextlib.suppress(Exception):
+            unpack_data(node_job.data_archive, directory, program.store_timeout)
 
 
 def _run_attempt(

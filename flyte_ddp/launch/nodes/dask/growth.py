@@ -1,9 +1,8 @@
 """Watch for workers with which a gang could be larger, or that replace those that leave it, while
 it trains.
 
-Starts and ends nothing.
-
-The watch asks only workers outside the gang, so it takes no time from the ranks.
+The watch asks only workers outside the gang, so it takes no time from the ranks. They import and
+fetch what their ranks will need while the gang trains, which ends only then.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ class GrowthWatch:
     # Raises ConfigError if one of the nodes given cannot take part, and any error if the gang could
     # not save its state just now.
     check_nodes: Callable[[Sequence[DaskNode]], None]
+    # Begins to prepare the nodes given; workers that are prepared have `has_agent`.
+    prepare_nodes: Callable[[Sequence[DaskNode]], None]
     not_before: float  # monotonic time before which the gang may not grow
 
     # addresses of the workers of the next gang, once it is possible
@@ -44,6 +45,8 @@ class GrowthWatch:
     leaving: frozenset[str] = frozenset()
     # when each idle worker was first seen, of those seen ever since
     _first_seen: dict[str, float] = field(default_factory=dict)
+    # by address: until when the preparation of a worker is waited for
+    _prepared_by: dict[str, float] = field(default_factory=dict)
     _problem: str = ""  # the latest, to log each once
     _is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -90,14 +93,32 @@ class GrowthWatch:
         if not newcomers or (now < self.not_before and not self.leaving):
             return frozenset()
         nodes = assign_nodes([*staying, *newcomers], size, self.config)
-        for node in nodes:
-            if node.address not in own:
-                try:
-                    self.check_nodes([node])
-                except ConfigError as error:
-                    self.roll_call.mark_unfit(node.address, str(error))
-                    return frozenset()  # the next look leaves it out
+        new = [node for node in nodes if node.address not in own]
+        for node in new:
+            try:
+                self.check_nodes([node])
+            except ConfigError as error:
+                self.roll_call.mark_unfit(node.address, str(error))
+                return frozenset()  # the next look leaves it out
+        ready = {each.address for each in idle if each.has_agent}
+        # those that leave do not wait
+        if not self.leaving and not self._are_prepared(new, ready, now):
+            return frozenset()
         return frozenset(node.address for node in nodes)
+
+    def _are_prepared(self, nodes: Sequence[DaskNode], ready: set[str], now: float) -> bool:
+        """Return whether the nodes are `ready`, or have had the time for it. Begins to prepare
+        others.
+        """
+        if missing := [
+            each for each in nodes if each.address not in self._prepared_by.keys() | ready
+        ]:
+            self.prepare_nodes(missing)
+            deadline = now + self.config.start_timeout
+            self._prepared_by.update((each.address, deadline) for each in missing)
+        return all(
+            each.address in ready or now >= self._prepared_by[each.address] for each in nodes
+        )
 
     def _is_fit(self, each: Worker) -> bool:
         if len(each.gpus) < self.config.gpus_per_node:

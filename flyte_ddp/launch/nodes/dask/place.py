@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
-from flyte_ddp.launch.protocol.messages import NodeJob
+from flyte_ddp.launch.protocol.messages import NodeJob, Prepare
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 
@@ -96,7 +97,7 @@ class DaskPlace:
         if run.storage and (new := [node for node in nodes if node.address not in self._checked]):
             check_same_directory(self.client, run.storage, new)
             self._checked.update(node.address for node in new)
-        growth = self._watch_for_growth(run, workers, nodes, sizes)
+        growth = self._watch_for_growth(run, workers, nodes, sizes, directory)
         make_jobs = functools.partial(self._make_jobs, run, directory, nodes)
         self._latest = DaskNodes(
             run.name, self._code, self.client, self.config, nodes, make_jobs, growth
@@ -214,7 +215,12 @@ class DaskPlace:
         raise WorkersLost(f"{message}{because}") from previous.failure
 
     def _watch_for_growth(
-        self, run: Run, workers: Sequence[Worker], nodes: Sequence[DaskNode], sizes: Sequence[int]
+        self,
+        run: Run,
+        workers: Sequence[Worker],
+        nodes: Sequence[DaskNode],
+        sizes: Sequence[int],
+        directory: str,
     ) -> GrowthWatch:
         """Return the watch for workers with which the gang of these nodes could be larger."""
         assert self._roll_call is not None  # made by `gather`
@@ -227,12 +233,21 @@ class DaskPlace:
             probe.names()  # while the store is away, the gang could not save its state
             check_same_directory(self.client, probe, newcomers)
 
+        def prepare_nodes(newcomers: Sequence[DaskNode]) -> None:
+            addresses = [node.address for node in newcomers]
+            call_workers(self.client, addresses, worker.install, run.name, self._code)
+            jobs = self._make_jobs(run, directory, newcomers, run.job, 0)
+            for address, node_job in zip(addresses, jobs, strict=True):
+                message = pickle.dumps(Prepare(node_job))
+                call_workers(self.client, [address], _make_preparation(run.name, message))
+
         return GrowthWatch(
             [each for each in workers if each.address in addresses],
             sizes,
             self.config,
             self._roll_call,
             check_nodes,
+            prepare_nodes,
             not_before=self._grown_at + self.config.grow_interval,
         )
 
@@ -263,6 +278,14 @@ class DaskPlace:
             )
             for node in nodes
         ]
+
+
+def _make_preparation(plugin: str, message: bytes) -> Callable[..., None]:
+    """Return what a worker does that may join the gang. A job has secrets in it, and Dask logs the
+    arguments of a function that fails, so it is none.
+    """
+    call = worker.call
+    return lambda dask_worker: call(plugin, "prepare", message, dask_worker=dask_worker)
 
 
 def check(program: Program, config: ClusterConfig) -> None:

@@ -26,7 +26,8 @@ class Worker:
     has_plugin: bool
     is_busy: bool = False  # with whatever else runs on the cluster
     shares_host: bool = False  # with other workers, and so perhaps its GPUs
-    has_run: bool = False  # ranks of this run, so its memory may have a state from which to go on
+    # an agent of this run waits here: its memory may have a state, or it has prepared for ranks
+    has_agent: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,7 +51,7 @@ def assign_nodes(
     """Return `num_nodes` of the workers as nodes, with their ranks; where the ranks meet is still
     open.
 
-    Those that have run ranks before are chosen first. Workers on one host are neighbours, so that
+    Those that have an agent are chosen first. Workers on one host are neighbours, so that
     their ranks are too. Hosts and workers are sorted by the workers' names: a node that comes back
     elsewhere gets its ranks back.
 
@@ -64,7 +65,7 @@ def assign_nodes(
     ordered = sorted(
         workers, key=lambda each: (first_on_host[each.host], each.host, natural_key(each.name))
     )
-    first = sorted(ordered, key=lambda each: not each.has_run)[:num_nodes]
+    first = sorted(ordered, key=lambda each: not each.has_agent)[:num_nodes]
     chosen = [each for each in ordered if each in first]
     nodes: list[DaskNode] = []
     for index, each in enumerate(chosen):

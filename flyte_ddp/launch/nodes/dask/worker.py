@@ -92,7 +92,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
     agents: dict[str, Agent] = field(default_factory=dict)
-    idle: Agent | None = None  # that has run an attempt, and waits for the next
+    idle: Agent | None = None  # that waits for the next attempt
     is_over: bool = False
     leaves_at: float = float("inf")  # monotonic: when this worker closes
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `idle` and `is_over`
@@ -147,6 +147,21 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             listener = socket.create_server((host, 0), family=family, backlog=1024)
         self.admitted[attempt] = listener
         return host, listener.getsockname()[1] if listener else 0
+
+    def prepare(self, message: bytes) -> None:
+        """Begin to let an agent prepare for its first attempt, if there is none; it is `idle`
+        then.
+        """
+        if not (self.idle or self.is_at_work):
+            threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
+
+    def _prepare(self, message: bytes) -> None:
+        agent = self._start()
+        with contextlib.suppress(EOFError, OSError):  # it has died
+            agent.connection.send_bytes(message)
+            agent.connection.recv_bytes()
+        if not self._keep(agent):
+            agent.end()
 
     def supervise(self, attempt: str, job: bytes) -> str:
         """Let the agent run an attempt, pass its messages on as events of a topic of this
@@ -283,7 +298,7 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
         "num_cores": CPU_COUNT,
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
-        "has_run": getattr(dask_worker.plugins.get(plugin), "idle", None) is not None,
+        "has_agent": getattr(dask_worker.plugins.get(plugin), "idle", None) is not None,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
         "is_leaving": is_leaving(dask_worker),
     }
