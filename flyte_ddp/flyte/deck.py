@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 import time
 from collections.abc import Callable
 
@@ -11,70 +9,29 @@ from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
-from flyte_ddp.config.waits import BEAT_INTERVAL
-from flyte_ddp.errors import log_failures
-from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.observers.reports.publisher import PagePublisher
 
 DECK_NAME = "Training"
 
 
-class DeckPublisher:
-    """Publishes `report` as the Deck "Training" of the current Flyte task. A listener; it must come
-    after the report.
-
-    It publishes when a run starts, then at most every `interval` seconds, and at the end. Outside a
-    task with Decks it does nothing. A failure to publish is logged and never raised. A store that
-    hangs delays an event by at most a second: the listeners behind this one show that very
-    trouble.
-
-    Args:
-        interval: seconds; it grows to `SHARE_OF_TIME` of the task's duration, because flytekit
-            leaves a copy of every version on the pod's disk.
-        clock: seconds from any start.
+class DeckPublisher(PagePublisher):
+    """Publishes `report` as the Deck "Training" of the current Flyte task. Outside a task with
+    Decks it does nothing.
     """
-
-    SHARE_OF_TIME = 0.05
 
     def __init__(
         self, report: Page, interval: float = 15.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._report = report
-        self._interval = interval
-        self._clock = clock
-        self._started_at = clock()
-        self._due_at = self._started_at
-        # Taken here, in the task's thread, because events may arrive in another one.
-        self._context = contextvars.copy_context()
         parameters = FlyteContextManager.current_context().user_space_params
         has_deck = parameters is not None and parameters.enable_deck
         self._deck = Deck(DECK_NAME) if has_deck else None
-        self._upload: threading.Thread | None = None
+        super().__init__(report, self._publish_deck if has_deck else None, interval, clock)
 
-    def handle(self, event: Event) -> None:
-        has_curves = bool(event.figures().axis)
-        if isinstance(event, RunStarted) or (has_curves and self._clock() >= self._due_at):
-            self._publish()
-
-    def close(self, error: BaseException | None) -> None:
-        if self._upload is not None:
-            self._upload.join()
-        self._publish(None)
-
-    def _publish(self, max_delay: float | None = BEAT_INTERVAL) -> None:
-        """Start an upload of the report as it is now, unless the one before is still going on."""
-        if self._deck is not None:
-            with log_failures("Deck"):  # rendered here: the report changes with the next event
-                self._deck._html = self._report.render_fragment()
-            if self._upload is None or not self._upload.is_alive():
-                self._upload = threading.Thread(target=self._publish_now, name="deck", daemon=True)
-                self._upload.start()
-            self._upload.join(max_delay)
-        now = self._clock()
-        self._due_at = now + max(self._interval, self.SHARE_OF_TIME * (now - self._started_at))
-
-    def _publish_now(self) -> None:
+    def _publish_deck(self, html: str) -> None:
+        assert self._deck is not None
+        self._deck._html = html
         try:
-            self._context.copy().run(Deck.publish)  # which logs most errors
+            Deck.publish()  # which logs most errors
         except OSError as error:  # of a full or unwritable local disk
             flytekit_logger.error("The report could not be published: %s", error)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -20,25 +19,10 @@ from typing import Any
 import click
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
-from flyte_ddp import errors
-from flyte_ddp.errors import RankFailure, SweepFailed, TrainingStopped
+from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
-from flyte_ddp.rank.frames import frames_of_user
-from flyte_ddp.storage import redact_errors, redact_url
-
-# Only the user can fix these. Another attempt would end in the same way.
-USER_ERRORS = (errors.ConfigError, errors.DataError, errors.NonFiniteLoss)
-# Another attempt may succeed, and continues from the last checkpoint.
-RECOVERABLE_ERRORS = (
-    errors.CheckpointError,
-    errors.ClusterError,
-    errors.GangLost,
-    errors.NodeLost,
-    errors.StorageUnavailable,
-    errors.TrainingStopped,
-)
-RECOVERABLE_KINDS = ("signal", "exit", "stall")  # of a rank's failure
+from flyte_ddp.flyte.outcome import Outcome, Retry, judge_failure
+from flyte_ddp.storage import redact_errors
 
 
 def _frames(error: Any) -> TracebackType | None:
@@ -102,62 +86,27 @@ def flyte_errors() -> Iterator[None]:
         with redact_errors():
             yield
     except Exception as error:
-        ours = (*USER_ERRORS, *RECOVERABLE_ERRORS, RankFailure, SweepFailed)
-        known = error if isinstance(error, ours) else _failure_of_prepare(error)
-        if known is None:
+        outcome = judge_failure(error, FlyteRecoverableException.__name__)
+        if outcome is None:
             raise
-        translated = _translate(known)
+        translated = _translate(error, outcome)
     else:
         return
     raise translated from None
 
 
-def _failure_of_prepare(error: Exception) -> RankFailure | None:
-    """Return the failure of a recipe's own `prepare`, as of a rank; None if `error` is from
-    elsewhere.
-    """
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_name != "prepare_data":  # of recipes/prepare.py
-        frames = frames.tb_next
-    frames = frames and frames_of_user(frames)
-    if not frames:
-        return None
-    cause = f"{type(error).__name__}: {error}"
-    text = redact_url("".join(traceback.format_exception(type(error), error, frames)))
-    return RankFailure(
-        f"prepare failed: {first_line(cause)}\n{shorten_traceback(text)}", -1, cause=cause
-    )
-
-
-def _translate(error: Exception) -> BaseException:
+def _translate(error: Exception, outcome: Outcome) -> BaseException:
     if isinstance(error, TrainingStopped) and error.reason == signal.SIGINT.name:
         return KeyboardInterrupt(str(error))
-    if isinstance(error, USER_ERRORS) or (isinstance(error, SweepFailed) and not error.may_succeed):
-        return UserError(str(error))
-    if not isinstance(error, RankFailure):
-        return _shorten_error(RecoverableError, error)
-    if error.is_user_error:
-        return UserError(error.cause.partition(": ")[2])
-    may_succeed = (
-        error.kind in RECOVERABLE_KINDS
-        or issubclass(getattr(errors, error.error_name, Exception), RECOVERABLE_ERRORS)
-        or error.error_name == FlyteRecoverableException.__name__
-    )
-    return _shorten_error(RecoverableError if may_succeed else TaskFailed, error)
-
-
-def _shorten_error(kind: Any, error: Exception) -> BaseException:
-    """Return an exception with the first line of `error`'s text as its message, and the rest as its
-    one traceback.
-    """
-    text = str(error)
-    message, details = first_line(text), shorten(text.partition("\n")[2])
+    if outcome.kind is Retry.USER:
+        return UserError(outcome.text)
+    kind: Any = RecoverableError if outcome.kind is Retry.MAY_SUCCEED else TaskFailed
     can_note = hasattr(kind, "add_note") and is_flyte_task()
     shown: Any = kind(
-        f"{message}\n{details}" if details and not can_note else message,
+        outcome.message if can_note else outcome.text,
         timestamp=getattr(error, "timestamp", time.time()),
     )
-    if details and can_note:
-        shown.add_note(details)  # Flyte prints the notes in "Trace:" alone
+    if outcome.details and can_note:
+        shown.add_note(outcome.details)  # Flyte prints the notes in "Trace:" alone
     translated: BaseException = shown
     return translated

@@ -42,14 +42,12 @@ from flyte_ddp.observers.command_line import keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
 from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
-from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
-from flyte_ddp.observers.tensorboard import Tensorboard
-from flyte_ddp.observers.weights_and_biases import Wandb
+from flyte_ddp.observers.trackers import make_tracker
 from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 
 HISTORY = "history.jsonl"
@@ -178,16 +176,16 @@ class Frame:
         `run_card`.
         """
         options = {"notes": self.execution.url, "keys": self.keys, "say": self.say, **options}
-        kind, *place = self.tracking
-        if kind == "mlflow":
-            server, experiment = place
-            return Mlflow(server, experiment, run_id, origin=origin, history=history, **options)
-        if kind == "tensorboard":
-            return Tensorboard(place[0] or self.storage.join(kind), run_id, **options)
-        project = os.environ.get("WANDB_PROJECT", place[0])
-        # A pod's directory is lost with the pod. A local run's stays where it is.
-        offline_url = "" if self.is_local else self.storage.join("wandb")
-        return Wandb(project, run_id, self.directory, offline_url=offline_url, **options)
+        return make_tracker(
+            self.tracking,
+            run_id,
+            self.directory,
+            self.storage,
+            is_local=self.is_local,
+            origin=origin,
+            history=history,
+            **options,
+        )
 
     def figures(self, **labels: str) -> list[RunFigures]:
         """Return the listener that serves one more run of this task to Prometheus; none if no port

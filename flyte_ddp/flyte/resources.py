@@ -38,32 +38,14 @@ from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
 os.environ.setdefault("FLYTE_LOCAL_CACHE_ENABLED", "false")
 
 LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # of every task: what it was registered with
-TRACKING: tuple[str, ...] = {
-    "wandb": ("wandb", SETTINGS.wandb_project),
-    "mlflow": ("mlflow", SETTINGS.mlflow_url, SETTINGS.mlflow_experiment),
-    "tensorboard": ("tensorboard", SETTINGS.tensorboard_logdir),
-}[SETTINGS.tracking]
+TRACKING = SETTINGS.tracking_place
 # Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task whose secret is
 # missing starts, and records offline.
 SECRETS = {
     "wandb": [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else [],
     "mlflow": [MLFLOW_SECRET],
 }.get(SETTINGS.tracking, [])
-# Also for the tasks that record nothing, because each of them reads the settings.
-TRACKING_ENVIRONMENT = {
-    "mlflow": {
-        "MLFLOW_TRACKING_URI": SETTINGS.mlflow_url,
-        "MLFLOW_EXPERIMENT_NAME": SETTINGS.mlflow_experiment,
-    },
-    "tensorboard": {"TENSORBOARD_LOGDIR": SETTINGS.tensorboard_logdir},
-}.get(SETTINGS.tracking, {})
-# W&B's own variables.
-WANDB_ENVIRONMENT = {
-    "WANDB_MODE": SETTINGS.wandb_mode if SETTINGS.tracking == "wandb" else "disabled",
-    "WANDB_PROJECT": SETTINGS.wandb_project,
-    **({"WANDB_ENTITY": SETTINGS.wandb_entity} if SETTINGS.wandb_entity else {}),
-    **({"WANDB_BASE_URL": SETTINGS.wandb_base_url} if SETTINGS.wandb_base_url else {}),
-}
+WANDB_ENVIRONMENT = SETTINGS.wandb_environment
 
 
 def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> dict[str, Any]:
@@ -87,7 +69,7 @@ def pod(size: Size, gpus: int = 0, trains: bool = False, deck: bool = False) -> 
     )
     environment = {
         LIBRARY_VARIABLE: library_version(),
-        **({"TRACKING": SETTINGS.tracking, **TRACKING_ENVIRONMENT} if TRACKING_ENVIRONMENT else {}),
+        **SETTINGS.tracking_environment,
         **({REQUESTED_VARIABLE: str(gpus)} if gpus else {}),
     }
     versions = {"flyte-ddp/settings": SETTINGS.digest}

@@ -94,6 +94,42 @@ class Settings:
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def tracking_place(self) -> tuple[str, ...]:
+        """What records the runs, and where, as of `make_tracker`."""
+        places = {
+            "wandb": (self.wandb_project,),
+            "mlflow": (self.mlflow_url, self.mlflow_experiment),
+            "tensorboard": (self.tensorboard_logdir,),
+        }
+        return (self.tracking, *places[self.tracking])
+
+    @property
+    def tracking_environment(self) -> dict[str, str]:
+        """The variables of all tasks, also of those that record nothing: each reads the
+        settings.
+        """
+        if self.tracking == "wandb":
+            return {}
+        places = {
+            "mlflow": {
+                "MLFLOW_TRACKING_URI": self.mlflow_url,
+                "MLFLOW_EXPERIMENT_NAME": self.mlflow_experiment,
+            },
+            "tensorboard": {"TENSORBOARD_LOGDIR": self.tensorboard_logdir},
+        }
+        return {"TRACKING": self.tracking, **places[self.tracking]}
+
+    @property
+    def wandb_environment(self) -> dict[str, str]:
+        """W&B's own variables, of the tasks that train."""
+        given = {"WANDB_ENTITY": self.wandb_entity, "WANDB_BASE_URL": self.wandb_base_url}
+        return {
+            "WANDB_MODE": self.wandb_mode if self.tracking == "wandb" else "disabled",
+            "WANDB_PROJECT": self.wandb_project,
+            **{name: value for name, value in given.items() if value},
+        }
+
 
 def load_settings(
     file: Path | None = None, environment: Mapping[str, str] = os.environ

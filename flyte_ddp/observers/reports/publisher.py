@@ -1,0 +1,76 @@
+"""Show a report in Flyte's console while its task runs. Knows neither of Flyte's SDKs."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+
+from flyte_ddp.config.waits import BEAT_INTERVAL
+from flyte_ddp.errors import log_failures
+from flyte_ddp.events import Event, RunStarted
+from flyte_ddp.observers.reports.page import Page
+
+
+class PagePublisher:
+    """Publishes `report` by `send`. A listener; it must come after the report.
+
+    It publishes when a run starts, then at most every `interval` seconds, and at the end. A failure
+    to publish is logged and never raised. A store that hangs delays an event by at most a second:
+    the listeners behind this one show that very trouble.
+
+    Args:
+        send: gets the page as a fragment of HTML, in a thread with the context variables of the one
+            that made this publisher; None publishes nothing.
+        interval: seconds; it grows to `SHARE_OF_TIME` of the task's duration, because a copy of
+            every version may be left on the pod's disk.
+        clock: seconds from any start.
+    """
+
+    SHARE_OF_TIME = 0.05
+
+    def __init__(
+        self,
+        report: Page,
+        send: Callable[[str], None] | None,
+        interval: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._report = report
+        self._send = send
+        self._interval = interval
+        self._clock = clock
+        self._started_at = clock()
+        self._due_at = self._started_at
+        # Taken here, in the task's thread, because events may arrive in another one.
+        self._context = contextvars.copy_context()
+        self._html = ""
+        self._upload: threading.Thread | None = None
+
+    def handle(self, event: Event) -> None:
+        has_curves = bool(event.figures().axis)
+        if isinstance(event, RunStarted) or (has_curves and self._clock() >= self._due_at):
+            self._publish()
+
+    def close(self, error: BaseException | None) -> None:
+        if self._upload is not None:
+            self._upload.join()
+        self._publish(None)
+
+    def _publish(self, max_delay: float | None = BEAT_INTERVAL) -> None:
+        """Start an upload of the report as it is now, unless the one before is still going on."""
+        if self._send is not None:
+            with log_failures("report"):  # rendered here: the report changes with the next event
+                self._html = self._report.render_fragment()
+            if self._upload is None or not self._upload.is_alive():
+                self._upload = threading.Thread(target=self._upload_now, name="page", daemon=True)
+                self._upload.start()
+            self._upload.join(max_delay)
+        now = self._clock()
+        self._due_at = now + max(self._interval, self.SHARE_OF_TIME * (now - self._started_at))
+
+    def _upload_now(self) -> None:
+        assert self._send is not None
+        with log_failures("report"):
+            self._context.copy().run(self._send, self._html)
