@@ -196,7 +196,8 @@ class DaskPlace:
             is_gone = not is_connected and self.client.status == "closed"
             if waited > max(patience, self.config.start_timeout) or is_gone:
                 break
-            time.sleep(min(BEAT_INTERVAL, 0.1 + waited))  # at first they are about to be idle
+            # At first they are about to be idle.
+            time.sleep(min(BEAT_INTERVAL, 0.1 + waited, max(0.1, patience - waited)))
         message = (
             f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
             f"{waited:.0f} s"
