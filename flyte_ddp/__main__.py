@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "shards": (
         "flyte_ddp.recipes.shards:main",
-        "write images in folders, or Parquet files, to shards in a random order",
+        "write images in folders, text, or Parquet files, to shards in a random order",
     ),
     "estimate": (
         "flyte_ddp.training.estimate:main",

@@ -1,5 +1,5 @@
 """Shards that `flyte-ddp shards` writes: every sample once, in a seeded order, and what recipe
-`image_folder` makes of them.
+`image_folder` and `text` make of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import pytest
 from flyte_ddp.data import Shards, write
 from flyte_ddp.data.index import OWN_INDEX
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.shards import write_images
 from flyte_ddp.recipes.shards import main
+from flyte_ddp.recipes.text.tokens import train_tokenizer
+from flyte_ddp.recipes.text.windows import write_windows
 from flyte_ddp.storage import Storage
+from tests.support import sample_run, text_recipe
 from tests.support.image_store import image_tree, prepare, write_tree
 from tests.support.runs import new_run
 
@@ -178,8 +182,66 @@ def test_shards_of_images_are_samples_as_those_of_their_folder(tmp_path):
         for data in (held_out, streamed)
     )
     assert next(both) == next(both)
-    _, train, _, _ = prepare(destination, tmp_path / "c", unreadable="skip")
-    assert train.unreadable == "ignore"
+    _, train, _, _ = prepare(destination, tmp_path / "c", unreadable="skip", cache_gib=2)
+    assert (train.unreadable, train.cache_gib) == ("ignore", 2)
+
+
+def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figures(tmp_path):
+    options = {"tokens": "bpe", "vocabulary": 300, "separator": "\f"}
+    text = tmp_path / "a.txt"
+    text.write_text("\f".join(f"{number} is one of many numbers, über" for number in range(300)))
+    shards = str(tmp_path / "shards")
+    arguments = text_recipe.new_recipe(**options), str(text), shards, 0, SHARD_BYTES
+    write_windows(*arguments)
+    whole = contents_of(shards)
+    os.unlink(f"{shards}/train/000001.mds")
+    write_windows(*arguments)
+    assert contents_of(shards) == whole
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    of_text, plain, _ = text_recipe.prepared(tmp_path / "a", text, **options)
+    of_shards, streamed, described = text_recipe.prepared(tmp_path / "b", shards, **options)
+    sizes = [len(each) for each in plain]
+    assert described == (
+        f"{sizes[0]:,} windows of 8 tokens to train, {sizes[1]} held out, in shards, read from "
+        f"{shards}"
+    )
+    found, expected = (
+        [
+            [(*pair[0].tolist(), *pair[1].tolist()) for pair in map(each.__getitem__, range(size))]
+            for each, size in zip(data, sizes, strict=True)
+        ]
+        for data in (streamed, plain)
+    )
+    assert found[1] == expected[1]
+    assert found[0] != expected[0]
+    assert sorted(found[0]) == sorted(expected[0])
+    assert streamed[0][0][0].dtype == plain[0][0][0].dtype
+    epoch = sample_run.epoch(1)
+    assert of_shards.figures(epoch) == of_text.figures(epoch)
+
+
+def test_shards_of_other_windows_than_the_recipes_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one of many " * 30)
+    shards = str(tmp_path / "shards")
+    assert "1 shards of" in main([f"{tmp_path}/a.txt", shards, "--text", '{"context": 8}'])
+    model = tmp_path / "model"
+    train_tokenizer(iter(["another"]), 300).save(model)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    for number, (options, expected) in enumerate(
+        (
+            ({}, "context: expected 8, with which the shards at .* were written, got 128"),
+            ({"context": 8, "tokens": "bpe"}, "tokens: expected 'auto', with which"),
+            ({"context": 8, "pretrained": str(model)}, "pretrained: expected a model with the tok"),
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(ConfigError, match=f"^recipe_options.{expected}"):
+            get_recipe("text", options).prepare(shards, tmp_path / str(number))
+    with pytest.raises(ConfigError, match="^source: expected text, got shards of it at "):
+        main([shards, str(tmp_path / "again"), "--text", '{"context": 8}'])
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.data.cache import Entry, reading
@@ -23,10 +24,10 @@ from flyte_ddp.data.index import prepare_index
 from flyte_ddp.data.order import Indices
 from flyte_ddp.data.permutation import VERSION, derive_key, permute
 from flyte_ddp.data.source import Source, version_of
+from flyte_ddp.data.splits import NOTE, read_note
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_url
 
-NOTE = "flyte_ddp_shards.json"
 SHARDS_AT_ONCE = 256  # of Parquet, in files of this machine while the source is read
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,10 @@ def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
     shards of something else.
     """
     storage = Storage(destination, "destination", SHORT_TIMEOUT)
-    try:
-        found = json.loads(storage.read(NOTE))
-    except FileNotFoundError:
-        if storage.find():
-            raise ConfigError(
-                f"destination: expected a place without files, got {storage.url}"
-            ) from None
+    found = read_note(storage)
+    if not found and storage.find():
+        raise ConfigError(f"destination: expected a place without files, got {storage.url}")
+    if not found:
         storage.write(NOTE, json.dumps(note).encode())
         return
     if others := [name for name in note if note[name] != found.get(name)]:
@@ -81,6 +79,20 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
         counts[names[number]] = count
         logger.warning("%s is written, of %d", redact_url(storage.join(names[number])), num_shards)
     return prepare_index(Source(storage.url, SHORT_TIMEOUT), "", None, counts)
+
+
+def encode_mds(rows: NDArray[Any], column: str) -> bytes:
+    """Return a shard in MosaicML's format whose samples are the rows of an array, (N, T)."""
+    size = rows[0].nbytes
+    kinds = {
+        "column_names": [column],
+        "column_encodings": [f"ndarray:{rows.dtype}:{rows.shape[1]}"],
+        "column_sizes": [size],
+    }
+    head = json.dumps(kinds).encode()
+    begin = 4 * (len(rows) + 2) + len(head)
+    numbers = [len(rows), *range(begin, begin + rows.nbytes + 1, size)]
+    return np.array(numbers, "<u4").tobytes() + head + rows.tobytes()
 
 
 def find_parquet(url: str) -> Source | None:

@@ -1,26 +1,32 @@
-"""`flyte-ddp shards`: write images in folders, or Parquet files, to shards in a random order."""
+"""`flyte-ddp shards`: write images in folders, text, or Parquet files, in a random order."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Sequence
 
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.write import find_parquet, write_parquet
 from flyte_ddp.errors import StorageUnavailable, in_one_line
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.image_folder.shards import write_images
+from flyte_ddp.recipes.text.windows import write_windows
 from flyte_ddp.storage.failures import is_full
+
+MAX_SHARD_MIB = 2048  # of which two are in memory; MDS ends at 4 GiB
 
 
 def main(arguments: Sequence[str]) -> str:
     """Write the shards that are missing, and return a description of them all."""
     parser = argparse.ArgumentParser(
         prog="flyte-ddp shards",
-        description="write images in a folder for each class to tar files, or the rows of Parquet "
-        "files to others, in a random order; the same command writes what is missing",
+        description="write images in a folder for each class to tar files, text to windows of "
+        "tokens, or the rows of Parquet files to others, in a random order; the same command "
+        "writes what is missing",
     )
-    text = "directory or URL of images, as of the recipe image_folder, or of Parquet files"
+    text = "directory or URL of images, as of recipe image_folder, of text, or of Parquet files"
     parser.add_argument("source", metavar="SOURCE", help=text)
     parser.add_argument("destination", metavar="DESTINATION", help="empty directory or prefix")
     parser.add_argument("--seed", type=int, default=0, help="of the order (default 0)")
@@ -29,11 +35,17 @@ def main(arguments: Sequence[str]) -> str:
     parser.add_argument("--held-out", type=float, default=0.2, help=text)
     text = "an image that cannot be read ends the command, or is left out (default fail)"
     parser.add_argument("--unreadable", choices=("fail", "skip"), default="fail", help=text)
+    text = (
+        "write text for recipe text, with these of its recipe_options, such as '{\"context\": 512}'"
+    )
+    parser.add_argument("--text", type=json.loads, metavar="OPTIONS", help=text)
     options = parser.parse_args(arguments)
-    shard_bytes = whole_number("--shard-mib", options.shard_mib, 1) << 20
+    shard_bytes = whole_number("--shard-mib", options.shard_mib, 1, MAX_SHARD_MIB) << 20
     held_out = finite_number("--held-out", options.held_out, above=0, below=1)
     to = options.destination, options.seed, shard_bytes
     try:
+        if options.text is not None:
+            return write_windows(get_recipe("text", options.text), options.source, *to)
         if files := find_parquet(options.source):
             return write_parquet(files, *to)
         return write_images(options.source, *to, held_out, options.unreadable == "skip")

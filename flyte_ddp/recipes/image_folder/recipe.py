@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.config.fields import field, validate
-from flyte_ddp.data import Shards
 from flyte_ddp.data.readers import KEY, Fields
+from flyte_ddp.data.splits import open_splits, read_note
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
@@ -35,7 +35,7 @@ from flyte_ddp.recipes.image_folder.files import (
 )
 from flyte_ddp.recipes.image_folder.index import ImageList, read_index, split_images, write_index
 from flyte_ddp.recipes.image_folder.models import build_model, check_architecture
-from flyte_ddp.recipes.image_folder.shards import CLASS, SPLITS, TRAIN, read_classes
+from flyte_ddp.recipes.image_folder.shards import CLASS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,8 +77,10 @@ class ImageFolder(Recipe):
     unreadable: str = field("fail", choices=("fail", "skip"))
     # no credentials, for public buckets; else they come from the environment
     anonymous: bool = False
+    # size of a machine's copies of shards; 0: 64 or half of what is free on the disk
+    cache_gib: float = field(0.0, minimum=0)
 
-    changeable_options = ("min_images", "anonymous")
+    changeable_options = ("min_images", "anonymous", "cache_gib")
     defaults = {
         "epochs": 5,
         "global_batch_size": 32,
@@ -107,7 +109,7 @@ class ImageFolder(Recipe):
                 `flyte-ddp shards` has made of such; "" draws images of four shapes.
         """
         check_architecture(self.architecture)
-        if source and (classes := read_classes(source, self.anonymous)):
+        if classes := self._read_classes(source):
             return self._prepare_shards(source, classes, directory)
         if source:
             url, files, others = list_images(source, self.anonymous)
@@ -127,13 +129,18 @@ class ImageFolder(Recipe):
             + report_left_out(others)
         )
 
+    def _read_classes(self, source: str) -> list[str]:
+        """Return the names of the classes of shards; none where the source has no such shards."""
+        note = read_note(open_storage(source, self.anonymous)) if source else {}
+        return list(note.get("classes", []))
+
     def _prepare_shards(self, source: str, classes: list[str], directory: Path) -> str:
         if self.anonymous:
             raise ConfigError(
                 f"recipe_options.anonymous: expected false, because {source} has shards, got true"
             )
         url = open_storage(source, False).url
-        splits = [Shards(f"{url}/{split}") for split in SPLITS]
+        splits = open_splits(url)
         note = {
             "url": url,
             "classes": classes,
@@ -151,7 +158,7 @@ class ImageFolder(Recipe):
         """Write which images there are, in folders or not. "" draws images as `prepare`; of shards
         the held-out ones are predicted.
         """
-        if not source or read_classes(source, self.anonymous):
+        if not source or self._read_classes(source):
             return self.prepare(source, directory)
         check_architecture(self.architecture)
         url, files, others = list_images(source, self.anonymous)
@@ -164,15 +171,13 @@ class ImageFolder(Recipe):
         if (directory / SHARDS).exists():
             note = json.loads((directory / SHARDS).read_text(encoding="utf-8"))
             self.class_names, self._image_size = note["classes"], note["image_size"]
-            shards = [
-                Shards(
-                    f"{note['url']}/{split}",
-                    transform=ToSample(self._image_size, self.augment and split == TRAIN),
-                    unreadable="ignore" if self.unreadable == "skip" else "fail",
-                )
-                for split in SPLITS
-            ]
-            return cast("tuple[Dataset[Any], Dataset[Any]]", tuple(shards))
+            shards = open_splits(
+                note["url"],
+                *(ToSample(self._image_size, augments) for augments in (self.augment, False)),
+                unreadable="ignore" if self.unreadable == "skip" else "fail",
+                cache_gib=self.cache_gib or None,
+            )
+            return cast("tuple[Dataset[Any], Dataset[Any]]", shards)
         index = read_index(directory)
         self.class_names = index.classes or self.class_names
         self._image_size = index.image_size  # for `model`

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import json
 import logging
 import os
 import tarfile
@@ -20,32 +19,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from flyte_ddp.data.source import CONCURRENT_READS
-from flyte_ddp.data.write import NOTE, begin_shards, compute_checksum, draw_order, write_shards
-from flyte_ddp.errors import StorageDenied
+from flyte_ddp.data.splits import SPLITS
+from flyte_ddp.data.write import begin_shards, compute_checksum, draw_order, write_shards
 from flyte_ddp.recipes.contents import report_left_out
 from flyte_ddp.recipes.image_folder.files import (
     File,
     FileReader,
     UnreadableImage,
     list_images,
-    open_storage,
 )
 from flyte_ddp.recipes.image_folder.index import split_images
 
-TRAIN, HELD_OUT = SPLITS = "train", "val"
 CLASS = "cls"  # the field of a sample with the number of its class, as WebDataset calls it
 MIN_IMAGES = 2  # training images of a class
 
 logger = logging.getLogger(__name__)
-
-
-def read_classes(url: str, anonymous: bool) -> list[str]:
-    """Return the names of the classes of the shards at `url`; none if there are no such shards."""
-    try:
-        note = json.loads(open_storage(url, anonymous).read(NOTE))
-    except (FileNotFoundError, StorageDenied):  # which another look will raise
-        return []
-    return list(note.get("classes", []))
 
 
 def write_images(

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
+from flyte_ddp.data.splits import open_splits
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipes.base import Recipe
@@ -67,8 +68,10 @@ class Text(Recipe):
     files: str = field("")
     column: str = field("text")  # of Parquet files
     prompt: str = field("")  # beginning of the text shown after each epoch
+    # size of a machine's copies of shards; 0: 64 or half of what is free on the disk
+    cache_gib: float = field(0.0, minimum=0)
 
-    changeable_options = ("prompt",)
+    changeable_options = ("prompt", "cache_gib")
     copies_from_first = True
     # most of it is what all models need
     slow_imports = ("transformers.models.llama.modeling_llama",)
@@ -106,17 +109,28 @@ class Text(Recipe):
 
         Args:
             source: path or URL of a file or a directory with text, packed with gzip or not, or
-                Parquet; "" for the topics that come with Python.
+                Parquet, or the shards that `flyte-ddp shards` has made of such; "" for the topics
+                that come with Python.
         """
         require("recipe text", "tokenizers", "transformers")
         from flyte_ddp.recipes.text import pretrained, tokens
         from flyte_ddp.recipes.text.corpus import Corpus
         from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
+        from flyte_ddp.recipes.text.windows import prepare_windows, read_written
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
         config = pretrained.fetch_model(self.pretrained, model) if self.pretrained else {}
-        if self.tokens == "auto" and self.pretrained:
+        written = read_written(self, source)
+        is_models = self.tokens == "auto" and bool(self.pretrained)
+        if written:
+            tokenizer = tokens.Tokenizer(written["tokenizer"])
+            if is_models and tokens.read_tokenizer(model).files != tokenizer.files:
+                raise ConfigError(
+                    "recipe_options.pretrained: expected a model with the tokenizer of the shards "
+                    f"at {redact_url(source)}, got {redact_url(self.pretrained)} with another"
+                )
+        elif is_models:
             tokenizer = tokens.read_tokenizer(model)
         elif self.tokens == "bpe":
             texts = sample_texts(corpus, self.held_out)
@@ -133,6 +147,8 @@ class Text(Recipe):
             name = "pretrained" if self.pretrained else "architecture"
             pretrained.make_config(config, f"recipe_options.{name}", tokenizer.size, self.context)
         tokenizer.save(directory / TOKENIZER)
+        if written:
+            return prepare_windows(source, written, directory)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
 
     def _llama(self) -> dict[str, Any]:
@@ -158,11 +174,15 @@ class Text(Recipe):
 
         from flyte_ddp.recipes.text.shards import FACTS, HELD_OUT, TRAIN, read_windows
         from flyte_ddp.recipes.text.tokens import read_tokenizer
+        from flyte_ddp.recipes.text.windows import to_window
 
         # For `model` and what is shown.
         self._directory = directory
         self._bytes_per_token = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         self._tokenizer = read_tokenizer(directory / TOKENIZER)
+        if url := self._bytes_per_token.get("url"):
+            shards = open_splits(url, to_window, to_window, cache_gib=self.cache_gib or None)
+            return cast("tuple[Dataset[Any], Dataset[Any]]", shards)
 
         def load(file: str) -> TensorDataset:
             windows = read_windows(directory / file, self._tokenizer, self.context)

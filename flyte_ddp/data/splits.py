@@ -1,0 +1,40 @@
+"""The shards of a recipe's two data sets, and the note beside them that `flyte-ddp shards` writes.
+No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flyte_ddp.data.readers import Fields
+from flyte_ddp.data.shards import Shards
+from flyte_ddp.storage import Storage
+
+NOTE = "flyte_ddp_shards.json"
+SPLITS = "train", "val"  # directories of the training and the held-out samples
+
+
+def read_note(storage: Storage) -> dict[str, Any]:
+    """Return the note of the shards at a place; empty if there are none."""
+    try:
+        return dict(json.loads(storage.read(NOTE)))
+    except (FileNotFoundError, ValueError, TypeError):  # also refused: as another look will tell
+        return {}
+
+
+def open_splits(
+    url: str, *transforms: Callable[[Fields], Any], **options: Any
+) -> tuple[Shards, Shards]:
+    """Return the training and the held-out shards at `url`.
+
+    Args:
+        transforms: of the training and of the held-out samples; none for their fields.
+        options: of both.
+    """
+    train, held_out = (
+        Shards(f"{url}/{split}", transform=transform, **options)
+        for split, transform in zip(SPLITS, transforms or (None, None), strict=True)
+    )
+    return train, held_out

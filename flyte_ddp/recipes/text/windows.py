@@ -1,0 +1,126 @@
+"""Windows of tokens in shards: `flyte-ddp shards --text` writes them, and recipe `text` reads them.
+
+Each is a sample of MosaicML's format with the tokens of a window and the one that follows. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flyte_ddp.data.readers import Fields
+from flyte_ddp.data.splits import SPLITS, open_splits, read_note
+from flyte_ddp.data.write import (
+    begin_shards,
+    compute_checksum,
+    draw_order,
+    encode_mds,
+    write_shards,
+)
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.text.shards import FACTS, HELD_OUT, TRAIN, read_windows
+from flyte_ddp.recipes.text.tokens import read_tokenizer
+from flyte_ddp.storage import Storage, compute_sha256, redact_url
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+OPTIONS = "context", "tokens", "vocabulary"  # of the recipe, that samples depend on
+TOKENS = "tokens"  # the field of a sample
+
+
+def write_windows(
+    recipe: Recipe, source: str, destination: str, seed: int, shard_bytes: int
+) -> str:
+    """Write the windows of a text to shards of about `shard_bytes`, those to train on in a random
+    order. Return a description.
+
+    Raises:
+        ConfigError: as of the recipe, or `source` has shards, or `destination` has other files.
+        DataError: as of the recipe.
+    """
+    with tempfile.TemporaryDirectory(prefix="text-") as place:
+        directory = Path(place)
+        lines = [recipe.prepare(source, directory)]
+        files = directory / TRAIN, directory / HELD_OUT
+        if not files[0].exists():
+            raise ConfigError(f"source: expected text, got shards of it at {redact_url(source)}")
+        tokenizer = read_tokenizer(directory / "tokenizer")
+        note = {
+            **{name: getattr(recipe, name) for name in OPTIONS},
+            "source": compute_checksum((file.name, 0, compute_sha256(str(file))) for file in files),
+            "seed": seed,
+            "shard size": shard_bytes,
+            "tokenizer": tokenizer.files,
+            "bytes per token": json.loads((directory / FACTS).read_text(encoding="utf-8")),
+        }
+        begin_shards(destination, note)
+        for split, file in zip(SPLITS, files, strict=True):
+            windows = read_windows(file, tokenizer, note["context"])
+            count = len(windows[0])
+            order = np.arange(count) if file.name == HELD_OUT else draw_order(count, seed)
+            parts = np.array_split(order, min(count, -(-windows[0].nbytes // shard_bytes)))
+            make = functools.partial(_make_shards, windows, parts)
+            url = f"{destination.rstrip('/')}/{split}"
+            lines.append(write_shards(url, len(parts), ".mds", make))
+        return "\n".join(lines)
+
+
+def _make_shards(
+    windows: tuple[NDArray[Any], NDArray[Any]],
+    parts: Sequence[NDArray[np.int64]],
+    missing: Sequence[int],
+) -> Iterator[tuple[int, bytes, int]]:
+    inputs, targets = windows
+    for number in missing:
+        rows = np.concatenate([inputs[parts[number]], targets[parts[number], -1:]], axis=1)
+        yield number, encode_mds(rows, TOKENS), len(rows)
+
+
+def read_written(recipe: Recipe, source: str) -> dict[str, Any]:
+    """Return the note of shards of windows; empty where `source` has no such shards.
+
+    Raises:
+        ConfigError: they were written with other options than the recipe's.
+    """
+    note = read_note(Storage(source, "data")) if source else {}
+    if "tokenizer" not in note:
+        return {}
+    for name in OPTIONS:
+        if note[name] != (got := getattr(recipe, name)):
+            raise ConfigError(
+                f"recipe_options.{name}: expected {note[name]!r}, with which the shards at "
+                f"{redact_url(source)} were written, got {got!r}"
+            )
+    return note
+
+
+def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> str:
+    """Write which shards there are, and describe them. Raises as `Shards`."""
+    url = Storage(source, "data").url
+    splits = open_splits(url)
+    shards = [each.describe_shards() for each in splits]
+    facts = {**note["bytes per token"], "url": url, "shards": shards}
+    (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    train, held_out = map(len, splits)
+    return (
+        f"{train:,} windows of {note['context']:,} tokens to train, {held_out:,} held out, in "
+        f"shards, read from {url}"
+    )
+
+
+def to_window(fields: Fields) -> tuple[Tensor, Tensor]:
+    """Return the sample of a record: tokens, and those that follow each."""
+    import torch
+
+    tokens = torch.from_numpy(fields[TOKENS].copy())
+    return tokens[:-1], tokens[1:]
