@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from flyte_ddp.data.source import CONCURRENT_READS
+
 T = TypeVar("T")
 Part = TypeVar("Part")
 
@@ -14,22 +16,25 @@ Part = TypeVar("Part")
 def fetch_ahead(
     items: Iterable[T], coming: Iterable[Part], fetch: Callable[[Part], object], distance: int
 ) -> Iterator[T]:
-    """Yield `items`. A thread calls `fetch` for those of `coming`, one for each item, at most
+    """Yield `items`. Threads call `fetch` for those of `coming`, one for each item, at most
     `distance` further than these.
 
-    It ends at the first error, which whoever needs that item meets too.
+    A thread ends at its first error, which whoever needs that item meets too.
     """
-    room, is_over = threading.Semaphore(distance), threading.Event()
+    room, turn, is_over = threading.Semaphore(distance), threading.Lock(), threading.Event()
+    parts = iter(coming)
 
     def fetch_all() -> None:
         with contextlib.suppress(Exception):
-            for part in coming:
-                room.acquire()
-                if is_over.is_set():
-                    return
+            while True:
+                with turn:
+                    room.acquire()
+                    if is_over.is_set():
+                        return
+                    part = next(parts)
                 fetch(part)
 
-    if distance:
+    for _ in range(CONCURRENT_READS if distance else 0):
         threading.Thread(target=fetch_all, name="fetch-ahead", daemon=True).start()
     try:
         for item in items:
@@ -37,4 +42,4 @@ def fetch_ahead(
             room.release()
     finally:
         is_over.set()
-        room.release()
+        room.release(CONCURRENT_READS)
