@@ -127,7 +127,7 @@ def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four, record)
     runs, _, _ = four
     assert [run.status for run in runs] == [FINISHED, FINISHED, FAILED, FAILED]
     assert "in _raise" in runs[2].details
-    assert runs[3].error.startswith("NonFiniteLoss: the loss is nan at step 3 (epoch 1) on rank 0")
+    assert runs[3].error.startswith("NonFiniteLoss: the loss is nan at step 3 (epoch 1)")
     table = build_table(runs)
     assert list(table["model"]) == [1, 1, 1, 2, 2, 2, 3, 4]
     assert list(table["epoch"].fillna(0)) == [1, 2, 3, 1, 2, 3, 0, 0]

@@ -131,6 +131,12 @@ class TrainingConfig(Checked):
     gradient_clip_norm: float = field(
         0.0, minimum=0, help="largest L2 norm of the whole gradient; 0 does not clip"
     )
+    spike_factor: float = field(
+        0.0,
+        minimum=0,
+        help="a loss above so many times the median of the last 128 ends the run as NaN does, and "
+        "names the samples behind it; 0: NaN and infinity alone",
+    )
     ema_decay: float = field(
         0.0,
         minimum=0,

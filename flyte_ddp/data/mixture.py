@@ -154,12 +154,21 @@ class Mixture(Stream):
         return self._length
 
     def __getitem__(self, sample: int) -> Any:
+        shards, number = self._find(sample)
+        return shards[number]
+
+    def key(self, sample: int) -> str:
+        """Return the URL of a sample's shard, and its row there."""
+        shards, number = self._find(sample)
+        return shards.key(number)
+
+    def _find(self, sample: int) -> tuple[Shards, int]:
         if sample < 0:
             raise IndexError(sample)
         number = sample % int(self._ends[-1])
         source = int(np.searchsorted(self._ends, number, side="right"))
         shards = self._all[source]
-        return shards[number - int(self._ends[source]) + len(shards)]
+        return shards, number - int(self._ends[source]) + len(shards)
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the shards of some samples, several at once."""

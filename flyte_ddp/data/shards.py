@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
-from flyte_ddp.data.cache import ShardCache, make_directory, reading
+from flyte_ddp.data.cache import Entry, ShardCache, make_directory, reading
 from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
 from flyte_ddp.data.order import EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
@@ -167,11 +167,7 @@ class Shards(Stream):
         return int(self._ends[-1])
 
     def __getitem__(self, sample: int) -> Any:
-        if not 0 <= sample < len(self):
-            raise IndexError(sample)
-        shard = int(np.searchsorted(self._ends, sample, side="right"))
-        entry = self._index.entry(shard)
-        row = sample - int(self._ends[shard] - self._index.samples[shard])
+        entry, row = self._find(sample)
         shard_file = self._cache.open_file(entry)
         try:
             with reading(self._files, entry, f"sample {row}"):
@@ -184,6 +180,18 @@ class Shards(Stream):
             if self._cache.num_ignored <= MAX_TOLD:
                 logger.warning("%s; it keeps its place, with weight 0", error)
             return self.UNREADABLE
+
+    def key(self, sample: int) -> str:
+        """Return the URL of a sample's shard, and its row there."""
+        entry, row = self._find(sample)
+        return f"{self._files.join(entry.name)} row {row}"
+
+    def _find(self, sample: int) -> tuple[Entry, int]:
+        if not 0 <= sample < len(self):
+            raise IndexError(sample)
+        shard = int(np.searchsorted(self._ends, sample, side="right"))
+        row = sample - int(self._ends[shard] - self._index.samples[shard])
+        return self._index.entry(shard), row
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the shards of some samples, several at once."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+MAX_NAMED = 8  # samples of a bad step, in a line
+
 
 def to_utf8(text: str) -> str:
     """Return `text` with an escape in place of what UTF-8 cannot encode, as Python shows it on
@@ -370,6 +372,45 @@ class StragglersFound(Timed):
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """A training sample of a bad step."""
+
+    index: int  # in the data set
+    key: str  # that the data set has for it, such as a file's name; "" for none
+    loss: float | None  # None where it is not known
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f": {self.loss:.4g}"
+        return f"{self.index}{f' ({self.key})' if self.key else ''}{loss}"
+
+
+@dataclass(frozen=True)
+class StepFoundBad(Timed):
+    """The loss of a step is NaN, infinite, or above `spike_factor` times the median."""
+
+    step: int  # its number, from 1
+    epoch: int | None  # None if that is not known
+    loss: float  # mean over the targets of all ranks
+    reason: str
+    # those of the step with the largest losses, the worst first; all of them of a function's step
+    samples: list[BadSample]
+
+    def figures(self) -> Figures:
+        return Figures(values={"bad_step": self.step})
+
+    def __str__(self) -> str:
+        return self.describe(MAX_NAMED)
+
+    def describe(self, num_samples: int) -> str:
+        """Return a line for people, with so many samples."""
+        epoch = "" if self.epoch is None else f" (epoch {self.epoch})"
+        named = ", ".join(map(str, self.samples[:num_samples])) or "not known"
+        left_out = len(self.samples) - num_samples
+        more = f" and {left_out} more" if left_out > 0 else ""
+        return f"{self.reason} at step {self.step}{epoch}; samples: {named}{more}"
+
+
+@dataclass(frozen=True)
 class PictureShown(Timed):
     """The program has shown a picture, by `session.show`."""
 
@@ -405,6 +446,7 @@ Event = (
     | CheckpointWritten
     | RunFinished
     | StragglersFound
+    | StepFoundBad
     | NodeMeasured
     | PictureShown
 )

@@ -54,6 +54,7 @@ class RunState(Listener):
     finished: kinds.RunFinished | None = None
     # each change of the slow ranks
     stragglers: list[kinds.StragglersFound] = field(default_factory=list)
+    bad_steps: list[kinds.StepFoundBad] = field(default_factory=list)
     # the newest of each name, the last shown at the end, if reports are kept
     pictures: dict[str, kinds.PictureShown] = field(default_factory=dict)
     measured: list[kinds.NodeMeasured] = field(default_factory=list)  # if reports are kept
@@ -127,6 +128,8 @@ class RunState(Listener):
                 self.predictions = event
             case kinds.StragglersFound():
                 self.stragglers.append(event)
+            case kinds.StepFoundBad():
+                self.bad_steps.append(event)
             case kinds.PictureShown() if self.keep_reports:
                 self.pictures.pop(event.name, None)
                 self.pictures[event.name] = event

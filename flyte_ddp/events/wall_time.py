@@ -16,6 +16,7 @@ NOT_BOOKED = (
     kinds.PredictionsMade,
     kinds.CheckpointWritten,
     kinds.StragglersFound,
+    kinds.StepFoundBad,
     kinds.RankReported,
     kinds.NodeMeasured,
     kinds.PictureShown,

@@ -32,6 +32,7 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
+    StepFoundBad,
 )
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, redact_url, write_file
@@ -109,6 +110,8 @@ class Wandb(Recorder):
                 self._record_predictions(event)
             case RunFinished() if event.model_state_url:
                 self._record_model(event)
+            case StepFoundBad():
+                self._run.alert("Bad step", str(event))
 
     def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         import wandb

@@ -164,10 +164,25 @@ class EpochBatches:
                 num_ranks=self.share[1],
             )
             return
-        is_shuffled = self.shuffle and self.epoch is not None
-        order = epoch_order(length, self.seed, epoch) if is_shuffled else torch.arange(length)
+        order = self._item_order(length)
         for start in range(self.first, length, size):  # none where the epoch is done
             yield order[start : start + size].tolist()
+
+    def _item_order(self, length: int) -> torch.Tensor:
+        is_shuffled = self.shuffle and self.epoch is not None
+        return (
+            epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
+        )
+
+    def list_samples(self, begin: int, end: int) -> list[int]:
+        """Return the samples at places of the epoch's order; of an iterable the places."""
+        if stream := self.stream:
+            order = stream.order(self.global_batch_size, self.seed, self.epoch or 0)
+            return list(map(int, order.batch(begin, end - begin)))
+        places = range(begin, end)
+        return (
+            list(places) if self.length is None else self._item_order(self.length)[places].tolist()
+        )
 
     def _check_items(self, check: Check, chosen: list[int]) -> None:
         """Read these samples for `check`, by a loader process where there are some: what it opens

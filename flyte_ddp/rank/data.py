@@ -154,6 +154,10 @@ class _Sample(Subset[Any]):
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([self.indices[index] for index in indices])
 
+    def key(self, index: int) -> str:
+        number = self.indices[index]
+        return self.dataset.key(number) if hasattr(self.dataset, "key") else f"sample {number}"
+
     @property
     def num_replaced(self) -> int:
         return getattr(self.dataset, "num_replaced", 0)
@@ -198,6 +202,10 @@ class TensorSamples:
     def num_targets(self, indices: Tensor) -> float | Tensor:
         """Return how many targets the samples at `indices` have together."""
         return float(len(indices)) if self.counts is None else self.counts[indices].sum()
+
+    def read(self, epoch: int, sample: int) -> Any:
+        """Return a sample as it is in an epoch."""
+        return self.inputs[sample], self.targets[sample]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch on the rank's device for each tensor in `indices`, in order."""
@@ -271,6 +279,9 @@ class LoadedSamples:
         another.
         """
         return getattr(self.dataset, "num_replaced", 0) + int(self._num_unreadable.sum())
+
+    def read(self, epoch: int, sample: int) -> Any:
+        return self._loader.dataset[epoch, sample]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         indices, planned = itertools.tee(indices)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
@@ -90,6 +91,9 @@ class Session:
         # the data sets of that epoch so far, in the order of their calls
         self._sets: list[dict[str, Any]] = []
         self._num_sets = 0  # of the epoch before it; 0 if that is not known
+        # the batch that the loop is at: of which data, and its first and last place in the epoch
+        self._given: tuple[EpochBatches, int, int] | None = None
+        self._is_bad = False  # the last loss that was reported
         self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
         self._link.on_stop = self._terminate
         self._timer: StepTimer | None = None  # of a function's steps, from report to report
@@ -318,6 +322,7 @@ class Session:
         try:
             for batch, weight, num_samples in batches:
                 self._end_if_stopped()
+                self._given, first = (batches, first, num_samples), num_samples
                 self._position = {**position, "num_samples": num_samples}
                 yield batch, weight
             # A save after the loop has the epoch, unless other data sets follow, as in the epoch
@@ -396,6 +401,7 @@ class Session:
         metrics = {
             name: plain_number(f"session.report: {name}", value) for name, value in values.items()
         }
+        self._check_loss(metrics.get("loss", 0.0))
         reported = events.Reported(self.step, epoch, metrics)
         if self.process.rank == 0:
             self.emit(reported)
@@ -405,6 +411,22 @@ class Session:
             timer = threading.Timer(BEAT_INTERVAL, self._send_reports)
             timer.daemon = True
             timer.start()
+
+    def _check_loss(self, loss: float) -> None:
+        """Name the samples of the step behind the first loss that is not finite."""
+        was_bad, self._is_bad = self._is_bad, not math.isfinite(loss)
+        if was_bad or not self._is_bad:
+            return
+        samples: list[events.BadSample] = []
+        if self._given:
+            batches, *places = self._given
+            key = getattr(batches.dataset, "key", lambda _: "")
+            numbers = batches.list_samples(*places)
+            samples = [events.BadSample(each, key(each), None) for each in numbers]
+        reason = f"the loss that rank {self.process.rank} reports is {loss}"
+        bad = events.StepFoundBad(self.step, self._epoch, loss, reason, samples)
+        logger.warning("%s", bad)
+        self._link.send(Emitted(bad))
 
     def show(self, name: str, picture: Any) -> None:
         from flyte_ddp.rank.pictures import encode_picture

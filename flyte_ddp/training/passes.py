@@ -17,6 +17,7 @@ from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
 
 
@@ -81,6 +82,7 @@ def compute_gradients(
     batches: Iterator[tuple[Any, ...]],
     step: int,
     timer: StepTimer,
+    watched: WatchedStep,
 ) -> tuple[Tensor, float | Tensor, float | Tensor]:
     """Add the gradient of the global batch's mean loss to the parameters of `replica`, one
     micro-batch after another.
@@ -89,6 +91,7 @@ def compute_gradients(
         batches: yields the micro-batches of `shard` next.
         step: optimizer steps done so far; seeds the forward passes.
         timer: that the phases are booked on.
+        watched: takes the losses.
 
     Returns:
         The sum of this rank's losses, and the targets of this rank and of all.
@@ -103,9 +106,13 @@ def compute_gradients(
         weight *= stand_in[0] if stand_in else 1.0
         timer.begin(FORWARD)
         seed_forward(config, world, step, micro_batch)
-        with parallelism.sync(replica, is_last=micro_batch == len(shard.weights) - 1):
+        is_last = micro_batch == len(shard.weights) - 1
+        with parallelism.sync(replica, is_last):
             outputs = forward(replica, recipe, parallelism, inputs)
-            loss_sum = recipe.losses(outputs, targets).sum() * weight
+            losses = recipe.losses(outputs, targets)
+            loss_sum = losses.sum() * weight
+            total += loss_sum.detach()
+            watched.add(losses, total, is_last, world)
             timer.begin(BACKWARD)
             # It averages over the ranks. Times their number that is the sum, and over the targets
             # of the whole global batch the mean, however the batch was shared: the uneven last one
@@ -115,7 +122,6 @@ def compute_gradients(
             timer.end()
         if num_targets is None:
             counted += count_targets(recipe, targets).cpu() * weight
-        total += loss_sum.detach()
     if own_targets is None or num_targets is None:
         own_targets, num_targets = float(counted), world.all_reduce(counted)[0]
         for parameter in replica.parameters():

@@ -32,6 +32,8 @@ class Progress:
     num_samples: int = 0  # likewise
     seconds: float = 0.0  # likewise, wall-clock
     learning_rate: float = 0.0  # of the optimizer's first group, in the last step
+    # of the last steps, if they are compared; those that were finite
+    losses: list[float] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""

@@ -49,6 +49,7 @@ from flyte_ddp.training.optim import Schedule, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.training.progress import MetricSums, Progress
+from flyte_ddp.training.watch import LossWatch, WatchedStep
 from flyte_ddp.world import call_together
 
 REMEDY = (
@@ -57,6 +58,7 @@ REMEDY = (
 )
 # of fp16, which begins with 65536 and is halved by each gradient that overflows
 MIN_LOSS_SCALE = 2.0**-10
+MAX_NAMED = 3  # samples, in an error
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Trainer:
         self.average = WeightAverage(model, config.ema_decay)
         self.timer = StepTimer(self.session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
+        self.watch = LossWatch(config, world, self.train)
         self.sample_utilization = sample_utilization(recipe, model, config, world)
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
@@ -196,6 +199,7 @@ class Trainer:
 
         for shard in shards:
             self.optimizer.zero_grad()
+            watched = WatchedStep(shard)
             loss_sum, own_targets, num_targets = compute_gradients(
                 self.replica,
                 self.recipe,
@@ -204,12 +208,12 @@ class Trainer:
                 batches,
                 progress.step,
                 self.timer,
+                watched,
             )
+            self.watch.end(watched, num_targets, progress)
             log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
-            # a GPU would wait for each loss that is read
-            if is_logged or self.world.device.type == "cpu":
-                self._check_loss(log_sums)
+            self._check_loss(may_wait=is_logged)
             self.scaler.unscale_(self.optimizer)
             norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
             progress.learning_rate = self.schedule.begin_step(progress.step)
@@ -234,6 +238,7 @@ class Trainer:
             )
             is_due = self.memory_interval.is_due(progress.step)
             if to_store or is_due:
+                self._check_loss()
                 # to wait for what is queued and for other ranks is no part of the cost
                 self.world.all_reduce(0.0)
                 started = time.perf_counter()
@@ -244,6 +249,7 @@ class Trainer:
             if stops:
                 self.session.wait()
                 raise StopRequested
+        self._check_loss()
         self._update_progress(epoch_sums, earlier)
         return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
@@ -405,21 +411,18 @@ class Trainer:
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
 
-    def _check_loss(self, sums: MetricSums) -> None:
-        """Check the losses of this rank since the last report, before the optimizer step of the
-        last of them.
+    def _check_loss(self, may_wait: bool = True) -> None:
+        """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`.
 
         Raises:
-            NonFiniteLoss: one of them is NaN or infinite, and so is their sum.
+            NonFiniteLoss: one is bad; names the samples with the largest losses.
         """
-        value, step, epoch = float(sums.loss_sum), self.progress.step + 1, self.progress.epoch
-        if not math.isfinite(value):
-            is_exact = self.world.device.type == "cpu"
-            since = "" if is_exact else f" or up to {sums.num_steps - 1} steps before"
-            raise NonFiniteLoss(
-                f"the loss is {value} at step {step}{since} (epoch {epoch}) on rank "
-                f"{self.world.rank}; {REMEDY}"
-            )
+        if bad := self.watch.find_bad(self.progress, may_wait):
+            self.session.emit(bad)
+            if self.world.is_first:
+                logger.warning("%s", bad)
+            self.world.all_reduce(0.0)  # the first rank that ends would end one that tells no more
+            raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}; {REMEDY}")
 
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
         """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
@@ -432,15 +435,14 @@ class Trainer:
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.num_samples = earlier.num_samples + sums.num_samples
         progress.seconds = earlier.seconds + sums.seconds
-        checked = {"loss summed over all ranks": progress.loss_sum}
-        if not self.scaler.is_enabled():  # whose steps are left out where a gradient overflows
-            checked["gradient's norm"] = gradient_norm(self.model, self.parallelism)
-        for name, value in checked.items():
-            if not math.isfinite(value):
-                raise NonFiniteLoss(
-                    f"the {name} is {value} at step {progress.step} (epoch "
-                    f"{progress.epoch}); {REMEDY}"
-                )
+        if self.scaler.is_enabled():  # whose steps are left out where a gradient overflows
+            return
+        norm = gradient_norm(self.model, self.parallelism)
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(
+                f"the gradient's norm is {norm} at step {progress.step} (epoch "
+                f"{progress.epoch}); {REMEDY}"
+            )
 
     def _report_step(self, sums: MetricSums, gradient_norm: float) -> None:
         if self.scaler.is_enabled() and self.scaler.get_scale() < MIN_LOSS_SCALE:

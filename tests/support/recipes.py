@@ -375,14 +375,6 @@ def _kill(losses):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _late_nan(losses):
-    """A NaN as a GPU has it between two reports: the rank itself does not look."""
-    from flyte_ddp.training.trainer import Trainer
-
-    Trainer._check_loss = lambda *arguments: None
-    return losses * float("nan")
-
-
 def _infinite_gradient(losses):
     losses.register_hook(lambda gradient: gradient * float("inf"))
     return losses
@@ -414,7 +406,6 @@ FAULTS = {
     "cuda-oom": _cuda_oom,
     "fork-kill": _fork_and_kill,
     "leak": _leak,
-    "late-nan": _late_nan,
     "infinite-gradient": _infinite_gradient,
     "none": lambda losses: losses,
     "nan": lambda losses: losses * float("nan"),

@@ -143,6 +143,7 @@ class Report(Page):
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
         notices = [str(each) for found in state.stragglers[-1:] for each in found.stragglers]
+        notices += map(str, state.bad_steps[-MAX_NOTICES:])
         notices += loaded.skipped[-MAX_NOTICES:] if loaded else []
         if loaded and loaded.url:
             notices.append(f"Resumed at step {loaded.step:,} from {loaded.url}")

@@ -1,0 +1,149 @@
+"""The watch over the loss of every step: which step is bad, and the samples behind it.
+
+The sum of the ranks' losses is all-reduced while the last backward pass of a step runs, so that all
+ranks judge the same value. Knows neither the model nor what is done about a bad step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.events import BadSample, StepFoundBad
+from flyte_ddp.rank.data import BatchShard, Samples, isolate_draws
+from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.training.progress import Progress
+from flyte_ddp.world import World
+
+WINDOW = 128  # finite losses whose median a loss is compared with
+MAX_NAMED = 8  # samples of a bad step, of all ranks
+
+
+@dataclass(eq=False)
+class WatchedStep:
+    """A step whose loss is computed, and maybe not read yet."""
+
+    shard: BatchShard
+    losses: list[Tensor] = field(default_factory=list)  # of each micro-batch, from the recipe
+    total: Tensor | None = None  # of the losses of all ranks
+    work: Any = None  # the all-reduce of `total`
+    step: int = 0  # its number, from 1
+    epoch: int = 0
+    is_ready: Any = None  # on a GPU the event after which `total` can be read
+
+    def add(self, losses: Tensor, total: Tensor, is_last: bool, world: World) -> None:
+        """Note the losses of a micro-batch, and this rank's sum so far; call it before the backward
+        pass.
+        """
+        self.losses.append(losses.detach())
+        if is_last:
+            self.total = total.to(torch.float64, copy=True)
+            if world.world_size > 1:
+                self.work = dist.all_reduce(self.total, group=world.group, async_op=True)
+
+
+class LossWatch:
+    """Judges the steps in their order. Every rank calls each method."""
+
+    def __init__(self, config: TrainingConfig, world: World, samples: Samples) -> None:
+        self.config, self.world, self.samples = config, world, samples
+        self._waiting: deque[WatchedStep] = deque()
+
+    def end(self, watched: WatchedStep, num_targets: float | Tensor, progress: Progress) -> None:
+        """Take a step whose gradient is computed, and which is to be taken."""
+        assert watched.total is not None  # of the last micro-batch
+        if watched.work:
+            watched.work.wait()  # on a GPU its stream waits, and not this process
+        watched.step, watched.epoch = progress.step + 1, progress.epoch
+        mean = watched.total / num_targets
+        if self.world.device.type == "cuda":
+            watched.total = torch.empty((), dtype=mean.dtype, pin_memory=True)
+            watched.total.copy_(mean, non_blocking=True)
+            watched.is_ready = torch.cuda.Event()
+            watched.is_ready.record()
+        else:
+            watched.total = mean
+        self._waiting.append(watched)
+
+    def find_bad(self, progress: Progress, may_wait: bool = True) -> StepFoundBad | None:
+        """Return the first bad one of the steps that are not judged yet; None without one.
+
+        Args:
+            may_wait: judge the last step as well, for which a GPU would be waited for.
+        """
+        while len(self._waiting) > (not may_wait and self.world.device.type == "cuda"):
+            watched = self._waiting.popleft()
+            if watched.is_ready:
+                watched.is_ready.synchronize()
+            loss = float(watched.total)  # type: ignore[arg-type]
+            if reason := self._judge(loss, progress.losses):
+                self._waiting.clear()
+                samples = self._name_samples(watched)
+                return StepFoundBad(watched.step, watched.epoch, loss, reason, samples)
+        return None
+
+    def _judge(self, loss: float, recent: list[float]) -> str:
+        """Return why a loss is bad, "" if it is not, and add it to the recent ones."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not (factor := self.config.spike_factor):
+            return ""
+        middle = median(recent) if recent else 0.0
+        recent.append(loss)
+        del recent[:-WINDOW]
+        if 0 < factor * middle < loss:
+            return f"the loss is {loss:.4g}, {loss / middle:.3g} x the median of those before"
+        return ""
+
+    def _name_samples(self, watched: WatchedStep) -> list[BadSample]:
+        """Return the samples of a step with the largest losses, of all ranks."""
+        found: dict[int, tuple[list[float], BadSample]] = {}
+        key = getattr(self.samples.dataset, "key", lambda _: "")
+        for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
+            for sample, loss in zip(index.tolist(), split_losses(losses, len(index)), strict=True):
+                size = self._measure(sample, watched.epoch) if math.isnan(loss) else 0.0
+                found[sample] = [*rank_loss(loss), size], BadSample(sample, key(sample), loss)
+        own = sorted(found.values(), key=lambda each: each[0], reverse=True)[:MAX_NAMED]
+        packed = [[ranks, each.index, each.key, each.loss] for ranks, each in own]
+        every = {
+            each[1]: each
+            for rank in range(self.world.world_size)
+            for each in self.world.broadcast_object(packed, rank)
+        }
+        chosen = sorted(every.values(), key=lambda each: each[0], reverse=True)[:MAX_NAMED]
+        return [BadSample(*each) for _, *each in chosen]
+
+    def _measure(self, sample: int, epoch: int) -> float:
+        """Return the largest absolute value in a sample, infinite if it has one that is not finite.
+
+        Where a layer mixes the samples of a batch, such as BatchNorm, all their losses are NaN.
+        """
+        largest = 0.0
+        with contextlib.suppress(Exception), isolate_draws([]):  # it is only for the order
+            for tensor in tensors_in(self.samples.read(epoch, sample)):
+                value = float(tensor.double().abs().max())
+                largest = max(largest, value if math.isfinite(value) else math.inf)
+        return largest
+
+
+def split_losses(losses: Tensor, num_samples: int) -> Sequence[float]:
+    """Return the loss of each sample, NaN where a recipe's losses are not those of samples."""
+    if losses.numel() % num_samples or (losses.dim() > 1 and len(losses) != num_samples):
+        return [math.nan] * num_samples
+    found: list[float] = losses.double().reshape(num_samples, -1).sum(1).tolist()
+    return found
+
+
+def rank_loss(loss: float) -> tuple[float, float]:
+    """Return what a loss is sorted by: NaN after all others."""
+    return (1.0, 0.0) if math.isnan(loss) else (0.0, loss)

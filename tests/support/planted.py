@@ -1,0 +1,55 @@
+"""A recipe whose training data have one bad sample, planted by its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support.recipes import NUM_CLASSES, NUM_FEATURES, Tiny
+
+
+class Keyed:
+    """Samples with keys, of which one is bad."""
+
+    def __init__(self, tensors, bad, kind):
+        inputs, targets = (each.clone() for each in tensors)
+        targets = targets.double()
+        if kind == "pixel":
+            inputs[bad, 3] = float("nan")
+        elif kind:
+            targets[bad, 0] = {"label": float("nan"), "huge": 1e4}[kind]
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+    def key(self, index):
+        return f"file-{index}.png"
+
+
+@dataclass
+class Planted(Tiny):
+    """Tiny on data with one bad sample, with a normalized layer if it is asked for."""
+
+    bad: int = 0
+    kind: str = ""  # pixel, label or huge
+    mixes: bool = False  # the samples of a batch, by BatchNorm
+    num_train = 36
+
+    def datasets(self, directory):
+        train, test = super().datasets(directory)
+        return Keyed(train.tensors, self.bad, self.kind), test
+
+    def model(self):
+        from torch import nn
+
+        norm = nn.BatchNorm1d(NUM_FEATURES) if self.mixes else nn.Identity()
+        return nn.Sequential(
+            norm, nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)
+        )
+
+    def plain_losses(self, outputs, targets):
+        losses = super().plain_losses(outputs, targets.nan_to_num().clamp(max=2).long())
+        return losses + (targets[:, 0] - 2).clamp(min=0)  # as of a number that is to be met
