@@ -14,16 +14,14 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +46,7 @@ from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.rehearsal.faults import Nodes, children
 
 if TYPE_CHECKING:
     from psutil import Process
@@ -60,42 +59,8 @@ QUIET = 0.85
 NAME = "benchmarks.counting.Counting"
 
 
-class Nodes:
-    """A Dask scheduler and its workers, as processes."""
-
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        self.environment = environment  # of all processes
-        self.file = directory / "scheduler.json"
-        self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        self.leaving: list[subprocess.Popen[bytes]] = []
-        self.num_started = 0
-        options = (
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "0",
-            "--no-dashboard",
-            "--scheduler-file",
-            str(self.file),
-        )
-        self.scheduler = self._start("scheduler", *options)
-        while not (self.file.exists() and self.file.read_text().endswith("}")):
-            time.sleep(0.1)
-        self.address = str(json.loads(self.file.read_text())["address"])
-
-    def add(self) -> str:
-        name = f"node-{self.num_started}"
-        self.num_started += 1
-        options = ("--name", name, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0")
-        self.workers[name] = self._start("worker", self.address, *options)
-        return name
-
-    def evict(self, name: str) -> None:
-        """Kill a worker with its nanny; its ranks notice that by themselves."""
-        nanny = self.workers.pop(name)
-        for process in [nanny, *_children(nanny.pid, recursive=False)]:
-            process.kill()
-        nanny.wait()
+class SoakNodes(Nodes):
+    """Nodes that also drain, and whose ranks are found."""
 
     def drain(self, name: str) -> None:
         """Tell a worker to go, as a pod is told that is drained."""
@@ -107,32 +72,16 @@ class Nodes:
         return [
             process
             for nanny in list(self.workers.values())  # another thread brings evicted ones back
-            for process in _children(nanny.pid, recursive=True)
+            for process in children(nanny.pid, recursive=True)
             if _is_rank(process)
         ]
-
-    def close(self) -> None:
-        for process in [*self.leaving, *self.workers.values(), self.scheduler]:
-            for child in _children(process.pid, recursive=True):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid, 9)
-            process.kill()
-            process.wait()
-
-    def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dask", *command],
-            env=self.environment,
-            stderr=subprocess.DEVNULL,
-            cwd=os.getcwd(),
-        )
 
 
 class Faults(threading.Thread):
     """A listener of the run that also does the harm, in a thread, from the first step on."""
 
     def __init__(
-        self, nodes: Nodes, seed: int, num_faults: int, seconds: float, announced: float
+        self, nodes: SoakNodes, seed: int, num_faults: int, seconds: float, announced: float
     ) -> None:
         super().__init__(daemon=True)
         self.nodes = nodes
@@ -222,7 +171,7 @@ def main() -> int:
         return _report(arguments, epochs, faults, directory)
 
 
-def _train(job: Job, data: Callable[[], str], nodes: Nodes, faults: Faults) -> None:
+def _train(job: Job, data: Callable[[], str], nodes: SoakNodes, faults: Faults) -> None:
     cluster = ClusterConfig(
         kind="existing",
         scheduler_address=nodes.address,
@@ -336,8 +285,8 @@ def lost_and_doubled(seen: Tensor, epochs: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _nodes(directory: Path) -> Iterator[Nodes]:
-    nodes = Nodes(
+def _nodes(directory: Path) -> Iterator[SoakNodes]:
+    nodes = SoakNodes(
         directory,
         {**os.environ, STEP_SECONDS_VARIABLE: str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""},
     )
@@ -347,14 +296,6 @@ def _nodes(directory: Path) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.close()
-
-
-def _children(pid: int, recursive: bool) -> list[Process]:
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive))
-    return []
 
 
 def _is_rank(process: Process) -> bool:

@@ -36,6 +36,10 @@ COMMANDS = {
         "flyte_ddp.launch.run_options:main",
         "run a script in every rank, on this machine or on a Dask cluster",
     ),
+    "rehearse": (
+        "flyte_ddp.rehearsal.command:main",
+        "run a program with faults on purpose, and tell whether it is safe to interrupt",
+    ),
     "predict": (
         "flyte_ddp.prediction.command:main",
         "predict new data with a trained model, on this machine or on a Dask cluster",

@@ -27,6 +27,7 @@ LAYERS = {
     "flyte_ddp.studies": 10,
     "flyte_ddp.promotion": 10,
     "flyte_ddp.prediction": 10,
+    "flyte_ddp.rehearsal": 10,
     "flyte_ddp.launch": 9,
     "flyte_ddp.launch.nodes": 8,
     "flyte_ddp.launch.control": 7,
@@ -67,7 +68,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
-MAX_ROOMS, MAX_ARROWS = 23, 109
+MAX_ROOMS, MAX_ARROWS = 24, 118
 # What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
 PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
 # Which modules may import a library at all.
@@ -118,6 +119,7 @@ COMPUTES = (
     "flyte_ddp.integrations",
     "flyte_ddp.prediction.model",
     "flyte_ddp.rank",
+    "flyte_ddp.rehearsal.watch",
     "flyte_ddp.training",
     "flyte_ddp.world",
     *(

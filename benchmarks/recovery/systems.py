@@ -25,7 +25,7 @@ from benchmarks.counting import STEP_SECONDS_VARIABLE
 from benchmarks.recovery.drivers import PATIENCE
 from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.workload import DIRECTORY, MAX_RESTARTS, STEP_SECONDS
-from benchmarks.soak import Nodes
+from flyte_ddp.rehearsal.faults import Nodes, send_to_all
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT = 180.0  # seconds for a node of Ray to start
@@ -351,15 +351,6 @@ def running(kind: type[System], task: Task, on_one_node: bool) -> Iterator[Syste
         yield system
     finally:
         system.close()
-
-
-def send_to_all(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to `process` and everything below it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        top = psutil.Process(process.pid)
-        for each in [top, *top.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
 
 
 def free_port() -> int:

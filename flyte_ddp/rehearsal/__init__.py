@@ -1,0 +1,1 @@
+"""Faults made on purpose in runs of a user's own training, and the verdict on them."""

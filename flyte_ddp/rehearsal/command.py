@@ -1,0 +1,200 @@
+"""`flyte-ddp rehearse SCRIPT`: run it with faults on purpose, and tell whether it is right. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.config.fields import finite_number
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.agent.rank_start import start_server
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.protocol.programs import Program, recipe_program
+from flyte_ddp.launch.run import OUTPUTS, function_program, script_program
+from flyte_ddp.launch.run_options import add_options
+from flyte_ddp.launch.train_options import read_fields
+from flyte_ddp.observers.streams import print_line
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.rehearsal.runs import TITLES, Rehearsal
+from flyte_ddp.rehearsal.verdict import Row, Verdict, judge
+
+OPTIONS = (
+    ("--nproc-per-node", "ranks of the undisturbed run (default 2)", 2),
+    ("--minutes", "for all runs: epochs are shortened where it is too little (default 2)", 2.0),
+    ("--data", "path or URL, for recipes that read data of yours", ""),
+)
+HEADS = (
+    *("fault", "verdict", "steps again", "restarts", "exit", "pause", "lost", "doubled"),
+    *("weights", "files left"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse a program, print the table and the causes; return 0 if all results are right, else
+    1.
+    """
+    parser = argparse.ArgumentParser(
+        "flyte-ddp rehearse",
+        description="Run a program undisturbed and with each fault, and compare the runs.",
+    )
+    add_options(parser, OPTIONS)
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    parser.add_argument("--report", default="", metavar="FILE", help="for the HTML page")
+    text = "a script, MODULE:FUNCTION, or the name of a recipe"
+    parser.add_argument("program", metavar="PROGRAM", help=text)
+    text = f"of the script, in which {OUTPUTS} is a directory of each run; fields of the recipe"
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=text)
+    options = parser.parse_args(arguments)
+    minutes = finite_number("--minutes", options.minutes, above=0, unit="minutes")
+    if options.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node: expected at least 1, got {options.nproc_per_node}")
+    modules = find_imports(options.program)
+    start_server(modules)
+    with own_directory("rehearsal-") as directory:
+        make, data = find_program(options.program, options.arguments, options.data, directory)
+        rehearsal = Rehearsal(
+            make,
+            data,
+            modules,
+            Path(directory),
+            options.nproc_per_node,
+            60 * minutes,
+            print_line,
+        )
+        verdict = judge(list(rehearsal.rehearse()))
+    sys.stdout.write(f"{describe_json(verdict) if options.json else describe(verdict)}\n")
+    return 0 if verdict.is_right else 1
+
+
+def find_program(
+    name: str, arguments: Sequence[str], data: str, directory: str
+) -> tuple[Callable[[str, int], Program], Callable[[], str] | None]:
+    """Return what `Rehearsal` needs to make the program, and a recipe's data.
+
+    Raises:
+        ConfigError: there is no such script, function or recipe.
+    """
+    if name.endswith(".py") or Path(name).exists():
+        script = str(Path(name).resolve())
+        return lambda outputs, _: script_program(
+            script, [each.replace(OUTPUTS, outputs) for each in arguments]
+        ), None
+    if ":" in name:
+        try:
+            function = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"rehearse: expected MODULE:FUNCTION, got {name!r}: {error}"
+            ) from None
+        return lambda *_: function_program(function, (), {}), None
+    fields = read_fields(arguments)
+    prepared = Path(directory, "data")
+    prepared.mkdir()
+    config = config_of(name, fields)
+    prepare_data(get_recipe(name, config.recipe_options), data, prepared)
+
+    def make(_: str, length: int) -> Program:
+        shorter: dict[str, Any] = {"sample_size": length} if length else {}
+        return recipe_program(name, config_of(name, {**fields, **shorter}))
+
+    return make, lambda: str(prepared)
+
+
+def find_imports(script: str) -> tuple[str, ...]:
+    """Return what the server of ranks imports once for all runs: torch, and the installed modules
+    that a script imports at its top.
+    """
+    names = ["torch", "torch._dynamo"]  # the second one by DDP
+    if script.endswith(".py") and Path(script).is_file():
+        for node in ast.parse(Path(script).read_bytes()).body:
+            if isinstance(node, ast.Import):
+                names += [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.append(node.module)
+    tops = {name: name.partition(".")[0] for name in names}
+    return tuple(
+        name
+        for name, top in tops.items()
+        if top not in sys.stdlib_module_names and "site-packages" in str(find_spec(top))
+    )
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Return a row of the table, by its heads."""
+    run = row.run
+    if run.not_tried:
+        texts = [TITLES[run.name], f"not tried: {run.not_tried}", *[""] * (len(HEADS) - 2)]
+        return dict(zip(HEADS, texts, strict=True))
+    weights = "equal" if row.difference < 1e-6 else f"{row.difference:.2g} apart"
+    texts = [
+        *(TITLES[run.name], row.verdict, str(run.num_redone), str(len(run.attempts) - 1)),
+        *(
+            str(run.exit_code),
+            f"{run.pause:.1f} s" if run.name != "again" else "",
+            str(row.lost),
+            str(row.doubled),
+        ),
+        *(weights if run.steps else "", str(row.left)),
+    ]
+    return dict(zip(HEADS, texts, strict=True))
+
+
+def describe(verdict: Verdict) -> str:
+    """Return the table, what is wrong, and the causes, as text."""
+    rows = [list(cells(row).values()) for row in verdict.rows]
+    widths = [max(map(len, column)) for column in zip(HEADS, *_whole(rows), strict=True)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (HEADS, *rows)
+    ]
+    lines += ["", "right" if verdict.is_right else "wrong"]
+    lines += [
+        f"  {TITLES[row.run.name]}: {'; '.join(row.problems)}"
+        for row in verdict.rows
+        if row.problems
+    ]
+    lines += [f"{cause.name}: {cause.text}" for cause in verdict.causes]
+    return "\n".join(lines)
+
+
+def _whole(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of runs that were tried: a reason is as long as it is."""
+    return [row for row in rows if row[2]]
+
+
+def describe_json(verdict: Verdict) -> str:
+    rows = [
+        {"fault": row.run.name, "verdict": row.verdict, "problems": row.problems, **numbers(row)}
+        for row in verdict.rows
+    ]
+    causes = [
+        {"name": each.name, "where": each.where, "text": each.text} for each in verdict.causes
+    ]
+    return json.dumps({"right": verdict.is_right, "rows": rows, "causes": causes}, indent=2)
+
+
+def numbers(row: Row) -> dict[str, Any]:
+    run = row.run
+    if run.not_tried:
+        return {"not_tried": run.not_tried}
+    return {
+        "steps": len(run.steps),
+        "steps_again": run.num_redone,
+        "restarts": len(run.attempts) - 1,
+        "exit_code": run.exit_code,
+        "seconds_without_a_step": run.pause,
+        "samples_lost": row.lost,
+        "samples_doubled": row.doubled,
+        "weights_difference": row.difference,
+        "files_left": row.left,
+    }

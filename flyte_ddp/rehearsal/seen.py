@@ -1,0 +1,143 @@
+"""What the ranks' records tell of a run: its steps as they count in the end, and the cost of its
+faults. Knows nothing of how a run is started.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Entries = dict[int, list[dict[str, Any]]]  # by rank, in their order
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step of all ranks."""
+
+    at: float  # seconds since the epoch
+    samples: list[Any]  # their keys
+    weights: list[float]  # sums and single values, of the optimizer that steps first
+    others: list[float]  # of the other optimizers
+    momentum: tuple[float, ...]  # sum of the optimizer's state, by rank, after the step
+    draws: tuple[int, ...]  # checksum of the generators before the step, by rank
+    learning_rate: float
+    loss: float  # of rank 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The processes of one gang."""
+
+    base: int  # step of the state that it began with
+    entries: Entries
+    steps: list[Step]
+
+    def calls(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of this kind, of all ranks."""
+        return [
+            {**each, "rank": rank}
+            for rank, entries in self.entries.items()
+            for each in entries
+            if each["kind"] == kind
+        ]
+
+    def first(self, kind: str) -> str:
+        """Return the user's line of the first record of this kind; "" without one."""
+        return next((each["where"] for each in self.calls(kind) if each["where"]), "")
+
+
+@dataclass
+class Run:
+    """A run as far as it was seen.
+
+    Attributes:
+        steps: those that count: what a restart has undone is dropped.
+        files: names of the files that it has left, with a # in place of each number.
+    """
+
+    name: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    initial: list[float] = field(default_factory=list)  # weights
+    num_redone: int = 0
+    pause: float = 0.0  # the longest time between two steps, in seconds
+    files: Counter[str] = field(default_factory=Counter)
+    is_stored: bool = False
+    seconds: float = 0.0
+    error: str = ""
+    exit_code: int = 0
+    is_cut: bool = False
+    is_resized: bool = False  # it ended on another number of ranks
+    not_tried: str = ""  # why
+
+    def find(self, weights: Sequence[float]) -> int:
+        """Return the step after which the weights were these, or the nearest ones."""
+        known = [self.initial, *(step.weights for step in self.steps)]
+        distances = [
+            math.dist(weights, each) if len(each) == len(weights) else math.inf for each in known
+        ]
+        return distances.index(min(distances))
+
+
+def read_run(directory: Path, before: tuple[float, float] = (math.inf, 0)) -> Run:
+    """Return what the records below `directory` tell.
+
+    Args:
+        before: leave out this attempt, by its start and restart, and those that follow.
+    """
+    found: dict[tuple[int, int], Entries] = defaultdict(dict)
+    for file in (directory / "records").glob("*.jsonl"):
+        start, restart, rank = map(int, file.stem.split("-"))
+        lines = file.read_text().split("\n")[:-1]  # the last line of a killed rank may be a part
+        found[start, restart][rank] = [json.loads(line) for line in lines]
+    run = Run()
+    times: list[float] = []
+    for _, entries in sorted(item for item in found.items() if item[0] < before):
+        begins = [each for each in entries.get(0, []) if each["kind"] == "begin"]
+        base = len(run.steps)
+        if begins:
+            run.initial = run.initial or begins[0]["weights"]
+            base = run.find(begins[0]["weights"])
+        steps = _combine(entries)
+        run.num_redone += len(run.steps) - base if steps else 0
+        run.steps = [*run.steps[:base], *steps] if steps else run.steps
+        times += [step.at for step in steps]
+        run.attempts.append(Attempt(base, entries, steps))
+    run.pause = max((later - at for at, later in itertools.pairwise(times)), default=0.0)
+    run.is_stored = any((directory / "checkpoints").glob("*.pt"))
+    run.files = Counter(
+        re.sub(r"[0-9a-f]{8,}|\d+", "#", str(file.relative_to(directory)))
+        for part in ("work", "outputs", "checkpoints")
+        for file in (directory / part).rglob("*")
+        if file.is_file() and not file.is_symlink() and "__pycache__" not in file.parts
+    )
+    return run
+
+
+def _combine(entries: Entries) -> list[Step]:
+    """Return the steps that all ranks have done."""
+    ranks = [[each for each in entries[rank] if each["kind"] == "step"] for rank in sorted(entries)]
+    return [
+        Step(
+            at=rows[0]["at"],
+            samples=[_hashable(key) for row in rows for key in row["samples"]],
+            weights=rows[0]["weights"],
+            others=rows[0]["others"],
+            momentum=tuple(row["momentum"] for row in rows),
+            draws=tuple(row["draws"] for row in rows),
+            learning_rate=rows[0]["learning_rate"],
+            loss=rows[0]["loss"],
+        )
+        for rows in zip(*ranks, strict=False)
+    ]
+
+
+def _hashable(key: Any) -> Any:
+    return key if isinstance(key, (int, str)) else json.dumps(key)

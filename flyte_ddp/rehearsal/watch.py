@@ -1,0 +1,414 @@
+"""Observation of one rank in a rehearsal: its steps, samples, files and random draws, by public
+hooks of torch and Python.
+
+It writes lines of JSON, which `seen` reads, and commits the faults that happen in a rank itself. A
+sample counts when the optimizer steps on its batch; batches that a loader has read ahead do not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import json
+import os
+import pickle
+import random
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import data
+from torch.utils.data.distributed import DistributedSampler
+
+from flyte_ddp import session
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.frames import is_of_program
+from flyte_ddp.rehearsal.faults import FullFile, Refusal
+from flyte_ddp.rehearsal.seen import read_run
+
+NUM_WEIGHTS = 4  # of each parameter that are recorded, besides its sum
+GO = "go"  # file by which the paused ranks go on
+
+
+class Ended(SystemExit):
+    """The end of a rank's program at the last step of a rehearsal."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the ranks of one start of a run have to do."""
+
+    directory: str  # of the records
+    place: str  # directory that the run writes to
+    kept: str  # directory whose files it may not write to: the user's own
+    start: int = 0  # how often the command was given before in this run
+    fault: str = ""  # one that ranks commit themselves: "store" or "disk"
+    fault_step: int = 0  # after which the fault happens
+    pauses: bool = False  # all ranks wait there until the fault was made from outside
+    length: int = 0  # samples of a shortened epoch; 0 for all
+    num_steps: int = 0  # at which the program ends; 0 for its own end
+
+
+@dataclass(frozen=True)
+class WatchedCall:
+    """A program's call under observation."""
+
+    call: bytes
+    spec: Spec
+
+    def __call__(self) -> bytes:
+        Watch(self.spec).install()
+        try:
+            return bytes(cloudpickle.loads(self.call)())
+        except Ended:
+            return b""
+
+
+@dataclass
+class Marked:
+    """Samples, or a batch of them, with their keys."""
+
+    keys: list[Any]
+    value: Any
+    storages: set[int] = field(default_factory=set)  # addresses, of a batch that the loop has
+    is_used: bool = False
+
+
+class WatchedDataset(data.Dataset[Any]):
+    """Gives a loader samples with their keys, and everybody else what the data set itself gives."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return min(len(self._dataset), self._length or sys.maxsize)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Any) -> Marked:
+        keys = [each[-1] if isinstance(each, tuple) else each for each in indices]
+        if hasattr(self._dataset, "__getitems__"):
+            return Marked(keys, self._dataset.__getitems__(indices))
+        return Marked(keys, [self._dataset[index] for index in indices])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class WatchedStream(data.IterableDataset[Any]):
+    """The same for a data set that is iterated over. A sample's key is a checksum of it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Marked]:
+        for sample in self._dataset:
+            parts = [each.numpy().tobytes() for each in _tensors(sample)] or [str(sample).encode()]
+            yield Marked([zlib.crc32(b"".join(parts))], sample)
+
+    __getattr__ = WatchedDataset.__getattr__
+
+
+@dataclass
+class Collate:
+    """A loader's `collate_fn`, which keeps the keys."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Marked):
+            return Marked(samples.keys, self.collate(samples.value))
+        if isinstance(samples, list) and samples and isinstance(samples[0], Marked):
+            values = self.collate([each.value for each in samples])
+            return Marked([key for each in samples for key in each.keys], values)
+        return self.collate(samples)
+
+
+class Watch:
+    """The observer of this process."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.rank, restart = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.attempt = (spec.start, restart)
+        self.is_first = self.attempt == (0, 0)  # in which the fault happens
+        self.open = builtins.open
+        self.file = open(f"{spec.directory}/{spec.start}-{restart}-{self.rank}.jsonl", "a")  # noqa: SIM115 - open for the life of the process
+        self.main: Optimizer | None = None  # the first one that steps: its steps count
+        self.others: dict[int, Optimizer] = {}
+        self.pending: list[Marked] = []  # batches that no step has used
+        self.is_matched = False  # since the last backward pass a module has got a pending batch
+        self.step, self.base = 0, 0  # of this process; steps of the state that it began with
+        self.loss, self.learning_rate, self.draws = 0.0, 0.0, 0
+        self.refusal = Refusal(spec.fault, spec.place)
+        self.noted: set[tuple[Any, ...]] = set()
+
+    def note(self, kind: str, **values: Any) -> None:
+        self.file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
+        self.file.flush()
+
+    def note_call(self, kind: str, **values: Any) -> None:
+        """Note the user's line that makes a call, once."""
+        where = _find_caller()
+        if where and (key := (kind, where, *values.values())) not in self.noted:
+            self.noted.add(key)
+            self.note(kind, where=where, **values)
+
+    @property
+    def is_due(self) -> bool:
+        return self.is_first and bool(self.spec.fault) and self.step >= self.spec.fault_step
+
+    def install(self) -> None:
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+        register_module_forward_pre_hook(self.match_batch)
+        self.watch_loaders()
+        self.watch_files()
+        _before(Tensor, "backward", self.note_loss)
+        _before(LRScheduler, "__init__", lambda *_, **__: self.note_call("schedule"))
+        _before(session, "save", lambda *_, **__: self.note_call("save"))
+        _before(session, "load", lambda *_, **__: self.note_call("load", path="session"))
+        self.refusal.reach_storage(lambda: self.is_due)
+
+    # -- steps --
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.main = self.main or optimizer
+        if optimizer is not self.main:
+            self.others[id(optimizer)] = optimizer
+            return
+        if not self.step:
+            momentum, weights = _sum_of_state(optimizer), _weights(optimizer)
+            self.note("begin", weights=weights, momentum=momentum)
+            self.note_call("optimizer")
+            self.base = read_run(Path(self.spec.place), self.attempt).find(weights)
+            self.end_if_due()
+        self.learning_rate, self.draws = float(optimizer.param_groups[0]["lr"]), _hash_of_draws()
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is not self.main:
+            return
+        self.step += 1
+        self.note(
+            "step",
+            samples=self.take_samples(),
+            weights=_weights(optimizer),
+            others=[value for each in self.others.values() for value in _weights(each)],
+            momentum=_sum_of_state(optimizer),
+            learning_rate=self.learning_rate,
+            draws=self.draws,
+            loss=self.loss,
+        )
+        if self.is_first and self.spec.pauses and self.step == self.spec.fault_step:
+            directory = Path(self.spec.directory)
+            (directory / f"paused-{self.rank}").write_text(str(os.getpid()))
+            while not (directory / GO).exists():
+                time.sleep(0.01)
+        self.end_if_due()
+
+    def end_if_due(self) -> None:
+        if 0 < self.spec.num_steps <= self.base + self.step:
+            raise Ended(0)
+
+    def note_loss(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        if loss.numel() == 1:
+            self.loss = float(loss.detach())
+        if self.pending and not self.is_matched:  # the model got something computed from a batch
+            self.pending[-1].is_used = True
+        self.is_matched = False
+
+    # -- samples --
+
+    def match_batch(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self.pending and torch.is_grad_enabled():
+            storages = _storages(inputs)
+            for batch in self.pending:
+                if storages & batch.storages:
+                    batch.is_used = self.is_matched = True
+
+    def take_samples(self) -> list[Any]:
+        """Return the keys of the samples that the step was made with."""
+        used = [number for number, each in enumerate(self.pending) if each.is_used]
+        taken = [self.pending[number] for number in used] or self.pending
+        self.pending = self.pending[used[-1] + 1 :] if used else []
+        return [key for each in taken for key in each.keys]
+
+    def watch(self, dataset: Any) -> Any:
+        if isinstance(dataset, (WatchedDataset, WatchedStream)):
+            return dataset
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            return WatchedDataset(dataset, self.spec.length)
+        is_stream = isinstance(dataset, data.IterableDataset) and not hasattr(dataset, "__len__")
+        return WatchedStream(dataset) if is_stream else dataset
+
+    def watch_loaders(self) -> None:
+        watch, loader_type = self, data.DataLoader
+        init, iterate = loader_type.__init__, loader_type.__iter__
+
+        @functools.wraps(init)
+        def __init__(loader: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
+            init(loader, watch.watch(dataset), *arguments, **keywords)
+            if not isinstance(loader.collate_fn, Collate):
+                loader.collate_fn = Collate(loader.collate_fn)
+
+        def __iter__(loader: Any) -> Iterator[Any]:
+            sampler = loader.sampler
+            if torch.is_grad_enabled():
+                shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+                epoch = sampler.epoch if shuffles else None
+                watch.note("pass", where=_find_caller(), epoch=epoch, step=watch.step)
+            for batch in iterate(loader):
+                if not isinstance(batch, Marked):
+                    yield batch
+                    continue
+                if torch.is_grad_enabled():
+                    batch.storages = _storages(batch.value)
+                    watch.pending.append(batch)
+                yield batch.value
+
+        loader_type.__init__ = __init__  # type: ignore[method-assign,assignment]
+        loader_type.__iter__ = __iter__  # type: ignore[method-assign,assignment]
+        for sampler in (DistributedSampler, data.RandomSampler, data.SequentialSampler):
+            _with_first_argument(sampler, "__init__", 1, self.watch)
+        if self.spec.length:
+            _with_first_argument(session, "batches", 0, self.watch)
+
+    # -- files --
+
+    def watch_files(self) -> None:
+        """Note what is saved and loaded, refuse to write the user's own files, and fill the disk
+        where that is the fault.
+        """
+        load, save = torch.load, torch.save
+
+        def open_file(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+            is_written = not isinstance(file, int) and set(mode) & set("wax+")
+            path = os.path.realpath(file) if is_written else ""
+            if path.startswith(f"{self.spec.kept}/") and not path.startswith(self.spec.place):
+                raise ConfigError(
+                    f"{file}: expected a file below the directory in which the rehearsal runs, or "
+                    "{outputs} in an argument, got one of yours, which is not written"
+                )
+            opened = self.open(file, mode, *arguments, **keywords)
+            if self.spec.fault == "disk" and path.startswith(self.spec.place):
+                return FullFile(opened, functools.partial(self.refuse, path))
+            return opened
+
+        def save_file(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
+            is_path = isinstance(file, (str, os.PathLike))
+            if is_path:
+                self.note_call("save")
+            with open_file(file, "wb") if is_path else contextlib.nullcontext(file) as opened:
+                save(value, opened, *arguments, **keywords)
+
+        def load_file(file: Any, *arguments: Any, **keywords: Any) -> Any:
+            is_path = isinstance(file, (str, os.PathLike))
+            self.note_call("load", path=os.path.realpath(file) if is_path else "")
+            return load(file, *arguments, **keywords)
+
+        builtins.open = io.open = open_file
+        torch.save, torch.load = save_file, load_file  # type: ignore[assignment]
+
+    def refuse(self, path: str) -> None:
+        if self.is_due:
+            self.note_call("refused", path=path)
+            self.refusal.check()
+
+
+def _before(owner: Any, name: str, action: Callable[..., object]) -> None:
+    """Let `action` be called before each call of a function or method, with its arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        action(*arguments, **keywords)
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, call)
+
+
+def _with_first_argument(owner: Any, name: str, place: int, change: Callable[[Any], Any]) -> None:
+    """Let a function or method get another value for the argument at `place`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        values = list(arguments)
+        if len(values) > place:
+            values[place] = change(values[place])
+        return original(*values, **keywords)
+
+    setattr(owner, name, call)
+
+
+def _find_caller() -> str:
+    """Return "file:line" of the innermost frame of the user's own code; "" without one."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame:
+        if is_of_program(frame.f_globals) and not frame.f_code.co_filename.startswith("<"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict) or hasattr(value, "keys"):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def _storages(value: Any) -> set[int]:
+    return {
+        each.untyped_storage().data_ptr() for each in _tensors(value) if each.device.type != "meta"
+    }
+
+
+@torch.no_grad()
+def _weights(optimizer: Optimizer) -> list[float]:
+    """Return of each parameter the sum and some values, the same on any number of ranks."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            values = whole.detach().reshape(-1)
+            some = values[:: max(1, len(values) // NUM_WEIGHTS)][:NUM_WEIGHTS]
+            found += [values.sum(dtype=torch.float64)[None], some.double()]
+    return torch.cat(found).tolist() if found else []
+
+
+@torch.no_grad()
+def _sum_of_state(optimizer: Optimizer) -> float:
+    tensors = _tensors(list(optimizer.state.values()))
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    return float(sum(float(each.double().abs().sum()) for each in local))
+
+
+def _hash_of_draws() -> int:
+    """Return a checksum of the states of the generators that a program shares."""
+    states = (random.getstate(), pickle.dumps(numpy.random.get_state()))
+    return zlib.crc32(repr(states).encode() + torch.get_rng_state().numpy().tobytes())

@@ -1,0 +1,85 @@
+"""`flyte-ddp rehearse`: faults on purpose, the verdict, and the line to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyte_ddp.rehearsal import runs
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "docs/rehearse.md").read_text()
+CARELESS = re.search(r"# careless.py\n(.*?)```", PAGE, re.S)[1]
+
+FAILING = ("raise RuntimeError('No CUDA GPUs are available')", "input()", "")
+
+
+def rehearse(directory, *arguments):
+    """Return the exit code and what was printed, without the lines of progress."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flyte_ddp", "rehearse", *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, done.stdout or done.stderr
+
+
+@pytest.mark.long  # 30 s
+def test_a_script_that_resumes_is_right_under_every_fault(tmp_path):
+    script = REPOSITORY / "examples/scripts/ddp.py"
+    code, printed = rehearse(tmp_path, "--json", str(script), "--epochs", "2")
+    verdict = json.loads(printed)
+    assert (code, verdict["right"], verdict["causes"]) == (0, True, []), printed
+    rows = {row["fault"]: row for row in verdict["rows"]}
+    assert rows.keys() == runs.TITLES.keys()
+    assert {row["verdict"] for row in rows.values()} == {"right"}
+    assert rows["notice"]["steps_again"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long  # 20 s
+def test_mistakes_are_named_with_their_lines(tmp_path):
+    (tmp_path / "careless.py").write_text(CARELESS)
+    code, printed = rehearse(tmp_path, "--json", "careless.py", "{outputs}")
+    verdict = json.loads(printed)
+    assert (code, verdict["right"]) == (1, False), printed
+    lines = CARELESS.splitlines()
+    named = {
+        cause["name"]: lines[int(cause["where"].rpartition(":")[2]) - 1].strip()
+        for cause in verdict["causes"]
+    }
+    assert named == {
+        "set_epoch": "for inputs, targets in loader:",
+        "learning rate": lines[16],
+        "checkpoint in place": "torch.save(state, checkpoint)",
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(pytest.param(text, marks=pytest.mark.long) for text in FAILING),
+        "open('own.txt', 'w')",
+    ],
+)
+def test_a_program_that_fails_by_itself_is_refused_in_one_line(tmp_path, line):
+    (tmp_path / "own.txt").write_text("mine")
+    (tmp_path / "train.py").write_text(line)
+    code, printed = rehearse(tmp_path, "train.py")
+    expected = {
+        "raise": "No CUDA GPUs are available",
+        "input": "EOF",
+        "open(": "own.txt: expected a file below the directory in which the rehearsal runs",
+        "": "expected at least 3 steps of an optimizer of torch, got 0",
+    }[line[:5]]
+    assert (code, expected in printed.splitlines()[-1]) == (2, True), printed
+    assert (tmp_path / "own.txt").read_text() == "mine"
