@@ -29,7 +29,7 @@ from flyte_ddp.errors import (
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.storage import Storage
 from tests.support.emulators import KINDS, abfs, gs, place_url, s3, s3_bucket  # noqa: F401 - fixtures
-from tests.support.runs import to_safetensors
+from tests.support.runs import flip, to_safetensors
 
 
 def main(arguments):
@@ -217,12 +217,6 @@ def test_conditional_puts_are_skipped_only_where_unsupported(bucket, monkeypatch
 
 def cut(file):
     file.write_bytes(file.read_bytes()[:-10])
-
-
-def flip(file):
-    contents = bytearray(file.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    file.write_bytes(contents)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import eventually
-from tests.support.runs import new_run
+from tests.support.runs import flip, new_run
 
 
 def _state(number=0.0):
@@ -67,12 +67,6 @@ def _cut(file):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _flip(file):
-    contents = bytearray(file.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    file.write_bytes(contents)
-
-
 # The store
 
 
@@ -110,7 +104,7 @@ def test_an_empty_or_missing_place_has_no_checkpoint(tmp_path):
     ("damage", "reason"),
     [
         (lambda tensors, manifest: _cut(tensors), " bytes that were written, got "),
-        (lambda tensors, manifest: _flip(tensors), "with another checksum"),
+        (lambda tensors, manifest: flip(tensors), "with another checksum"),
         (lambda tensors, manifest: tensors.unlink(), "is missing"),
         (lambda tensors, manifest: tensors.write_bytes(b""), "got 0"),
         (lambda tensors, manifest: _cut(manifest), "JSONDecodeError"),

@@ -5,7 +5,6 @@ missing.
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from tests.support.image_store import (
     image_bytes,
     image_tree,
     prepare,
+    saved,
     write_tree,
 )
 
@@ -180,12 +180,6 @@ def test_without_a_source_the_images_are_drawn_and_always_the_same(tmp_path):
 # Pixels
 
 
-def _saved(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 HALF_RED = Image.new("RGBA", (4, 2), (255, 0, 0, 255))
 HALF_RED.paste((0, 0, 0, 0), (2, 0, 4, 2))
 PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
@@ -194,14 +188,14 @@ PALETTE = HALF_RED.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE)
 @pytest.mark.parametrize(
     ("contents", "first", "last"),
     [
-        (_saved(Image.new("L", (4, 2), 120), "PNG"), (120,) * 3, (120,) * 3),
-        (_saved(Image.new("1", (4, 2), 1), "PNG"), (255,) * 3, (255,) * 3),
-        (_saved(HALF_RED, "PNG"), (255, 0, 0), (255,) * 3),
-        (_saved(HALF_RED.convert("LA"), "PNG"), (76,) * 3, (255,) * 3),
-        (_saved(HALF_RED, "WEBP", lossless=True), (255, 0, 0), (255,) * 3),
-        (_saved(PALETTE, "PNG"), (255, 0, 0), (0, 0, 0)),
+        (saved(Image.new("L", (4, 2), 120), "PNG"), (120,) * 3, (120,) * 3),
+        (saved(Image.new("1", (4, 2), 1), "PNG"), (255,) * 3, (255,) * 3),
+        (saved(HALF_RED, "PNG"), (255, 0, 0), (255,) * 3),
+        (saved(HALF_RED.convert("LA"), "PNG"), (76,) * 3, (255,) * 3),
+        (saved(HALF_RED, "WEBP", lossless=True), (255, 0, 0), (255,) * 3),
+        (saved(PALETTE, "PNG"), (255, 0, 0), (0, 0, 0)),
         (
-            _saved(
+            saved(
                 HALF_RED.convert("P"), "GIF", transparency=HALF_RED.convert("P").getpixel((3, 0))
             ),
             None,
@@ -228,7 +222,7 @@ def test_every_kind_of_image_becomes_rgb(contents, first, last):
 
 def test_cmyk_becomes_rgb():
     image = decode_image(
-        _saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95)
+        saved(Image.new("RGB", (16, 16), (200, 30, 30)).convert("CMYK"), "JPEG", quality=95)
     )
 
     assert image.mode == "RGB"
@@ -240,14 +234,14 @@ def test_an_image_is_rotated_by_its_exif_orientation():
     wide.paste("black", (0, 0, 8, 8))
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn to the right
-    upright = decode_image(_saved(wide, "PNG", exif=exif))
+    upright = decode_image(saved(wide, "PNG", exif=exif))
 
     assert upright.size == (8, 16)
     assert (upright.getpixel((4, 2)), upright.getpixel((4, 13))) == ((0,) * 3, (255,) * 3)
 
 
 def test_augmentation_is_drawn_from_seed_epoch_and_sample_alone(tmp_path, prepared):
-    contents = _saved(
+    contents = saved(
         Image.fromarray(np.random.RandomState(0).randint(0, 256, (60, 60, 3), dtype=np.uint8)),
         "PNG",
     )

@@ -33,17 +33,18 @@ from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
-from tests.support.image_store import COLOURS, image_bytes, prepare, running_store, write_tree
+from tests.support.image_store import (
+    COLOURS,
+    image_bytes,
+    prepare,
+    running_store,
+    saved,
+    write_tree,
+)
 
 # Folders of images
 
 PICTURE = image_bytes(COLOURS["red"])
-
-
-def saved(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def folders(*names, classes=("a", "b"), count=4):
@@ -118,14 +119,8 @@ def test_folders_of_unclear_purpose_are_refused_in_one_line(tmp_path, prepared, 
 
 
 def test_folders_that_hold_images_themselves_are_classes_whatever_their_names(tmp_path, prepared):
-    tree = {
-        f"{name}/{number}.png": PICTURE
-        for name in ("train", "bus", "valid")
-        for number in range(20)
-    }
-    del tree["valid/0.png"]
-    vehicles = {name: contents for name, contents in tree.items() if not name.startswith("valid")}
-    recipe, *_ = prepare(write_tree(vehicles, tmp_path / "vehicles"), prepared)
+    tree = {f"{name}/{number}.png": PICTURE for name in ("train", "bus") for number in range(20)}
+    recipe, *_ = prepare(write_tree(tree, tmp_path / "vehicles"), prepared)
     assert recipe.class_names == ["bus", "train"]
 
 

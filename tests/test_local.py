@@ -26,8 +26,6 @@ from flyte_ddp.storage.cgroups import UNLIMITED, use_of
 from tests.support.dask_runs import eventually
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
 
-SLOW_STEP = "0.1"  # seconds, for runs that a signal has to meet on their way
-
 
 def _surroundings():
     """Return the state of this process and its machine that a run must not change."""

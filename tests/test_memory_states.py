@@ -73,7 +73,7 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
 
 
-class Outage:
+class Outage(events.Listener):
     """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it
     die, and brings the store back when the run has resumed.
     """
@@ -89,9 +89,6 @@ class Outage:
             order.rename(str(order).replace("hold", "forward"))
         elif isinstance(event, events.CheckpointLoaded) and event.step:
             self.outage.__exit__(None, None, None)
-
-    def close(self, error):
-        pass
 
 
 @pytest.mark.slow

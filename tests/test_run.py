@@ -24,13 +24,13 @@ import pytest
 
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
-from flyte_ddp import events, session
+from flyte_ddp import session
 from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from tests.support.runs import fork_functions, hear_hangups
+from tests.support.runs import fork_functions, hear_hangups, new_run
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests/support/scripts"
@@ -45,21 +45,6 @@ OUR_OWN, THEIR_OWN = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, {"TORCHELASTI
 
 def environment():
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": ""}
-
-
-class Listener:
-    def __init__(self):
-        self.events = []
-        self.lines = []
-
-    def handle(self, event):
-        self.events.append(event)
-
-    def close(self, error):
-        pass
-
-    def of(self, kind):
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 # A script
@@ -589,7 +574,7 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     with pytest.raises(ModuleNotFoundError):
         client.submit(importlib.import_module, "constants").result()
 
-    listener = Listener()
+    listener = new_run(tmp_path)
     total, variables, rest = flyte_ddp.run(
         functions.train,
         2,
@@ -600,7 +585,7 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
     )
 
     assert (total, variables, rest) == (12.0, ["0", "0", "2", "1", "0"], bytes(5 << 20))
-    (started,) = listener.of(events.RunStarted)
+    started = listener.started
     assert (started.name, started.world_size, started.num_nodes) == ("train", 2, 2)
     for name in (f"{rank}/{number}" for rank in (0, 1) for number in range(3)):
         assert (tmp_path / "results" / name).read_bytes() == bytes([int(name[-1])]) * (3 << 20)
@@ -620,7 +605,7 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
         "print('runs', os.path.basename(os.path.dirname(beside.__file__)), os.getcwd(), "
         "*sys.argv[1:])\n"
     )
-    listener = Listener()
+    listener = new_run(tmp_path)
     gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
     run_program(
         script_program("jobs/placed.py", ["--lr", "1"]),

@@ -25,7 +25,7 @@ from tests.support.runs import fork_functions
 from tests.support.saver import train
 
 
-class Loads:
+class Loads(events.Listener):
     """Collects the steps and places from which a run has resumed."""
 
     def __init__(self):
@@ -36,9 +36,6 @@ class Loads:
         is_resumed = isinstance(event, events.CheckpointLoaded) and event.step
         if is_resumed and (event.step, event.url) not in self.found[-1:]:
             self.found.append((event.step, event.url))
-
-    def close(self, error):
-        pass
 
 
 def lose(directory, *orders, splits=False, **options):

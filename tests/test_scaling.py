@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import statistics
 from pathlib import Path
 
 import pandas
@@ -331,10 +330,6 @@ def test_the_interval_of_repeats_is_that_of_students_distribution():
     }
     for freedom, quantile in {**known, 99: 1.98422, 1000: 1.96234}.items():
         assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-6)
-    values = [float(number) for number in range(12)]
-    assert estimate(values).half_width == pytest.approx(
-        2.20099 * statistics.stdev(values) / 12**0.5, rel=1e-5
-    )
 
 
 def test_trials_are_reused_only_if_nothing_differs():

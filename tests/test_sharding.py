@@ -30,7 +30,7 @@ from flyte_ddp.events import (
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
 from tests.support.gang import Link, run_gang, train_recipe
-from tests.support.runs import new_run
+from tests.support.runs import flip, new_run
 
 pytestmark = pytest.mark.usefixtures("server_with_compiler")
 
@@ -71,12 +71,6 @@ def train_tiny(directory, num_ranks, **options):
 
 def files_of(manifest):
     return [entry["file"] for entry in json.loads(Path(manifest).read_text())["files"]]
-
-
-def flip(file):
-    contents = bytearray(file.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    file.write_bytes(contents)
 
 
 def shown(seen):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.events import EpochFinished
+from flyte_ddp.events import EpochFinished, Listener
 from flyte_ddp.flyte.frame import Frame
 from tests.support.commands import run_command
 
@@ -89,15 +89,12 @@ def test_a_local_run_ends_with_accuracies_and_the_paths_of_its_outputs(local_run
     assert "RunFinished" in kinds[-3:]
 
 
-class InterruptAfterEpoch:
+class InterruptAfterEpoch(Listener):
     """A listener that presses Ctrl-C after the first epoch."""
 
     def handle(self, event):
         if isinstance(event, EpochFinished) and event.epoch == 1:
             os.kill(os.getpid(), signal.SIGINT)
-
-    def close(self, error):
-        pass
 
 
 def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkeypatch):

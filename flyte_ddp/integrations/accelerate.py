@@ -121,8 +121,7 @@ class _Training:
             and not isinstance(each, (nn.Module, Optimizer, DataLoader))
         ]
         found = self._found = training.load(self._model, self._optimizers)
-        loaders.check_length(found, loader.dataset)
-        self._num_samples = loaders.count_samples(loader.dataset)
+        self._num_samples = loaders.count_samples(loader.dataset, found)
         for each, state in zip(self._others, found["others"] if found else (), strict=bool(found)):
             each.load_state_dict(state)
         total = found["global_batch_size"] if found else total

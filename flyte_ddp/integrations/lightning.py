@@ -113,8 +113,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}"
             )
-        loaders.check_length(self._found, loader.dataset)
-        self._num_samples = loaders.count_samples(loader.dataset)
+        self._num_samples = loaders.count_samples(loader.dataset, self._found)
         num_shares = _num_shares(trainer)
         self.global_batch_size = self.global_batch_size or (loader.batch_size or 0) * num_shares
         found = self._found or {"num_batches": 0, "epoch": trainer.current_epoch}

@@ -38,13 +38,9 @@ def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
     return global_batch_size // shares
 
 
-def count_samples(dataset: Any) -> int | None:
-    """Return the length of a data set; None for an iterable without one."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
-    """Check that the training data are as long as those that a checkpoint was written with.
+def count_samples(dataset: Any, found: Mapping[str, Any] | None) -> int | None:
+    """Return the length of the training data, None for an iterable without one, which is to be that
+    of those that a checkpoint was written with.
 
     Args:
         found: the values of the checkpoint, of which `num_samples` is one; None without a
@@ -53,12 +49,14 @@ def check_length(found: Mapping[str, Any] | None, dataset: Any) -> None:
     Raises:
         ConfigError: they are not.
     """
-    expected, got = (found or {}).get("num_samples"), count_samples(dataset)
+    got = len(dataset) if hasattr(dataset, "__len__") else None
+    expected = (found or {}).get("num_samples")
     if expected is not None and got != expected:
         raise ConfigError(
             f"dataset: number of samples: expected {expected}, with which the checkpoint was "
             f"written, got {got}"
         )
+    return got
 
 
 def with_batches(loader: DataLoader[Any], batch_size: int, num_skipped: int = 0) -> DataLoader[Any]:

@@ -73,7 +73,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if session.checkpoints and not args.load_best_model_at_end:
             args.save_strategy = SaveStrategy.NO
         found = self._found = training.load_values()
-        loaders.check_length(found, trainer.train_dataset)
+        self._num_samples = loaders.count_samples(trainer.train_dataset, found)
         total = found["global_batch_size"] if found else self.global_batch_size
         size = args.per_device_train_batch_size
         self.global_batch_size = total or size * args.gradient_accumulation_steps * args.world_size
@@ -143,7 +143,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         stateful = [each for each in objects if isinstance(each, ExportableState)]
         values = {
             "global_batch_size": self.global_batch_size,
-            "num_samples": loaders.count_samples(trainer.train_dataset),
+            "num_samples": self._num_samples,
             "trainer": json.dumps(
                 dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
             ),

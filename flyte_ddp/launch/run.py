@@ -109,12 +109,8 @@ class Gang:
         )
 
     @property
-    def max_nodes(self) -> int:
-        return int(str(self.nnodes).rpartition(":")[2])
-
-    @property
     def needs_cluster(self) -> bool:
-        return self.max_nodes > 1 or self.cluster is not None
+        return self.cluster is not None or not re.fullmatch("(1:)?1", str(self.nnodes))
 
     def num_processes(self) -> int:
         """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted,

@@ -24,7 +24,7 @@ import psutil
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
-from flyte_ddp.events import Reported
+from flyte_ddp.events import Listener, Reported
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.dask.placement import Worker
@@ -58,7 +58,7 @@ def train(run: Run, client, cluster: ClusterConfig, at_steps=(), stop=None, **co
     return run
 
 
-class At:
+class At(Listener):
     """A listener that calls a function once, when a run has reached a step."""
 
     def __init__(self, step, function):
@@ -69,9 +69,6 @@ class At:
         if isinstance(event, Reported) and event.step >= self.step and self.function:
             function, self.function = self.function, None
             function()
-
-    def close(self, error):
-        pass
 
 
 def ranks_below(pid):

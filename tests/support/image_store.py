@@ -21,13 +21,17 @@ from flyte_ddp.recipes.prepare import describe_data, prepare_data
 COLOURS = {"blue": (30, 60, 220), "green": (40, 190, 60), "red": (220, 40, 30)}
 
 
+def saved(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
 def image_bytes(colour, number=0, size=(40, 32), kind="PNG", mode="RGB", **options):
     """A plain image, but for a corner that shows `number`."""
     image = Image.new("RGB", size, colour)
     image.paste((number * 37 % 256, number // 256, 0), (0, 0, 12, 12))
-    file = io.BytesIO()
-    image.convert(mode).save(file, kind, **options)
-    return file.getvalue()
+    return saved(image.convert(mode), kind, **options)
 
 
 def image_tree(splits=("train", "val"), classes=("blue", "green", "red"), count=4):

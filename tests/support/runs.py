@@ -30,6 +30,13 @@ from flyte_ddp.storage.weights import save_safetensors
 REPOSITORY = Path(__file__).parents[2]
 
 
+def flip(file):
+    """Change one bit in the middle of a file."""
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
 @dataclass
 class Run:
     """A run below `directory`: its data, its checkpoints, and the events and lines of its ranks."""
