@@ -5,9 +5,11 @@ no torch.
 from __future__ import annotations
 
 import argparse
-import ast
+import itertools
 import json
 import pkgutil
+import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -15,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config.fields import finite_number
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.launch.run import OUTPUTS, function_program, script_program
-from flyte_ddp.launch.run_options import add_options
 from flyte_ddp.launch.train_options import read_fields
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
@@ -32,6 +34,9 @@ OPTIONS = (
     ("--nproc-per-node", "ranks of the undisturbed run (default 2)", 2),
     ("--minutes", "for all runs: epochs are shortened where it is too little (default 2)", 2.0),
     ("--data", "path or URL, for recipes that read data of yours", ""),
+    ("--json", "print the verdict as JSON", False),
+    ("--report", "file for the HTML page", ""),
+    ("program", "a script, MODULE:FUNCTION, or the name of a recipe", None),
 )
 HEADS = (
     *("fault", "verdict", "steps again", "restarts", "exit", "pause", "lost", "doubled"),
@@ -43,15 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     """Rehearse a program, print the table and the causes; return 0 if all results are right, else
     1.
     """
-    parser = argparse.ArgumentParser(
-        "flyte-ddp rehearse",
-        description="Run a program undisturbed and with each fault, and compare the runs.",
-    )
-    add_options(parser, OPTIONS)
-    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    parser.add_argument("--report", default="", metavar="FILE", help="for the HTML page")
-    text = "a script, MODULE:FUNCTION, or the name of a recipe"
-    parser.add_argument("program", metavar="PROGRAM", help=text)
+    text = "Run a program undisturbed and with each fault, and compare the runs."
+    parser = make_parser("rehearse", text, OPTIONS)
     text = f"of the script, in which {OUTPUTS} is a directory of each run; fields of the recipe"
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=text)
     options = parser.parse_args(arguments)
@@ -60,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--nproc-per-node: expected at least 1, got {options.nproc_per_node}")
     modules = find_imports(options.program)
     start_server(modules)
+    # so that no process is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with own_directory("rehearsal-") as directory:
         make, data = find_program(options.program, options.arguments, options.data, directory)
         rehearsal = Rehearsal(
@@ -72,6 +72,12 @@ def main(arguments: Sequence[str]) -> int:
             print_line,
         )
         verdict = judge(list(rehearsal.rehearse()))
+    if options.report:
+        from flyte_ddp.rehearsal.page import RehearsalPage
+
+        page = RehearsalPage(options.program, verdict, cells)
+        page.close(None)
+        page.write(Path(options.report))
     sys.stdout.write(f"{describe_json(verdict) if options.json else describe(verdict)}\n")
     return 0 if verdict.is_right else 1
 
@@ -114,87 +120,65 @@ def find_imports(script: str) -> tuple[str, ...]:
     """Return what the server of ranks imports once for all runs: torch, and the installed modules
     that a script imports at its top.
     """
-    names = ["torch", "torch._dynamo"]  # the second one by DDP
-    if script.endswith(".py") and Path(script).is_file():
-        for node in ast.parse(Path(script).read_bytes()).body:
-            if isinstance(node, ast.Import):
-                names += [each.name for each in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.append(node.module)
-    tops = {name: name.partition(".")[0] for name in names}
+    is_script = script.endswith(".py") and Path(script).is_file()
+    text = Path(script).read_text(errors="replace") if is_script else ""
+    found = re.findall(r"^(?:import|from) ([\w.]+)", text, re.M)
     return tuple(
         name
-        for name, top in tops.items()
-        if top not in sys.stdlib_module_names and "site-packages" in str(find_spec(top))
+        for name in ("torch", "torch._dynamo", *found)  # the second one by DDP
+        if (top := name.partition(".")[0]) not in sys.stdlib_module_names
+        and "site-packages" in str(find_spec(top) if top else "")
     )
 
 
 def cells(row: Row) -> dict[str, str]:
     """Return a row of the table, by its heads."""
     run = row.run
-    if run.not_tried:
-        texts = [TITLES[run.name], f"not tried: {run.not_tried}", *[""] * (len(HEADS) - 2)]
-        return dict(zip(HEADS, texts, strict=True))
-    weights = "equal" if row.difference < 1e-6 else f"{row.difference:.2g} apart"
-    texts = [
-        *(TITLES[run.name], row.verdict, str(run.num_redone), str(len(run.attempts) - 1)),
-        *(
-            str(run.exit_code),
-            f"{run.pause:.1f} s" if run.name != "again" else "",
-            str(row.lost),
-            str(row.doubled),
-        ),
-        *(weights if run.steps else "", str(row.left)),
-    ]
-    return dict(zip(HEADS, texts, strict=True))
+    texts = [TITLES[run.name], f"not tried: {run.not_tried}"]
+    if not run.not_tried:
+        texts = [
+            *(TITLES[run.name], row.verdict, str(run.num_redone), str(len(run.attempts) - 1)),
+            *(str(run.exit_code), f"{run.pause:.1f} s" if run.name != "again" else ""),
+            *(str(row.lost), str(row.doubled)),
+            *("equal" if row.difference < 1e-6 else f"{row.difference:.2g} apart", str(row.left)),
+        ]
+    return dict(itertools.zip_longest(HEADS, texts, fillvalue=""))
 
 
 def describe(verdict: Verdict) -> str:
     """Return the table, what is wrong, and the causes, as text."""
-    rows = [list(cells(row).values()) for row in verdict.rows]
-    widths = [max(map(len, column)) for column in zip(HEADS, *_whole(rows), strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (HEADS, *rows)
-    ]
+    rows = [list(HEADS), *(list(cells(row).values()) for row in verdict.rows)]
+    widths = [max(len(row[column]) for row in rows if row[2]) for column in range(len(HEADS))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", "right" if verdict.is_right else "wrong"]
     lines += [
         f"  {TITLES[row.run.name]}: {'; '.join(row.problems)}"
         for row in verdict.rows
         if row.problems
     ]
-    lines += [f"{cause.name}: {cause.text}" for cause in verdict.causes]
-    return "\n".join(lines)
-
-
-def _whole(rows: list[list[str]]) -> list[list[str]]:
-    """Return the rows of runs that were tried: a reason is as long as it is."""
-    return [row for row in rows if row[2]]
+    return "\n".join([*lines, *(f"{cause.name}: {cause.text}" for cause in verdict.causes)])
 
 
 def describe_json(verdict: Verdict) -> str:
     rows = [
-        {"fault": row.run.name, "verdict": row.verdict, "problems": row.problems, **numbers(row)}
+        {
+            "fault": row.run.name,
+            "verdict": row.verdict,
+            "not_tried": row.run.not_tried,
+            "problems": row.problems,
+            "steps": len(row.run.steps),
+            "steps_again": row.run.num_redone,
+            "restarts": max(0, len(row.run.attempts) - 1),
+            "exit_code": row.run.exit_code,
+            "seconds_without_a_step": row.run.pause,
+            "samples_lost": row.lost,
+            "samples_doubled": row.doubled,
+            "weights_difference": row.difference,
+            "files_left": row.left,
+        }
         for row in verdict.rows
     ]
     causes = [
         {"name": each.name, "where": each.where, "text": each.text} for each in verdict.causes
     ]
     return json.dumps({"right": verdict.is_right, "rows": rows, "causes": causes}, indent=2)
-
-
-def numbers(row: Row) -> dict[str, Any]:
-    run = row.run
-    if run.not_tried:
-        return {"not_tried": run.not_tried}
-    return {
-        "steps": len(run.steps),
-        "steps_again": run.num_redone,
-        "restarts": len(run.attempts) - 1,
-        "exit_code": run.exit_code,
-        "seconds_without_a_step": run.pause,
-        "samples_lost": row.lost,
-        "samples_doubled": row.doubled,
-        "weights_difference": row.difference,
-        "files_left": row.left,
-    }

@@ -17,13 +17,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp import events
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
@@ -83,17 +82,18 @@ class Rehearsal:
             ConfigError: the program fails without a fault, or takes too few steps.
         """
         try:
-            with _quiet():
-                undisturbed = self._run_undisturbed()
-                yield undisturbed
-                for name in list(TITLES)[2:]:
-                    yield self._run_fault(name, undisturbed)
-                # at last, because it goes on in the undisturbed run's place
-                if self.num_steps:
-                    yield Run("again", not_tried="the runs were ended before their own end")
-                else:
-                    yield self._start("undisturbed", 1, name="again")
+            logging.disable()  # the runs' own lines on losses and restarts
+            undisturbed = self._run_undisturbed()
+            yield undisturbed
+            for name in list(TITLES)[2:]:
+                yield self._run_fault(name, undisturbed)
+            # at last, because it goes on in the undisturbed run's place
+            if self.num_steps:
+                yield Run("again", not_tried="the runs were ended before their own end")
+            else:
+                yield self._start("undisturbed", 1, name="again")
         finally:
+            logging.disable(logging.NOTSET)
             os.chdir(self.home)
 
     def _run_undisturbed(self) -> Run:
@@ -117,29 +117,30 @@ class Rehearsal:
                 f"rehearse: expected at least {MIN_STEPS} steps of an optimizer of torch, got "
                 f"{len(run.steps)}: more epochs, or more minutes (--minutes)"
             )
-        self.fault_step = max(1, 2 * len(run.steps) // 3)
+        self.fault_step = 5 * len(run.steps) // 8  # in the middle of one of few epochs
         self.seconds_each = max(60.0, 4 * run.seconds)
         return run
 
     def _run_fault(self, name: str, undisturbed: Run) -> Run:
-        if name == "store" and not undisturbed.is_stored:
-            return Run(name, not_tried="it saves nothing through flyte_ddp.session")
-        if name == "disk" and not (undisturbed.is_stored or undisturbed.files):
-            return Run(name, not_tried="it writes no file where the run has its place")
-        if name == "smaller" and self.num_ranks == 1:
-            return Run(name, not_tried="it has one rank")
-        if name == "node" and self.num_ranks % 2:
-            return Run(name, not_tried="two nodes need an even number of ranks")
+        writes = undisturbed.is_stored or undisturbed.files
+        reasons = {
+            "store": "" if undisturbed.is_stored else "it saves nothing through flyte_ddp.session",
+            "disk": "" if writes else "it writes no file where the run has its place",
+            "smaller": "" if self.num_ranks > 1 else "it has one rank",
+            "node": self.num_ranks % 2 * "two nodes need an even number of ranks",
+        }
+        if reason := reasons.get(name):
+            return Run(name, not_tried=reason)
         if name == "node":
             return self._lose_node()
         if name in ("store", "disk"):
             return self._start(name, fault=name)
         if name == "kill":
-            return self._start(name, make=_kill_rank)
+            return self._start(name, make=lambda pids, _: _kill([pids[max(pids)]]))
         if name == "notice":
-            self._start(name, make=lambda pids, stop: stop.set("SIGTERM"))
+            self._start(name, make=lambda _, stop: stop.set("SIGTERM"))
             return self._start(name, 1)
-        self._start(name, make=_kill_all, max_restarts=0)
+        self._start(name, make=lambda pids, _: _kill(pids.values()), max_restarts=0)
         return self._start(name, 1, num_ranks=self.num_ranks + (1 if name == "larger" else -1))
 
     def _lose_node(self) -> Run:
@@ -214,7 +215,6 @@ class Rehearsal:
         )
         job = Job(program, str(directory / "checkpoints"), time.time())
         stop, is_over, begun = StopRequest(GRACE), threading.Event(), time.monotonic()
-        state = events.RunState(keep_reports=False)
 
         def interfere() -> None:
             """Make the fault when all ranks wait for it, and end a run that takes too long."""
@@ -237,16 +237,13 @@ class Rehearsal:
         thread = threading.Thread(target=interfere, daemon=True)
         thread.start()
         error: Exception | None = None
-        with (
-            open(directory / "output.log", "a") as log,
-            contextlib.ExitStack() as stack,
-        ):
+        with open(directory / "output.log", "a") as log, contextlib.ExitStack() as stack:
             try:
                 place_of_ranks: driver.Place = LocalPlace(num_ranks, max_restarts)
                 if gang:
                     place_of_ranks = stack.enter_context(gang.open_place(program))
                 relay = lambda line: print(line, file=log)  # noqa: E731
-                driver.run(job, place_of_ranks, self.data, [state], relay, stop)
+                driver.run(job, place_of_ranks, self.data, (), relay, stop)
             except (DataError, ClusterError):
                 raise
             except Exception as raised:
@@ -264,12 +261,8 @@ class Rehearsal:
         return run
 
 
-def _kill_rank(pids: Mapping[int, int], stop: StopRequest) -> None:
-    os.kill(pids[max(pids)], signal.SIGKILL)
-
-
-def _kill_all(pids: Mapping[int, int], stop: StopRequest) -> None:
-    for pid in pids.values():
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -277,17 +270,3 @@ def _exit_code(error: Exception | None) -> int:
     if isinstance(error, TrainingStopped):
         return 128 + signal.Signals[error.reason]
     return (2 if isinstance(error, (ConfigError, DataError)) else 1) if error else 0
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the runs' own lines on losses and restarts off the terminal."""
-    loggers = [logging.getLogger(name) for name in ("flyte_ddp", "distributed")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)

@@ -4,17 +4,19 @@ causes, each with the user's line that it is about.
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from flyte_ddp.rehearsal.seen import Attempt, Run, Step
+from flyte_ddp.rehearsal.seen import Attempt, Run
 
 # Of what the training has changed: sums on another number of ranks differ by less, and a batch that
 # is left out makes a larger difference.
 TOLERANCE = 1e-3
+MAX_ERROR = 160  # characters
 REMEDIES = {
     "set_epoch": "the sampler draws the same order in every epoch: call set_epoch(epoch) before "
     "this loop",
@@ -90,18 +92,17 @@ def judge(runs: Sequence[Run]) -> Verdict:
     last = clean.attempts[0]
     if not is_seeded:
         causes[Cause("seed", last.first("optimizer"))] = None
-    for each in last.calls("pass"):
-        same = [one["epoch"] for one in last.calls("pass") if _is_of_loop(one, each)]
-        if each["epoch"] is not None and len(same) > 1 and len(set(same)) == 1:
-            causes[Cause("set_epoch", each["where"])] = None
+    passes = [each for each in last.calls("pass") if each["rank"] == 0]
+    for where in {each["where"]: None for each in passes if each["epoch"] is not None}:
+        epochs = [each["epoch"] for each in passes if each["where"] == where]
+        if len(epochs) > 1 and len(set(epochs)) == 1:
+            causes[Cause("set_epoch", where)] = None
     for row in rows[1:]:
         for attempt in row.run.attempts[1:]:
             causes.update(dict.fromkeys(_find_causes(row, attempt, clean, is_seeded)))
-    return Verdict(rows, list(causes))
-
-
-def _is_of_loop(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return (one["where"], one["rank"]) == (other["where"], other["rank"])
+    # on a node of the cluster the same line is in a copy of the file
+    lines = {(each.name, os.path.basename(each.where)): each for each in reversed(causes)}
+    return Verdict(rows, list(reversed(lines.values())))
 
 
 def _repeats(run: Run, clean: Run) -> bool:
@@ -118,7 +119,7 @@ def _compare(run: Run, clean: Run, is_seeded: bool) -> Row:
     if run.not_tried:
         return row
     if run.exit_code or not run.steps:
-        row.problems.append(f"it failed: {run.error}")
+        row.problems.append(f"it failed: {run.error[:MAX_ERROR]}")
         return row
     ours, theirs = (Counter(key for s in each.steps for key in s.samples) for each in (run, clean))
     # A sampler repeats some samples so that ranks have as many, other ones on another number.
@@ -175,7 +176,7 @@ def _find_causes(row: Row, attempt: Attempt, clean: Run, is_seeded: bool) -> Ite
     run, base = row.run, attempt.base
     saves = clean.attempts[0].calls("save")
     save = saves[-1]["where"] if saves else ""
-    loads = [each for each in attempt.calls("load") if each["path"] != "session"]
+    loads = attempt.calls("load")
     refused = {each["path"]: each["where"] for one in run.attempts for each in one.calls("refused")}
     for path in refused.keys() & {each["path"] for each in loads}:
         if row.problems or (attempt.steps and not base):
@@ -189,8 +190,9 @@ def _find_causes(row: Row, attempt: Attempt, clean: Run, is_seeded: bool) -> Ite
         yield Cause("trained again", save)
     if not attempt.steps or base >= len(clean.steps):
         return
-    if not base:
-        yield Cause("not loaded", save) if save else Cause("no checkpoint", "")
+    if not base and run.name != "again":  # after which what is saved may be for others
+        is_saved = run.attempts[0].calls("save")
+        yield Cause("not loaded", save) if is_saved else Cause("no checkpoint", "")
     if row.run.is_resized and len(attempt.steps[0].samples) != len(clean.steps[base].samples):
         yield Cause("batch size", attempt.first("pass"))
     elif base:
@@ -199,15 +201,11 @@ def _find_causes(row: Row, attempt: Attempt, clean: Run, is_seeded: bool) -> Ite
 
 def _ranks_differ(row: Row, attempt: Attempt) -> bool:
     begins = attempt.calls("begin")
-    rates = {each["learning_rate"] for each in _first_steps(attempt)}
+    steps = {each["rank"]: each for each in reversed(attempt.calls("step"))}
+    rates = {each["learning_rate"] for each in steps.values()}
     epochs = {each["epoch"] for each in attempt.calls("pass") if each["step"] == 0}
     states = {(tuple(each["weights"]), each["momentum"]) for each in begins}
     return bool(row.run.exit_code) or max(len(states), len(rates), len(epochs)) > 1
-
-
-def _first_steps(attempt: Attempt) -> list[dict[str, Any]]:
-    steps = {each["rank"]: each for each in reversed(attempt.calls("step"))}
-    return list(steps.values())
 
 
 def _compare_steps(
@@ -228,15 +226,11 @@ def _compare_steps(
         )
     before = clean.steps[base - 1].momentum
     begun = tuple(each["momentum"] for each in attempt.calls("begin"))
-    if is_seeded and begun != before and not all(map(_is_close, begun, before)):
+    if is_seeded and not all(map(functools.partial(math.isclose, rel_tol=1e-6), begun, before)):
         yield Cause("optimizer", save)
     has_other_draws = first.draws != wanted.draws and _draws_in_steps(clean)
     if is_same and has_other_draws and row.problems:
         yield Cause("random state", save)
-
-
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6)
 
 
 def _is_restart(attempt: Attempt, clean: Run) -> bool:
@@ -247,11 +241,6 @@ def _is_restart(attempt: Attempt, clean: Run) -> bool:
     begin = max(each for each in starts if each <= attempt.base)
     is_mid_epoch = attempt.base > begin
     has_sampler = any(each["epoch"] is not None for each in attempt.calls("pass"))
-    firsts = [_samples(clean, each) for each in starts if each < len(clean.steps)]
+    firsts = [Counter(clean.steps[each].samples) for each in starts if each < len(clean.steps)]
     is_first = Counter(attempt.steps[0].samples) in firsts
     return is_first and (is_mid_epoch or has_sampler)
-
-
-def _samples(run: Run, number: int) -> Counter[Any]:
-    step: Step = run.steps[number]
-    return Counter(step.samples)

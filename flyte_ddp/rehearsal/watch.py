@@ -185,10 +185,10 @@ class Watch:
         register_module_forward_pre_hook(self.match_batch)
         self.watch_loaders()
         self.watch_files()
-        _before(Tensor, "backward", self.note_loss)
-        _before(LRScheduler, "__init__", lambda *_, **__: self.note_call("schedule"))
-        _before(session, "save", lambda *_, **__: self.note_call("save"))
-        _before(session, "load", lambda *_, **__: self.note_call("load", path="session"))
+        _wrap(Tensor, "backward", self.note_loss)
+        _wrap(LRScheduler, "__init__", lambda *_, **__: self.note_call("schedule"))
+        _wrap(session, "save", lambda *_, **__: self.note_call("save"))
+        _wrap(torch, "load", self.note_load)
         self.refusal.reach_storage(lambda: self.is_due)
 
     # -- steps --
@@ -262,6 +262,10 @@ class Watch:
         is_stream = isinstance(dataset, data.IterableDataset) and not hasattr(dataset, "__len__")
         return WatchedStream(dataset) if is_stream else dataset
 
+    def watch_argument(self, place: int, *values: Any, **_: Any) -> tuple[Any, ...]:
+        watched = map(self.watch, values[place : place + 1])
+        return (*values[:place], *watched, *values[place + 1 :])
+
     def watch_loaders(self) -> None:
         watch, loader_type = self, data.DataLoader
         init, iterate = loader_type.__init__, loader_type.__iter__
@@ -290,9 +294,9 @@ class Watch:
         loader_type.__init__ = __init__  # type: ignore[method-assign,assignment]
         loader_type.__iter__ = __iter__  # type: ignore[method-assign,assignment]
         for sampler in (DistributedSampler, data.RandomSampler, data.SequentialSampler):
-            _with_first_argument(sampler, "__init__", 1, self.watch)
+            _wrap(sampler, "__init__", functools.partial(self.watch_argument, 1))
         if self.spec.length:
-            _with_first_argument(session, "batches", 0, self.watch)
+            _wrap(session, "batches", functools.partial(self.watch_argument, 0))
 
     # -- files --
 
@@ -300,7 +304,7 @@ class Watch:
         """Note what is saved and loaded, refuse to write the user's own files, and fill the disk
         where that is the fault.
         """
-        load, save = torch.load, torch.save
+        save = torch.save
 
         def open_file(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
             is_written = not isinstance(file, int) and set(mode) & set("wax+")
@@ -322,13 +326,12 @@ class Watch:
             with open_file(file, "wb") if is_path else contextlib.nullcontext(file) as opened:
                 save(value, opened, *arguments, **keywords)
 
-        def load_file(file: Any, *arguments: Any, **keywords: Any) -> Any:
-            is_path = isinstance(file, (str, os.PathLike))
-            self.note_call("load", path=os.path.realpath(file) if is_path else "")
-            return load(file, *arguments, **keywords)
-
         builtins.open = io.open = open_file
-        torch.save, torch.load = save_file, load_file  # type: ignore[assignment]
+        torch.save = save_file  # type: ignore[assignment]
+
+    def note_load(self, file: Any, *_: Any, **__: Any) -> None:
+        is_path = isinstance(file, (str, os.PathLike))
+        self.note_call("load", path=os.path.realpath(file) if is_path else "")
 
     def refuse(self, path: str) -> None:
         if self.is_due:
@@ -336,28 +339,13 @@ class Watch:
             self.refusal.check()
 
 
-def _before(owner: Any, name: str, action: Callable[..., object]) -> None:
-    """Let `action` be called before each call of a function or method, with its arguments."""
+def _wrap(owner: Any, name: str, look: Callable[..., Any]) -> None:
+    """Let `look` get the arguments of each call of a function or method; it may return others."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        action(*arguments, **keywords)
-        return original(*arguments, **keywords)
-
-    setattr(owner, name, call)
-
-
-def _with_first_argument(owner: Any, name: str, place: int, change: Callable[[Any], Any]) -> None:
-    """Let a function or method get another value for the argument at `place`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        values = list(arguments)
-        if len(values) > place:
-            values[place] = change(values[place])
-        return original(*values, **keywords)
+        return original(*(look(*arguments, **keywords) or arguments), **keywords)
 
     setattr(owner, name, call)
 

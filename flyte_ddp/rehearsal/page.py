@@ -1,0 +1,65 @@
+"""The HTML page of a rehearsal: the table, the causes, and the loss of each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flyte_ddp.observers.reports.drawing import PALETTE, Line, Panel
+from flyte_ddp.observers.reports.page import Page, card, cell, table
+from flyte_ddp.rehearsal.runs import TITLES
+from flyte_ddp.rehearsal.verdict import Row, Verdict
+
+
+@dataclass(eq=False)
+class RehearsalPage(Page):
+    """The page of one rehearsal.
+
+    Args:
+        cells: the columns of a row by their heads.
+    """
+
+    program: str
+    verdict: Verdict
+    cells: Callable[[Row], Mapping[str, str]]
+
+    @property
+    def title(self) -> str:
+        return f"Rehearsal of {self.program}"
+
+    def content(self) -> dict[str, Any]:
+        rows = self.verdict.rows
+        shown = [
+            (False, {head: cell(text) for head, text in self.cells(row).items()}) for row in rows
+        ]
+        causes = [card(each.name, each.where, each.text) for each in self.verdict.causes]
+        problems = [
+            card(TITLES[row.run.name], "", "\n".join(row.problems)) for row in rows if row.problems
+        ]
+        return {
+            "lead": "right" if self.verdict.is_right else "wrong",
+            "percent_done": 100,
+            "tiles": [],
+            "table": table("Faults", "beside the undisturbed run", shown),
+            "first_cards": causes,
+            "cards": problems,
+            "charts": [
+                (
+                    "Loss",
+                    "of the steps that count",
+                    self.draw(map(_panel, rows, rows[:1] * len(rows))),
+                )
+            ],
+        }
+
+
+def _panel(row: Row, clean: Row) -> Panel:
+    runs = {"undisturbed": clean.run, "with it": row.run}
+    lines = [
+        Line(list(enumerate((step.loss for step in run.steps), 1)), name, PALETTE[number])
+        for number, (name, run) in enumerate(runs.items())
+    ]
+    title = TITLES[row.run.name]
+    summary = f"Loss by step: {title}, and undisturbed"
+    return Panel(row.run.name, title, summary, lines, "step", has_whole_x=True)
