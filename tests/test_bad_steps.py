@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import NonFiniteLoss, RankFailure
-from flyte_ddp.events import BadSample, StepFoundBad, from_dict, to_dict
+from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, from_dict, to_dict
 from flyte_ddp.rank.data import epoch_order
 from tests.support.gang import session_of
 from tests.support.runs import new_run
@@ -75,3 +77,64 @@ def test_a_function_learns_which_samples_its_step_had(tmp_path):
             expected = [BadSample(each, f"row {each}", None) for each in batch.tolist()]
     (bad,) = (each for each in link.events if isinstance(each, StepFoundBad))
     assert (bad.step, bad.samples) == (2, expected)
+
+
+def states_of(run):
+    state, _, _ = CheckpointStore(str(run.checkpoints), 2).load_latest()
+    return state
+
+
+def test_a_skipped_step_leaves_nothing_behind(tmp_path):
+    config = {"recipe_options": planted(29, "pixel", mixes=True), "ema_decay": 0.9}
+    skipping = new_trainer(new_run(tmp_path / "one", RECIPE), on_bad_step="skip", **config)
+    skipping.fit()
+    assert [epoch for epoch, _ in skipping.progress.left_out] == [1, 2, 3]
+    without = new_trainer(new_run(tmp_path / "two", RECIPE), **config)
+    without.progress.left_out = skipping.progress.left_out
+    without.fit()
+    for name, value in without.model.state_dict().items():
+        assert value.equal(skipping.model.state_dict()[name]), name
+    assert all(each.equal(skipping.average.values[n]) for n, each in without.average.values.items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too_and_so_many_steps_at_most(tmp_path):
+    trainer = new_trainer(new_run(tmp_path, RECIPE), on_bad_step="skip", max_bad_steps=2)
+    next(trainer.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteLoss, match="norm is .* at step 3 .*max_bad_steps: 2 were met"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_killed_run_leaves_out_the_batches_that_an_undisturbed_one_leaves_out(
+    tmp_path, monkeypatch, parallel
+):
+    # met in the fourth batch of the first epoch, after the state of step 2
+    bad = int(epoch_order(36, 0, 1)[3 * 6])
+    config = {
+        "recipe_options": planted(bad, "pixel"),
+        "on_bad_step": "rewind",
+        "global_batch_size": 6,
+        "memory_interval": 2,
+        "parallel": parallel,
+    }
+    whole = new_run(tmp_path / "whole", RECIPE).train(2, **config)
+    lists = states_of(whole)["progress"]
+    assert lists["left_out"][:2] == [[1, 2], [1, 3]]
+    assert lists["rewinds"][0] == [1, 2]
+    monkeypatch.setenv("FAULT", "kill 1 10")
+    killed = new_run(tmp_path / "killed", RECIPE).train(2, max_restarts=3, **config)
+    assert sum(isinstance(each, AttemptStarted) for each in killed.events) > 1
+    assert states_of(killed)["progress"]["left_out"] == lists["left_out"]
+    torch.testing.assert_close(killed.state(), whole.state(), rtol=0, atol=0)
+
+
+def test_a_run_without_a_state_and_one_that_went_back_too_often_stop(tmp_path):
+    config = {"recipe_options": planted(29, "pixel"), "on_bad_step": "rewind"}
+    with pytest.raises(NonFiniteLoss, match="on_bad_step: there is no state to go back to"):
+        new_trainer(new_run(tmp_path / "new", RECIPE), **config).fit()
+    trainer = new_trainer(new_run(tmp_path, RECIPE), global_batch_size=6, **config)
+    trainer.recipe.plain_losses = lambda outputs, targets: outputs.sum(1) * math.nan
+    trainer.save_checkpoint(best=False)
+    with pytest.raises(NonFiniteLoss, match="the run went back to step 0 3 times before"):
+        trainer.fit()
+    assert trainer.progress.left_out == [[1, 0], [1, 1], [1, 2]]

@@ -134,8 +134,17 @@ class TrainingConfig(Checked):
     spike_factor: float = field(
         0.0,
         minimum=0,
-        help="a loss above so many times the median of the last 128 ends the run as NaN does, and "
-        "names the samples behind it; 0: NaN and infinity alone",
+        help="a loss above so many times the median of the last 128 is bad, as NaN is; 0: NaN and "
+        "infinity alone",
+    )
+    on_bad_step: str = field(
+        "stop",
+        choices=("stop", "skip", "rewind"),
+        help="where a loss is bad: stop; skip takes the step back; rewind goes back to the newest "
+        "state and leaves out the batches since",
+    )
+    max_bad_steps: int = field(
+        10, minimum=0, help="steps that a run skips, or rewinds at, before it stops at one"
     )
     ema_decay: float = field(
         0.0,

@@ -224,7 +224,7 @@ class Session:
         kept = box_of or keep_all
         self._num_loads += 1
         world = meet(self.process, self.open_store, f"flyte_ddp/load-{self._num_loads}")
-        self._note_saves(world)
+        self.note_saves(world)
         loaded = load_newest(
             world,
             self.process,
@@ -242,12 +242,15 @@ class Session:
         state: dict[str, Any] = found["state"]
         return state
 
-    def _note_saves(self, world: World) -> None:
+    def note_saves(self, world: World) -> None:
         """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
         saves.
         """
         self.wait()
-        in_memory, stored = world.broadcast_object([bool(self._has_memory), self._stored_step])
+        slots = self._store.slots if self._store else None
+        in_memory, stored = world.broadcast_object(
+            [bool(slots and slots.written), self._stored_step]
+        )
         process = self.process
         job = process.job
         process.job = dataclasses.replace(
@@ -255,7 +258,7 @@ class Session:
             is_in_memory=job.is_in_memory or in_memory,
             stored=(*job.stored, *([stored] if stored else [])),
         )
-        written = self._store.slots.written.items() if self._store and self._store.slots else ()
+        written = slots.written.items() if slots else ()
         own = [
             Part(process.slots[number], process.node.num_restarts, **values)
             for number, values in written

@@ -34,6 +34,9 @@ class Progress:
     learning_rate: float = 0.0  # of the optimizer's first group, in the last step
     # of the last steps, if they are compared; those that were finite
     losses: list[float] = field(default_factory=list)
+    # (epoch, batch) of those that are left out, and of the states that a bad step went back to
+    left_out: list[list[int]] = field(default_factory=list)
+    rewinds: list[list[int]] = field(default_factory=list)
     epochs: list[EpochFinished] = field(default_factory=list)
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flyte_ddp.checkpoints.assembly import BoxOf
 from flyte_ddp.checkpoints.state import count_bytes
@@ -29,7 +29,7 @@ from flyte_ddp.errors import (
     StopRequested,
     log_failures,
 )
-from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, find_best
+from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, StepFoundBad, find_best
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
 from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_interval import MemoryInterval
@@ -59,9 +59,14 @@ REMEDY = (
 # of fp16, which begins with 65536 and is halved by each gradient that overflows
 MIN_LOSS_SCALE = 2.0**-10
 MAX_NAMED = 3  # samples, in an error
+MAX_REWINDS = 3  # to one state
 LONG_EVALUATION = 5.0  # seconds after which an evaluation saves what was trained before it
 
 logger = logging.getLogger(__name__)
+
+
+class _Rewound(Exception):
+    """The run has gone back to a state, from which the epoch is to go on."""
 
 
 @dataclass(eq=False)
@@ -95,6 +100,9 @@ class Trainer:
         self.timer = StepTimer(self.session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
         self.watch = LossWatch(config, world, self.train)
+        # a bad step is to be known before its update, for which each step waits
+        self._takes_back = config.on_bad_step != "stop"
+        self._buffers: list[Tensor] = []  # as they were before the step
         self.sample_utilization = sample_utilization(recipe, model, config, world)
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
@@ -117,7 +125,10 @@ class Trainer:
         if self._best_is_unsaved:
             self.save_checkpoint(best=True)
         while not self.is_done:
-            sums, own_seconds = self.train_epoch()
+            try:
+                sums, own_seconds = self.train_epoch()
+            except _Rewound:
+                continue
             if self.config.ema_decay:  # the averaged buffers take the place of these
                 share_buffers(self.evaluated_model, self.world)
             with self.average.in_place():
@@ -186,8 +197,13 @@ class Trainer:
         shards, planned = itertools.tee(
             epoch_shards(self.train, config, self.world, progress.epoch, progress.batch, end)
         )
+        kept = (
+            shard
+            for batch, shard in enumerate(planned, progress.batch)
+            if [progress.epoch, batch] not in progress.left_out
+        )
         batches = self.train.batches(
-            (index for shard in planned for index in shard.micro_batches), progress.epoch
+            (index for shard in kept for index in shard.micro_batches), progress.epoch
         )
         earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
         epoch_sums = self._new_sums()
@@ -198,6 +214,13 @@ class Trainer:
         keep_frozen_statistics(self.model)
 
         for shard in shards:
+            if [progress.epoch, progress.batch] in progress.left_out:
+                self.schedule.end_step()
+                progress.step += 1
+                progress.batch += 1
+                continue
+            if self._takes_back:
+                self._buffers = [each.clone() for each in self.model.buffers()]
             self.optimizer.zero_grad()
             watched = WatchedStep(shard)
             loss_sum, own_targets, num_targets = compute_gradients(
@@ -211,17 +234,21 @@ class Trainer:
                 watched,
             )
             self.watch.end(watched, num_targets, progress)
-            log_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
-            self._check_loss(may_wait=is_logged)
-            self.scaler.unscale_(self.optimizer)
-            norm = clip_gradients(self.model, self.parallelism, needed=is_logged)
-            progress.learning_rate = self.schedule.begin_step(progress.step)
-            self.scaler.step(self.optimizer)  # not where a gradient overflows
-            self.scaler.update()
+            norm = math.nan
+            if not self._check_loss(may_wait=is_logged or self._takes_back):
+                self.scaler.unscale_(self.optimizer)
+                is_needed = is_logged or self._takes_back
+                norm = clip_gradients(self.model, self.parallelism, is_needed)
+                self._check_gradient(watched, norm)
+            if progress.left_out[-1:] != [[progress.epoch, progress.batch]]:
+                progress.learning_rate = self.schedule.begin_step(progress.step)
+                self.scaler.step(self.optimizer)  # not where a gradient overflows
+                self.scaler.update()
+                self.average.update(progress.step)
+                for sums in (log_sums, epoch_sums):
+                    sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             self.schedule.end_step()
-            self.average.update(progress.step)
-            epoch_sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
             progress.step += 1
             progress.batch += 1
 
@@ -229,7 +256,7 @@ class Trainer:
             self.first_step_at = self.first_step_at or time.time()
             self.beat()
             self.store.check()
-            if is_logged:
+            if is_logged and log_sums.num_steps:
                 self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
             stops = self.session.stop_requested
@@ -371,15 +398,10 @@ class Trainer:
                     describe_samples, self.recipe, self.config, self.train, self.test
                 )
                 check_checkpoint(self.recipe, self.data_facts, read, state, url)
-            load_model(self.model, state["model"])
-            load_optimizer(self.optimizer, state["optimizer"])
-            self.schedule.load_state_dict(state.get("schedule", {}))
-            self.scaler.load_state_dict(state.get("scaler", {}))
-            self.average.load(state.get("average", {}))
+            self._load(state)
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
-            self.progress = Progress.from_dict(state["progress"])
         elif self.config.initial_model_state:
             load = functools.partial(
                 load_initial_state,
@@ -392,6 +414,15 @@ class Trainer:
             call_together(load, self.world)
             self.average.start()
         return url, loaded.skipped
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `_state` has returned."""
+        load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.schedule.load_state_dict(state.get("schedule", {}))
+        self.scaler.load_state_dict(state.get("scaler", {}))
+        self.average.load(state.get("average", {}))
+        self.progress = Progress.from_dict(state["progress"])
 
     def _boxes(self) -> BoxOf:
         averages = {("average", name): each for name, each in self.average.values.items()}
@@ -411,18 +442,79 @@ class Trainer:
     def _new_sums(self) -> MetricSums:
         return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
 
-    def _check_loss(self, may_wait: bool = True) -> None:
-        """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`.
+    def _check_loss(self, may_wait: bool = True) -> bool:
+        """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`. Return
+        True if the last step is skipped. Raises as `_answer`.
+        """
+        bad = self.watch.find_bad(self.progress, may_wait)
+        if bad:
+            self._answer(bad)
+        return bad is not None
+
+    def _check_gradient(self, watched: WatchedStep, norm: float) -> None:
+        """Answer a gradient that is not finite as a loss, where a step can be taken back. Raises as
+        `_answer`.
+        """
+        if self._takes_back and not self.scaler.is_enabled() and not math.isfinite(norm):
+            reason = f"the gradient's norm is {norm}"
+            self._answer(self.watch.blame(watched, float(watched.total or 0.0), reason))
+
+    def _answer(self, bad: StepFoundBad) -> None:
+        """Skip a bad step, go back to the newest state, or stop. Every rank calls it.
 
         Raises:
-            NonFiniteLoss: one is bad; names the samples with the largest losses.
+            NonFiniteLoss: the run is to stop, or has done too much of the other; names the samples.
+            _Rewound: it has gone back.
         """
-        if bad := self.watch.find_bad(self.progress, may_wait):
-            self.session.emit(bad)
-            if self.world.is_first:
-                logger.warning("%s", bad)
-            self.world.all_reduce(0.0)  # the first rank that ends would end one that tells no more
-            raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}; {REMEDY}")
+        self.session.emit(bad)
+        if self.world.is_first:
+            logger.warning("%s", bad)
+        progress, config, why = self.progress, self.config, ""
+        self.optimizer.zero_grad()  # else a save would find the bad gradient
+        if self._takes_back and len(progress.rewinds or progress.left_out) >= config.max_bad_steps:
+            why = f"; max_bad_steps: {config.max_bad_steps} were met before"
+        elif config.on_bad_step == "skip":
+            with torch.no_grad():
+                for buffer, before in zip(self.model.buffers(), self._buffers, strict=True):
+                    buffer.copy_(before)
+            progress.left_out.append([progress.epoch, progress.batch])
+            return
+        elif config.on_bad_step == "rewind":
+            why = f"; on_bad_step: {self._rewind(bad.step)}"
+        self.world.all_reduce(0.0)  # the first rank that ends would end one that tells no more
+        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}")
+
+    def _rewind(self, bad_step: int) -> str:
+        """Go back to the newest state, and leave out the batches up to that of a step. Every rank
+        calls it.
+
+        Returns:
+            Why that cannot be done.
+
+        Raises:
+            _Rewound: it is done.
+        """
+        self.session.note_saves(self.world)
+        process = self.session.process
+        state = load_newest(self.world, process, self.store, self._boxes(), self._needed_step).state
+        if state is None:
+            return "there is no state to go back to"
+        met, found = self.progress, Progress.from_dict(state["progress"])
+        place = [found.epoch, found.batch]
+        if met.rewinds.count(place) == MAX_REWINDS:
+            return f"the run went back to step {found.step} {MAX_REWINDS} times before"
+        self._load(state)
+        size = num_batches(self.train, self.config)
+        since = [[1 + step // size, step % size] for step in range(found.step, bad_step)]
+        self.progress.left_out = met.left_out + [each for each in since if each not in met.left_out]
+        self.progress.rewinds = [*met.rewinds, place]
+        if self.world.is_first:
+            logger.warning(
+                "the run goes back to step %d, and leaves out the batches up to step %d",
+                found.step,
+                bad_step,
+            )
+        raise _Rewound
 
     def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
         """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
@@ -475,7 +567,7 @@ class Trainer:
         finished = EpochFinished(
             epoch=progress.epoch,
             step=progress.step,
-            train_loss=progress.loss_sum / progress.num_targets,
+            train_loss=progress.loss_sum / (progress.num_targets or math.nan),
             test_loss=evaluation.loss,
             learning_rate=progress.learning_rate,
             seconds=progress.seconds,

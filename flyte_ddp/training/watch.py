@@ -88,9 +88,13 @@ class LossWatch:
             loss = float(watched.total)  # type: ignore[arg-type]
             if reason := self._judge(loss, progress.losses):
                 self._waiting.clear()
-                samples = self._name_samples(watched)
-                return StepFoundBad(watched.step, watched.epoch, loss, reason, samples)
+                return self.blame(watched, loss, reason)
         return None
+
+    def blame(self, watched: WatchedStep, loss: float, reason: str) -> StepFoundBad:
+        """Return a step as a bad one, with its samples."""
+        samples = self._name_samples(watched)
+        return StepFoundBad(watched.step, watched.epoch, loss, reason, samples)
 
     def _judge(self, loss: float, recent: list[float]) -> str:
         """Return why a loss is bad, "" if it is not, and add it to the recent ones."""
