@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import fcntl
 import functools
 import gzip
 import http.server
@@ -14,10 +15,12 @@ import threading
 
 import numpy
 import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
 from flyte_ddp.data import Shards
+from flyte_ddp.data.cache import _find_place
 from flyte_ddp.data.readers import decode_mds
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
@@ -90,7 +93,7 @@ def test_columns_are_those_that_are_read(tmp_path):
             shards[21]
 
 
-def test_indexes_of_others_are_read_as_they_are(tmp_path):
+def test_indexes_of_others_are_read_as_they_are(tmp_path, caplog):
     sizes = dict(zip(make_tree("mds")[0], SIZES, strict=True))
     for kind in ("mds", "wids", "energon"):
         tree, _ = make_tree("mds" if kind == "mds" else "tar")
@@ -129,10 +132,13 @@ def test_indexes_of_others_are_read_as_they_are(tmp_path):
             ),
         }[kind]
         tree[name] = json.dumps(index).encode()
+        tree[".nv-meta/split.yaml"] = b"split_parts: {val: [shard-0001.tar]}"
         shards = Shards(write_tree(tree, tmp_path / kind), transform=to_record)
         assert [shards[number]["number"] for number in (0, 55, 99)] == [0, 55, 99]
         assert shards._index.num_bytes == sum(num_bytes for _, _, num_bytes in rows)
         assert shards.prepare().startswith("100 samples in 8 shards")
+        warned = "split.yaml divides the shards into training and held-out ones" in caplog.text
+        assert warned == (kind == "energon")
 
 
 def test_new_shards_follow_those_that_the_index_has(tmp_path):
@@ -325,9 +331,50 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     small = Shards(bucket, cache_gib=limit / 4)
     with pytest.raises(ConfigError, match=r"cache_gib: expected at least .* got"):
         small[30]
+    # what a killed process has left goes first, and not what a live one makes
+    left, made = (cache / f"0000000{number}{'0' * 24}.part" for number in range(2))
+    for number, file in enumerate((left, made)):
+        file.write_bytes(b"x" * size)
+        os.utime(file, (number, number))
+    with open(cache / "1.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert Shards(bucket, transform=to_record, cache_gib=1.5 * limit)[0] == record(0)
+        assert shards[99] == record(99)
+    assert (left.exists(), made.exists()) == (False, True)
+    made.unlink()
     cache.chmod(0o770)
     with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):
         Shards(bucket)[0]
+
+
+def test_a_row_group_that_the_cache_cannot_hold_is_refused(tmp_path):
+    rows = pyarrow.table({"text": ["x" * 1000] * 1000})  # some 5 kB compressed, 1 MB in the cache
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
+    shards = Shards(str(tmp_path), cache_gib=2e5 / 2**30, cache_dir=f"{tmp_path}/cache")
+    shards.prepare()
+    with pytest.raises(ConfigError, match=r"^cache_gib: expected at least 0.00\d+ .* got \S+$"):
+        shards[0]
+
+
+def test_a_local_parquet_file_that_has_changed_is_not_read_from_the_cache(tmp_path):
+    sizes = set()
+    for number in (1, 2):
+        contents = FORMATS["parquet"][1]([{"number": number, "text": "as many bytes"}])
+        write_tree({"a.parquet": contents}, tmp_path / "train")
+        sizes.add(len(contents))
+        _find_place.cache_clear()  # as another process
+        os.utime(tmp_path / "train/a.parquet", (number, number))
+        shards = Shards(str(tmp_path / "train"), transform=to_record)
+        shards.prepare()
+        assert shards[0]["number"] == number
+    assert len(sizes) == 1
+
+
+def test_what_a_killed_writer_has_left_is_no_shard(tmp_path):
+    tree, read = make_tree("own")
+    tree[f"flyte_ddp_index.npz.{'0' * 32}.tmp"] = b"PK"
+    shards = Shards(write_tree(tree, tmp_path / "train"), reader=read)
+    assert shards.prepare().startswith("100 samples in 8 shards")
 
 
 def test_a_list_of_http_urls_is_read(tmp_path):

@@ -105,6 +105,7 @@ def test_the_same_command_writes_what_is_missing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="^index: expected .* or end `flyte-ddp shards`"):
         prepare(destination, tmp_path)
     kept = os.stat(f"{destination}/train/000000.tar")
+    write_tree({f"train/000001.tar.{'0' * 32}.tmp": b"cut"}, tmp_path / "shards")
     write_images(*arguments)
     assert contents_of(destination) == whole
     assert os.stat(f"{destination}/train/000000.tar") == kept
@@ -175,7 +176,8 @@ def test_shards_of_images_are_samples_as_those_of_their_folder(tmp_path):
     of_folder, _, held_out, _ = prepare(source, tmp_path / "a")
     of_shards, _, streamed, described = prepare(destination, tmp_path / "b")
 
-    assert described.startswith("12 training and 12 held-out images of 3 classes, in shards, read")
+    assert described.startswith("12 training and 12 held-out samples in shards, read from ")
+    assert described.endswith(": images of 3 classes")
     assert of_folder.class_names == of_shards.class_names
     both = (
         sorted((image.numpy().tobytes(), label) for image, label in (data[n] for n in range(12)))
@@ -204,8 +206,8 @@ def test_windows_of_a_text_are_in_shards_as_they_are_without_and_so_are_its_figu
     of_shards, streamed, described = text_recipe.prepared(tmp_path / "b", shards, **options)
     sizes = [len(each) for each in plain]
     assert described == (
-        f"{sizes[0]:,} windows of 8 tokens to train, {sizes[1]} held out, in shards, read from "
-        f"{shards}"
+        f"{sizes[0]:,} training and {sizes[1]} held-out samples in shards, read from {shards}: "
+        "windows of 8 tokens"
     )
     found, expected = (
         [

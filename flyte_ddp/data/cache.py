@@ -180,14 +180,16 @@ class ShardCache:
             with reading(self.source, entry):
                 check_size(path, entry)
             return path
-        number = int(os.path.basename(path)[:8], 16) % NUM_LOCKS
-        with _lock(f"{self.directory}/{number}.lock"):
+        with _lock(self._lock_of(path)):
             if not self._touch(entry):
                 self._make_room(max(0, entry.size))
                 make_file(self.source, entry, kind, self.columns, f"{path}.part")
                 self._make_room(0)
                 os.replace(f"{path}.part", path)
         return path
+
+    def _lock_of(self, path: str) -> str:
+        return f"{self.directory}/{int(os.path.basename(path)[:8], 16) % NUM_LOCKS}.lock"
 
     def _make_room(self, needed: int) -> None:
         """Remove the files that were not used for longest, until `needed` bytes fit."""
@@ -202,8 +204,11 @@ class ShardCache:
                 free = shutil.disk_usage(self.directory).free
                 if total + needed <= self.limit and needed <= free:
                     return
-                if not path.endswith((*UNFINISHED, ".lock")):
-                    with contextlib.suppress(FileNotFoundError):
+                if path.endswith(".lock"):
+                    continue
+                is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
+                with contextlib.suppress(FileNotFoundError, BlockingIOError, ValueError):
+                    with _lock(self._lock_of(path), False) if is_left else contextlib.nullcontext():
                         os.unlink(path)
                     total -= size
             if total + needed > self.limit:
@@ -228,7 +233,9 @@ def _find_place(
         )
     if local and not kind.unpack:
         return local, kind, False
-    facts = [source.join(entry.name), entry.size, entry.version]
+    # a local file has no version in the index
+    version = str(os.stat(local).st_mtime_ns) if os.path.exists(local) else entry.version
+    facts = [source.join(entry.name), entry.size, version]
     if kind.unpack:
         facts += [columns, read and _source_of(read)]
     return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
@@ -251,7 +258,8 @@ def make_directory(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: str) -> Iterator[None]:
+def _lock(path: str, waits: bool = True) -> Iterator[None]:
+    """Exclusive file lock. Without `waits` raises BlockingIOError if there is another holder."""
     with open(path, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         yield

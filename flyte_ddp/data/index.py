@@ -29,7 +29,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import read_file, write_file
 
 OWN_INDEX = "flyte_ddp_index.npz"
-ENERGON = ".nv-meta/.info.json"
+ENERGON, SPLIT = ".nv-meta/.info.json", ".nv-meta/split.yaml"
 FOREIGN = ("index.json", ENERGON)  # of MosaicML's streaming or of wids; of Energon
 FEW_SHARDS = 128  # less than 16 for each of 8 lanes
 MORE_BYTES = f"; fewer than {FEW_SHARDS}, of which each rank reads more than its part"
@@ -149,6 +149,12 @@ def _read_foreign(contents: bytes, source: Source) -> ShardIndex:
     found = json.loads(contents)
     if "shard_counts" in found:  # Energon's, without sizes
         files = source.find()
+        if SPLIT in files:
+            logger.warning(
+                "%s divides the shards into training and held-out ones: all of them are read; name "
+                "those to read as a list of URLs",
+                source.join(SPLIT),
+            )
         return _make_index(
             [
                 Entry(name, count, int(files.get(name, {}).get("size", -1)), "")
@@ -189,7 +195,8 @@ def _count(
     files = {
         name: (-1 if info["size"] is None else int(info["size"]), version_of(info))
         for name, info in sorted(source.find().items())
-        if find_format(name, read) and not _is_hidden(name) and name != OWN_INDEX
+        if find_format(name, read)
+        and not name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))  # also half of one
     }
     if not files:
         raise DataError(
@@ -215,10 +222,6 @@ def _count(
             for each, count in zip(added, found_counts, strict=True)
         ]
     return _make_index(entries)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.rpartition("/")[2].startswith((".", "_"))
 
 
 def _has_footer(entry: Entry, read: Read | None) -> bool:

@@ -38,3 +38,15 @@ def open_splits(
         for split, transform in zip(SPLITS, transforms or (None, None), strict=True)
     )
     return train, held_out
+
+
+def describe_splits(storage: Storage) -> tuple[dict[str, Any], str]:
+    """Return plain values that tell the shards at a place from others, and a description. Raises as
+    `Shards`.
+    """
+    splits = open_splits(storage.url)
+    train, held_out = map(len, splits)
+    facts = {"url": storage.url, "shards": [each.describe_shards() for each in splits]}
+    return facts, (
+        f"{train:,} training and {held_out:,} held-out samples in shards, read from {storage.url}"
+    )

@@ -26,7 +26,7 @@ from flyte_ddp.data.permutation import VERSION, derive_key, permute
 from flyte_ddp.data.source import Source, version_of
 from flyte_ddp.data.splits import NOTE, read_note
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_url
+from flyte_ddp.storage import SHORT_TIMEOUT, UNFINISHED, Storage, redact_url
 
 SHARDS_AT_ONCE = 256  # of Parquet, in files of this machine while the source is read
 
@@ -51,8 +51,11 @@ def begin_shards(destination: str, note: Mapping[str, Any]) -> None:
     shards of something else.
     """
     storage = Storage(destination, "destination", SHORT_TIMEOUT)
-    found = read_note(storage)
-    if not found and storage.find():
+    found, files = read_note(storage), storage.find()
+    for name in filter(UNFINISHED.search, list(files)):
+        storage.delete(name)
+        del files[name]
+    if not found and files:
         raise ConfigError(f"destination: expected a place without files, got {storage.url}")
     if not found:
         storage.write(NOTE, json.dumps(note).encode())

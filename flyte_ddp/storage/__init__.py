@@ -5,6 +5,7 @@ torch.
 from flyte_ddp.storage.directory import (
     SHORT_TIMEOUT,
     STORE_TIMEOUT,
+    UNFINISHED,
     Storage,
     compute_sha256,
     fetch_file,
@@ -22,6 +23,7 @@ from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, reda
 __all__ = [
     "SHORT_TIMEOUT",
     "STORE_TIMEOUT",
+    "UNFINISHED",
     "Storage",
     "adopt_storage_environment",
     "check_url",

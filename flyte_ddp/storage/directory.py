@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import re
 import shutil
 import stat
 import threading
@@ -33,6 +34,8 @@ FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
 STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
 # seconds where no training is lost: before a run, after its model is safe, for a person's command
 SHORT_TIMEOUT = 60.0
+# name of a file that a local write makes; one that was killed leaves it
+UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 logger = logging.getLogger(__name__)
 _jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.data.readers import KEY, Fields
-from flyte_ddp.data.splits import open_splits, read_note
+from flyte_ddp.data.splits import describe_splits, open_splits, read_note
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
@@ -139,20 +139,10 @@ class ImageFolder(Recipe):
             raise ConfigError(
                 f"recipe_options.anonymous: expected false, because {source} has shards, got true"
             )
-        url = open_storage(source, False).url
-        splits = open_splits(url)
-        note = {
-            "url": url,
-            "classes": classes,
-            "image_size": self.image_size or IMAGE_SIZE,
-            "shards": [each.describe_shards() for each in splits],
-        }
+        facts, description = describe_splits(open_storage(source, False))
+        note = {**facts, "classes": classes, "image_size": self.image_size or IMAGE_SIZE}
         (directory / SHARDS).write_text(json.dumps(note), encoding="utf-8")
-        train, held_out = map(len, splits)
-        return (
-            f"{train:,} training and {held_out:,} held-out images of {len(classes):,} classes, in "
-            f"shards, read from {url}"
-        )
+        return f"{description}: images of {len(classes):,} classes"
 
     def prepare_new_data(self, source: str, directory: Path) -> str:
         """Write which images there are, in folders or not. "" draws images as `prepare`; of shards

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flyte_ddp.data.readers import Fields
-from flyte_ddp.data.splits import SPLITS, open_splits, read_note
+from flyte_ddp.data.splits import SPLITS, describe_splits, read_note
 from flyte_ddp.data.write import (
     begin_shards,
     compute_checksum,
@@ -106,16 +106,10 @@ def read_written(recipe: Recipe, source: str) -> dict[str, Any]:
 
 def prepare_windows(source: str, note: Mapping[str, Any], directory: Path) -> str:
     """Write which shards there are, and describe them. Raises as `Shards`."""
-    url = Storage(source, "data").url
-    splits = open_splits(url)
-    shards = [each.describe_shards() for each in splits]
-    facts = {**note["bytes per token"], "url": url, "shards": shards}
+    facts, description = describe_splits(Storage(source, "data"))
+    facts |= note["bytes per token"]
     (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    train, held_out = map(len, splits)
-    return (
-        f"{train:,} windows of {note['context']:,} tokens to train, {held_out:,} held out, in "
-        f"shards, read from {url}"
-    )
+    return f"{description}: windows of {note['context']:,} tokens"
 
 
 def to_window(fields: Fields) -> tuple[Tensor, Tensor]:
