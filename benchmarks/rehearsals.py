@@ -207,8 +207,13 @@ def main() -> int:
             cases[title] = (["--no-nodes", str(file), "{outputs}"], causes)
         Path(name, "crops.py").write_text(CROPS)
         cases["random crops"] = (["--nodes", f"{name}/crops.py", "{outputs}"], {"random state"})
-        for script in ("ddp", "adversarial", "accelerate_session", "hugging_face_session", "fsdp2"):
-            cases[f"{script}.py"] = (["--nodes", f"{ROOT}/examples/scripts/{script}.py"], set())
+        # what the second one draws in its steps is not in its checkpoints
+        for script, causes in (
+            ("ddp.py", set()),
+            ("adversarial.py", {"random state"}),
+            ("hugging_face_session.py", set()),
+        ):
+            cases[script] = (["--nodes", f"{ROOT}/examples/scripts/{script}"], causes)
         results = []
         print("| script | causes | seconds | |\n|---|---|---|---|")
         for title in sys.argv[1:] or cases:
@@ -224,9 +229,10 @@ def main() -> int:
             verdict = json.loads(ended.stdout or "{}")
             found = {each["name"] for each in verdict.get("causes", ())}
             problems = [f"{each['fault']}: {each['problems']}" for each in verdict.get("rows", ())]
-            is_wrong = found != causes or ended.returncode != bool(causes - {"no checkpoint"})
-            results.append(is_wrong)
-            more = f"**wrong** {problems} {ended.stderr[-300:]}" if is_wrong else "right"
+            results.append(
+                (found, ended.returncode) != (causes, causes - {"no checkpoint"} != set())
+            )
+            more = f"**wrong** {problems} {ended.stderr[-300:]}" if results[-1] else "right"
             print(
                 f"| {title} | {sorted(found)} | {time.monotonic() - begun:.0f} | {more} |",
                 flush=True,

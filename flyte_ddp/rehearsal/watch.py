@@ -105,7 +105,7 @@ class WatchedDataset(data.Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: Any) -> Marked:
-        keys = [each[-1] if isinstance(each, tuple) else each for each in indices]
+        keys = [_key(self._dataset, each) for each in indices]
         if hasattr(self._dataset, "__getitems__"):
             return Marked(keys, self._dataset.__getitems__(indices))
         return Marked(keys, [self._dataset[index] for index in indices])
@@ -337,6 +337,13 @@ class Watch:
         if self.is_due:
             self.note_call("refused", path=path)
             self.refusal.check()
+
+
+def _key(dataset: Any, index: Any) -> Any:
+    """Return the number of a sample in the whole data set, of which each rank may have a part."""
+    while isinstance(dataset, data.Subset):
+        index, dataset = dataset.indices[index], dataset.dataset
+    return index[-1] if isinstance(index, tuple) else index
 
 
 def _wrap(owner: Any, name: str, look: Callable[..., Any]) -> None:
