@@ -235,7 +235,7 @@ def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(
     head, *rest = str(caught.value).splitlines()
     assert re.fullmatch(
         r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 did not arrive at "
-        r"all_reduce of float \[\d+\]"
+        r"all_reduce of (float|double) \[\d*\]"
         r", where ranks 0, 2 and 3 wait \(collective \d+ of the default group\)",
         head,
     )
