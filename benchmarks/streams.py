@@ -2,36 +2,63 @@
 
 Counts, times and memory need no store. The last row trains a small model on digits in shards, which
 were written in a random order or class by class, and on the same samples shuffled whole.
+
+`--peers PYTHON` compares an epoch from a slow S3 server with other systems. PYTHON is the
+interpreter of an environment with webdataset, mosaicml-streaming and datasets beside what is
+required here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import logging
+import os
+import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import s3fs
 import torch
+from moto.server import ThreadedMotoServer
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from benchmarks.stream_peers import NUM_SAMPLES, SPLIT
 from flyte_ddp import session
 from flyte_ddp.data import Shards
 from flyte_ddp.data.order import EpochOrder
+from flyte_ddp.data.source import CONCURRENT_READS
 
 EPOCHS, BATCH_SIZE, NUM_SHARDS, NUM_SEEDS = 10, 32, 140, 16
+SAMPLE, SHARD = 1 << 16, 1 << 21  # bytes, of the data whose memory is measured
+LATENCY, BANDWIDTH, PART = 0.02, 50e6, 1 << 16  # of the store: seconds, bytes a second, bytes
+STORE = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "key",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+PROCESS = 48 << 20  # bytes of a process without samples, index and places
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    for name, value in (*measure_order(), *measure_resume(), *measure_bytes(), *measure_loss()):
-        print(f"| {name} | {value} |")
+    parts: list[Callable[[], Iterator[tuple[str, str]]]]
+    parts = [measure_order, measure_resume, measure_bytes, measure_bounds, measure_loss]
+    if sys.argv[1:2] == ["--peers"]:
+        parts = [functools.partial(measure_peers, sys.argv[2])]
+    for measure in parts:
+        for name, value in measure():
+            print(f"| {name} | {value} |", flush=True)
     return 0
 
 
@@ -79,6 +106,106 @@ def measure_bytes() -> Iterator[tuple[str, str]]:
                 shards.update((part // 180).tolist())
         most = max(map(len, needed)) * num_ranks / 1000
         yield f"bytes of the busiest of {num_ranks} ranks / their equal part", f"{most:.2f}"
+
+
+def measure_bounds() -> Iterator[tuple[str, str]]:
+    """Read shards of 256 MiB. Raises AssertionError if memory or cache are above their bounds."""
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(128):
+            Path(name, f"{number:04d}.own").write_bytes(bytes([number]) * SHARD)
+        window, workers, cache = 64, 2, Path(name, "cache")
+        limit = 2 * (8 + 1) * (window * SAMPLE + 2 * SHARD)
+        data = Shards(
+            name, reader=read_parts, window=window, cache_dir=str(cache), cache_gib=limit / 2**30
+        )
+        data.prepare()
+        process, batch = psutil.Process(), 64
+        before, used, held = process.memory_full_info().pss, 0, 0
+        for _ in session.batches(data, batch, 0, num_workers=workers):
+            found = [each.memory_full_info().pss for each in (process, *process.children())]
+            used = max(used, sum(found) - before)
+            with contextlib.suppress(FileNotFoundError):  # it has just left the cache
+                held = max(held, sum(each.stat().st_size for each in cache.iterdir()))
+    for what, most, bound in (
+        ("memory", used, (1 + workers) * PROCESS + 2 * (workers + 1) * batch * SAMPLE),
+        ("cache", held, limit + (1 + workers) * CONCURRENT_READS * SHARD),
+    ):
+        yield f"{what} of a rank / its bound", f"{most / 2**20:.0f} / {bound / 2**20:.0f} MiB"
+        assert most <= bound, f"{what}: expected at most {bound} bytes, got {most}"
+
+
+def read_parts(path: str) -> Iterator[dict[str, Any]]:
+    for part in np.fromfile(path, np.uint8).reshape(-1, SAMPLE):
+        yield {"bytes": part}
+
+
+def measure_peers(python: str) -> Iterator[tuple[str, str]]:
+    """Read the same samples with each system, by an interpreter that has them all."""
+    systems = "ours", "mosaic", "webdataset", "datasets"
+    with tempfile.TemporaryDirectory(prefix="streams-") as name, slow_store() as url:
+        place = Path(name)
+        os.environ.update(STORE, AWS_ENDPOINT_URL=url, S3_ENDPOINT_URL=url)
+        run_ranks(python, 1, "write", place, 0)
+        files = s3fs.S3FileSystem()
+        files.mkdir("bucket")
+        for kind in ("mds", "parquet", "tar"):
+            files.put(f"{place}/{kind}", f"bucket/{kind}", recursive=True, ACL="public-read")
+        Shards("s3://bucket/tar").prepare()
+        for ranks in (1, 2):
+            paces: dict[str, float] = {}
+            for system in systems:
+                found = run_ranks(python, ranks, system, place / f"{system}-{ranks}", 0)
+                count = sum(len(numbers) for _, numbers in found)
+                paces[system] = count / max(seconds for seconds, _ in found)
+                exact = count_wrong([found])
+                ratio = paces["ours"] / paces[system]
+                value = f"{paces[system]:,.0f} samples/s; ours / it {ratio:.2f}; {exact}"
+                yield f"{system}, an epoch on {ranks} ranks", value
+        for system in systems[:2]:
+            run = place / f"{system}-resumed"
+            halves = [run_ranks(python, 2, system, run, SPLIT)]
+            halves.append(run_ranks(python, 1, system, run, 0))
+            yield f"{system}, {SPLIT} batches on 2 ranks, the rest on 1", count_wrong(halves)
+
+
+def count_wrong(runs: list[Any]) -> str:
+    """Return how many samples were lost or doubled by ranks that read an epoch."""
+    numbers = [number for ranks in runs for _, found in ranks for number in found]
+    lost = NUM_SAMPLES - len(set(numbers))
+    return f"{lost} lost, {len(numbers) - len(set(numbers))} doubled"
+
+
+def run_ranks(python: str, size: int, system: str, place: Path, num_batches: int) -> list[Any]:
+    """Return seconds and samples of each rank."""
+    launch = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    module = ["-m", "benchmarks.stream_peers", system, str(place), str(num_batches)]
+    subprocess.run(launch + module, check=True)
+    return [json.loads(file.read_text()) for file in place.glob(f"{size}-*")]
+
+
+@contextlib.contextmanager
+def slow_store() -> Iterator[str]:
+    """Yield the URL of an S3 server that answers after `LATENCY`, with `BANDWIDTH` in all."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it logs each request
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    assert moto._server is not None
+    app, free_at = moto._server.app, 0.0
+
+    def answer(environ: Any, start_response: Any) -> Iterator[bytes]:
+        nonlocal free_at
+        time.sleep(LATENCY if environ["REQUEST_METHOD"] in ("GET", "HEAD") else 0)
+        contents = memoryview(b"".join(app(environ, start_response)))
+        for first in range(0, len(contents), PART):
+            free_at = max(time.monotonic(), free_at) + PART / BANDWIDTH
+            time.sleep(max(0.0, free_at - time.monotonic()))
+            yield contents[first : first + PART].tobytes()
+
+    moto._server.app = answer
+    try:
+        yield "http://{}:{}".format(*moto.get_host_and_port())
+    finally:
+        moto.stop()
 
 
 def measure_loss() -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ import inspect
 import os
 import shutil
 import stat
+import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -182,10 +183,11 @@ class ShardCache:
             return path
         with _lock(self._lock_of(path)):
             if not self._touch(entry):
-                self._make_room(max(0, entry.size))
-                make_file(self.source, entry, kind, self.columns, f"{path}.part")
-                self._make_room(0)
-                os.replace(f"{path}.part", path)
+                with _room_for_reads(os.getpid()):
+                    self._make_room(max(0, entry.size))
+                    make_file(self.source, entry, kind, self.columns, f"{path}.part")
+                    self._make_room(0)
+                    os.replace(f"{path}.part", path)
         return path
 
     def _lock_of(self, path: str) -> str:
@@ -239,6 +241,12 @@ def _find_place(
     if kind.unpack:
         facts += [columns, read and _source_of(read)]
     return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
+
+
+@functools.lru_cache(maxsize=1)
+def _room_for_reads(process: int) -> threading.Semaphore:
+    """Return what lets so many files be made at once, anew in a process that was forked."""
+    return threading.Semaphore(CONCURRENT_READS)
 
 
 def _source_of(read: Read) -> str:
