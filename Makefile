@@ -124,9 +124,9 @@ format: $(TESTED)  ## let ruff mend what it can
 bench: $(TESTED)  ## compare with alternatives: ratios, each pair measured in one run; ONLY="start script" for some rows
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))
 
-soak: $(TESTED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 PROGRAM=recipe|function|shards
+soak: $(TESTED)  ## ten minutes of random kills, evictions and returns: samples, weights, goodput; SEED=1 FAULTS=20 MINUTES=10 ANNOUNCED=0 NODES=2 PROGRAM=recipe|function|shards
 	$(BIN)/python -m benchmarks.soak $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults $(FAULTS)) \
-	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED)) $(if $(PROGRAM),--program $(PROGRAM))
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ANNOUNCED),--announced $(ANNOUNCED)) $(if $(PROGRAM),--program $(PROGRAM)) $(if $(NODES),--nodes $(NODES))
 
 sbom: $(TESTED)  ## the image's Python packages with their hashes, as CycloneDX in sbom.json
 	$(UV) pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes $(IMAGE_PLATFORM) requirements.txt \

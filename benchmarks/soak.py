@@ -1,7 +1,7 @@
 """Kill ranks, evict and drain nodes at random while a run trains: `python -m benchmarks.soak --seed
 1`.
 
-On a Dask cluster of two worker processes on this machine, one model trains: a recipe, or with
+On a Dask cluster of worker processes on this machine, one model trains: a recipe, or with
 `--program function` a loop of one's own. At random moments a rank is killed, or a worker with its
 nanny, or a worker is told to go; it comes back under another name some seconds later. In the end it
 prints what the time went to, the samples that were lost or trained twice, and whether the weights
@@ -37,6 +37,7 @@ from benchmarks.counting import (
     open_shards,
     write_shards,
 )
+from benchmarks.streams import STORE, slow_store
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
@@ -149,25 +150,29 @@ def main() -> int:
         "--program",
         choices=["recipe", "function", "shards"],
         default="recipe",
-        help="shards: a function whose data are in such (%(default)s)",
+        help="shards: a function whose data are in such, in an S3 server (%(default)s)",
     )
+    parser.add_argument("--nodes", type=int, default=2, help="of a rank each (%(default)s)")
     arguments = parser.parse_args()
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     steps_per_epoch = NUM_SAMPLES // BATCH_SIZE
     epochs = max(1, round(60 * arguments.minutes / STEP_SECONDS / steps_per_epoch))
-    with tempfile.TemporaryDirectory(prefix="soak-") as name, _nodes(Path(name)) as nodes:
-        directory = Path(name)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         (directory / "data").mkdir()
         prepare_data(Counting(), "", directory / "data")
-        write_shards(directory / "data")
+        prepared = data = str(directory / "data")
+        if arguments.program == "shards":
+            os.environ.update(STORE, AWS_ENDPOINT_URL=stack.enter_context(slow_store()))
+            data = write_shards(directory / "data")
+        nodes = stack.enter_context(_nodes(directory, arguments.nodes))
         faults = Faults(
             nodes, arguments.seed, arguments.faults, 60 * arguments.minutes, arguments.announced
         )
-        data = str(directory / "data")
         job = _job(arguments.program, epochs, data, directory / "run", STEP_SECONDS)
-        _train(job, lambda: data, nodes, faults)
+        _train(job, lambda: prepared, nodes, faults)
         job = _job(arguments.program, epochs, data, directory / "undisturbed", 0.0)
-        driver.run(job, LocalPlace(2), lambda: data)
+        driver.run(job, LocalPlace(2), lambda: prepared)
         return _report(arguments, epochs, faults, directory)
 
 
@@ -175,6 +180,7 @@ def _train(job: Job, data: Callable[[], str], nodes: SoakNodes, faults: Faults) 
     cluster = ClusterConfig(
         kind="existing",
         scheduler_address=nodes.address,
+        num_nodes=len(nodes.workers),
         min_nodes=1,
         max_restarts=1000,
         return_timeout=0.5,
@@ -211,7 +217,8 @@ def _train_and_keep(program: str, data: str, place: str, epochs: int, step_secon
     dist.init_process_group("gloo")
     os.environ[STEP_SECONDS_VARIABLE] = str(step_seconds)
     recipe = Counting()
-    dataset = open_shards(data) if program == "shards" else recipe.datasets(Path(data))[0]
+    is_stream = program == "shards"
+    dataset = open_shards(data, f"{place}/cache") if is_stream else recipe.datasets(Path(data))[0]
     torch.manual_seed(0)
     model = recipe.model()
     wrapped, optimizer = (
@@ -261,6 +268,7 @@ def _report(arguments: argparse.Namespace, epochs: int, faults: Faults, director
         "faults": faults.describe(),
         "faults a minute": f"{sum(faults.done.values()) / (QUIET * arguments.minutes):.1f}",
         "attempts": f"{len(faults.sizes)}, of which {grown} larger than the one before",
+        "ranks": f"{min(faults.sizes)} to {max(faults.sizes)}",
         "samples lost": f"{lost} of {epochs * NUM_SAMPLES:,}",
         "samples trained twice": str(doubled),
         "weights": f"differ by {difference:.2g}" if difference else "those of an undisturbed run",
@@ -285,14 +293,14 @@ def lost_and_doubled(seen: Tensor, epochs: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _nodes(directory: Path) -> Iterator[SoakNodes]:
+def _nodes(directory: Path, count: int) -> Iterator[SoakNodes]:
     nodes = SoakNodes(
         directory,
         {**os.environ, STEP_SECONDS_VARIABLE: str(STEP_SECONDS), "CUDA_VISIBLE_DEVICES": ""},
     )
     try:
-        nodes.add()
-        nodes.add()
+        for _ in range(count):
+            nodes.add()
         yield nodes
     finally:
         nodes.close()
