@@ -71,16 +71,16 @@ PINS := requirements.txt requirements-dev.txt
 # they started; tests/conftest.py has the order of the files.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte lint audit format bench soak sbom wheel requirements
+.PHONY: test test-long test-all test-docs emulators test-gpu test-kubernetes test-flyte test-flyte2 lint audit format bench soak sbom wheel requirements
 
 test: $(TESTED)  ## the tests that need nothing but this machine, in eight minutes on two cores
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow and not gpu and not kubernetes and not flyte'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not long and not slow and not gpu and not kubernetes and not flyte and not flyte2'
 
 test-long: $(TESTED)  ## the next longest tests, in four minutes: losses, several nodes, outages
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not slow'
 
 test-all: $(TESTED)  ## also these and the slow ones
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu and not kubernetes and not flyte and not flyte2'
 
 test-docs: $(TESTED)  ## every command and piece of code in the README, docs/ and examples/, and what else users start with
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -k 'not announced_loss_growth' tests/test_docs.py tests/test_example_scripts.py \
@@ -104,6 +104,13 @@ test-kubernetes: $(TESTED)  ## the tests on the cluster that KUBECONFIG names, w
 
 test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG names, whose nodes (KUBECONFIG) have IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest -v -rP -m flyte tests/flyte
+
+SDK := build/flyte2
+test-flyte2: $(TESTED) $(SDK)  ## real runs on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto's), whose nodes (KUBECONFIG) have IMAGE
+	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/flyte2
+
+$(SDK):  # whose SDK is installed beside what the library needs
+	$(UV) pip install --quiet --python $(BIN)/python --target $@ flyte==2.12.1
 
 lint: $(TESTED)  ## ruff, and mypy, strict on flyte_ddp/
 	$(BIN)/ruff check .

@@ -134,11 +134,14 @@ def make_project(arguments: Sequence[str]) -> str:
                 "",
             ),
             ("--function", "a function, instead of a recipe", False),
+            ("--flyte", "1 or 2: the version of Flyte", 1),
             ("--wheel", "that flyte-ddp is installed from (default: as pip has noted it)", ""),
         ),
     ).parse_args(arguments)
     parts = [part for part in vars(options)["with"].split(",") if part]
-    lines = project.make_project(options.directory, parts, options.function, options.wheel)
+    lines = project.make_project(
+        options.directory, parts, options.function, options.wheel, options.flyte
+    )
     return "\n".join(lines)
 
 

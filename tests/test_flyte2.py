@@ -4,6 +4,7 @@ is not.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -23,27 +24,23 @@ pytestmark = [
 
 VERSION = "2.12.1"
 LOST = """
-import os, sys
-sys.path.insert(0, {examples!r})
+import os
 import flyte
-import flyte_ddp
-from flyte2 import checkpoints, env, run_id
+from flyte_ddp import flyte2, session
 
-def train():
-    from flyte_ddp import session
-    state = session.load() or {{"step": 0, "starts": []}}
+env = flyte2.environment("lost", flyte2.SETTINGS.small, flyte2.Distributed())
+
+@env.task(retries=1)
+def lose_a_rank() -> list[int]:
+    state = session.load() or {"step": 0, "starts": []}
     state["starts"].append(state["step"])
     for step in range(state["step"] + 1, 7):
         session.report(step=step)
-        session.save({{**state, "step": step}}, step)
+        session.save({**state, "step": step}, step)
         if step == 4 and len(state["starts"]) == 1:
             session.current().wait()
             os.kill(os.getpid(), 9)
     return state["starts"]
-
-@env.task(retries=1)
-def lose_a_rank() -> list[int]:
-    return flyte_ddp.run(train, checkpoints=checkpoints(), run_id=run_id())
 
 flyte.init()
 print("resumed", flyte.run(lose_a_rank).outputs().o0)
@@ -68,30 +65,22 @@ class Lost(Digits):
         return super().losses(outputs, targets)
 """  # noqa: E501
 LOST_RECIPE = """
-import sys
-sys.path.insert(0, {examples!r})
 import flyte
-import flyte_ddp
-from flyte2 import Page, checkpoints, env, run_id
-from flyte_ddp.events import CheckpointLoaded, Listener
+from flyte_ddp import flyte2
 
-class Starts(Listener):
-    def handle(self, event):
-        if isinstance(event, CheckpointLoaded):
-            print("started after step", event.step)
+env = flyte2.environment("lost", flyte2.SETTINGS.small)
 
 @env.task(retries=1, report=True)
 def lose_a_rank() -> list[int]:
     print("report", flyte.ctx().output_path + "/report.html")
-    config = {{"epochs": 3, "global_batch_size": 64}}
-    listeners = [Page(), Starts()]
-    place = {{"checkpoints": checkpoints(), "run_id": run_id()}}
-    trained = flyte_ddp.train("mine.Lost", config, nproc_per_node=2, max_restarts=0, listeners=listeners, **place)
-    return [epoch.epoch for epoch in trained.epochs]
+    config = {"epochs": 3, "global_batch_size": 64}
+    trained = flyte2.train("mine.Lost", config, num_processes=2)
+    print(trained.history.open_sync("rb").__enter__().read().decode())
+    return list(range(len(trained.epoch_accuracies)))
 
 flyte.init()
 print("epochs", flyte.run(lose_a_rank).outputs().o0)
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +119,7 @@ def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
 
 
 def test_a_retry_of_flyte_2_goes_on_from_the_last_checkpoint(packages, tmp_path):
-    (tmp_path / "lost.py").write_text(LOST.format(examples=str(REPOSITORY / "examples")))
+    (tmp_path / "lost.py").write_text(LOST)
     status, output = run(packages, "-S", "lost.py", cwd=tmp_path)
     assert status == 0, output
     assert "resumed [0, 4]" in output
@@ -138,12 +127,12 @@ def test_a_retry_of_flyte_2_goes_on_from_the_last_checkpoint(packages, tmp_path)
 
 def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, tmp_path):
     (tmp_path / "mine.py").write_text(RECIPE)
-    (tmp_path / "lost.py").write_text(LOST_RECIPE.format(examples=str(REPOSITORY / "examples")))
+    (tmp_path / "lost.py").write_text(LOST_RECIPE)
     status, output = run([*packages, tmp_path], "-S", "lost.py", cwd=tmp_path)
     assert status == 0, output
-    assert "epochs [1, 2, 3]" in output
-    first, second = (int(step) for step in re.findall(r"started after step (\d+)", output))
-    assert first == 0
+    assert "epochs [0, 1, 2]" in output
+    loaded = [json.loads(line) for line in output.splitlines() if '"CheckpointLoaded"' in line]
+    second = loaded[-1]["step"]
     assert second % 23 == 0 < second  # an epoch's steps
     page = Path(re.findall(r"report (\S+/report\.html)", output)[-1]).read_text()
     assert "mine.Lost" in page
@@ -151,9 +140,69 @@ def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, t
     assert "accuracy" in page
 
 
+MISTAKES = """
+import flyte
+from flyte_ddp import flyte2
+
+def tell(call):
+    try:
+        call()
+    except Exception as error:
+        print("said", type(error).__name__, str(error).replace(chr(10), "|"))
+
+SIZE = flyte2.SETTINGS.small
+plain = flyte.TaskEnvironment("plain")
+
+@plain.task
+def outside() -> str:
+    import dataclasses, flyte_ddp.flyte2.frame as frame
+    frame.is_local = lambda: False  # as in a pod
+    flyte2.train("digits")
+    return ""
+
+env = flyte2.environment("env", SIZE)
+
+@env.task
+def elsewhere() -> str:
+    import flyte_ddp.flyte2.training as training, flyte_ddp.flyte2.frame as frame
+    training.is_local = lambda: False
+    flyte2.train("digits", data="ftp://else/where")
+    return ""
+
+async def later() -> None: ...
+
+flyte.init()
+tell(lambda: flyte2.train("digits"))
+tell(lambda: flyte2.environment("other", SIZE, object()))
+tell(lambda: env.task(later))
+tell(lambda: flyte.run(elsewhere))
+tell(lambda: flyte.run(outside))
+"""
+
+
+def test_mistakes_are_one_line_each(packages, tmp_path):
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    status, output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
+    assert status == 0, output
+    said = [line for line in output.splitlines() if line.startswith("said ")]
+    wanted = (
+        "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
+        "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",
+        "ConfigError env.later: expected a function that is not async",
+        "data: expected one of allowed.urls",
+        "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main thread",
+    )
+    assert len(said) == len(wanted)
+    assert all(text in line for text, line in zip(wanted, said, strict=True)), said
+    status, output = run(
+        packages[1:], "-S", "-c", "import flyte_ddp.flyte2 as f; f.train", cwd=tmp_path
+    )
+    assert "flyte: expected the SDK of Flyte 2, 2.12 or newer, got none: pip install" in output
+
+
 def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path):
     (line,) = re.findall(
-        r"^pip install (.*)$", (REPOSITORY / "docs/your-own-function.md").read_text(), re.MULTILINE
+        r"^pip install (.*)$", (REPOSITORY / "docs/flyte2.md").read_text(), re.MULTILINE
     )
     uv = shutil.which("uv") or str(REPOSITORY / ".uv/bin/uv")
     subprocess.run(

@@ -28,6 +28,8 @@ TRAINING = (
     *("workflows/single_node.py", "workflows/multi_node.py"),
 )
 FUNCTION = ("workflows/train.py", "tests/test_train.py")
+# of a project for Flyte 2, whose other files below flyte2/ take the place of those for Flyte 1
+FLYTE_2 = ("recipes/wine.py", "workflows/flyte2.py", "tests/test_recipes.py")
 ALWAYS = (
     *("workflows/__init__.py", "settings.toml", "pyproject.toml", "requirements.txt"),
     *("Dockerfile", "Makefile", "README.md", ".gitignore", ".dockerignore"),
@@ -45,7 +47,11 @@ RIGHTS = ("namespace", "rbac", "networkpolicy", "pod-template", "admission-polic
 
 
 def make_project(
-    directory: str, parts: Collection[str] = (), is_function: bool = False, wheel: str = ""
+    directory: str,
+    parts: Collection[str] = (),
+    is_function: bool = False,
+    wheel: str = "",
+    flyte: int = 1,
 ) -> Iterator[str]:
     """Make a project in `directory`, or add `parts` to the one that is there. Yield lines for
     people.
@@ -55,12 +61,18 @@ def make_project(
         is_function: a task whose function trains, instead of a recipe.
         wheel: the file of this package; "" for the one that it was installed from, as pip has
             noted it, or that `make wheel` built in this checkout.
+        flyte: 1 or 2, of which the second has all workflows in one file.
 
     Raises:
-        ConfigError: an unknown part; the directory has files and is no project, or has a file of a
-            part already; the wheel is not there.
+        ConfigError: an unknown part, or one of Flyte 1's for Flyte 2; the directory has files and
+            is no project, or has a file of a part already; the wheel is not there.
     """
     project = Path(directory)
+    if flyte == 2 and (parts or is_function):
+        raise ConfigError(
+            "--flyte 2: expected no --with and no --function: its workflows/flyte2.py has all "
+            "workflows, to change or to leave out"
+        )
     for part in parts:
         if part not in PARTS:
             raise ConfigError(
@@ -69,13 +81,15 @@ def make_project(
     names = list(dict.fromkeys(name for part in parts for name in PARTS[part]))
     is_there = project.is_dir() and any(project.iterdir())
     if not is_there:
-        names += [*ALWAYS, *(FUNCTION if is_function else TRAINING)]
+        names += [*ALWAYS, *(FLYTE_2 if flyte == 2 else FUNCTION if is_function else TRAINING)]
     elif not (parts and (project / "settings.toml").is_file()):
         raise ConfigError(
             f"new: expected a directory that is empty or not there, or a project and --with, got "
             f"{directory!r}"
         )
     files = _files()
+    if flyte == 2:
+        files |= {name: files[f"flyte2/{name}"] for name in names if f"flyte2/{name}" in files}
     own_wheel = None if is_there else _find_wheel(wheel)
     for name in names:
         file, content = project / name, files[name]

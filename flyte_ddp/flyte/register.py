@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         copy, version = "none", version or "dry-run"
     command = [*PYFLYTE, "register", "--copy", copy, "--image", image]
     command += ["--project", options.project, "--domain", options.domain]
-    command += ["--service-account", options.service_account]
+    command += ["--service-account", options.service_account or settings.service_account]
     command += ["--version", version] if version else []
     command += ["--activate-launchplans"] if options.activate else []
     command += ["--dry-run"] if options.dry_run else []

@@ -54,6 +54,7 @@ class Settings:
 
     profile: str = field("production", choices=PROFILES)
     image: str = field("")
+    service_account: str = field("flyte-ddp")
     recipes: tuple[str, ...] = field(("recipes",))
     notify_emails: tuple[str, ...] = field(
         (), pattern=r"[^@\s]+@[^@\s]+", example="an e-mail address"

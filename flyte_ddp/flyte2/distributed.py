@@ -1,0 +1,158 @@
+"""The task of Flyte 2 whose function runs in every rank, by `Distributed`.
+
+The task is the driver. It starts the ranks in its own pod, or on a Dask cluster that it makes for
+them, watches them, and returns rank 0's outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import flyte
+from flyte.extend import TaskPluginRegistry
+
+from flyte_ddp.cluster.admission import check_allowed, load_allowed
+from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.config.source_code import packages_beside
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events import RunState
+from flyte_ddp.flyte2.frame import MainThreadTask, flyte_errors, open_frame
+from flyte_ddp.launch import distributed
+from flyte_ddp.launch.run import function_program, returned_value, run_program
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.streams import print_line
+
+# beginnings of the names that tell a process its action and its store
+FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "FLYTE_AWS_", "_U_", "_F_", "RUN_NAME", "ACTION_NAME")
+
+
+@dataclass
+class Distributed(distributed.Distributed):
+    """`plugin_config` of an environment whose tasks run in every rank. The fields, and what a
+    field means, are those of flytekit's door.
+    """
+
+    def __post_init__(self) -> None:
+        if extend := sys.modules.get("flytekit.extend"):  # which would call the function once
+            extend.TaskPlugins.register_pythontask_plugin(type(self), _refuse)
+        super().__post_init__()
+
+
+def _refuse(task_config: Distributed, function: Callable[..., Any], **options: Any) -> None:
+    raise ConfigError(
+        "task_config: expected flyte_ddp.flytekit_plugin.Distributed for a task of flytekit's, got "
+        "that of flyte_ddp.flyte2"
+    )
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A call of a task's function, in the context of its task: files that it makes go to its
+    outputs.
+    """
+
+    function: Any
+    context: Any
+
+    def __call__(self, **inputs: Any) -> Any:
+        from flyte._context import internal_ctx
+
+        action = self.context.action
+        flyte.init(
+            org=action.org,
+            project=action.project,
+            domain=action.domain,
+            root_dir=self.context.run_base_dir,
+        )
+        with internal_ctx().replace_task_context(self.context):
+            # a rank that imports the module finds the task under the function's name
+            return getattr(self.function, "func", self.function)(**inputs)
+
+
+@dataclass(kw_only=True)
+class DistributedTask(MainThreadTask):
+    """The task of `Distributed`. Its resources are those of each machine of the ranks."""
+
+    plugin_config: Distributed
+    resources: Any = None
+    pods: dict[str, Any] | None = None  # of the ranks, where they have others
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config, resources = self.plugin_config, self.resources or flyte.Resources()
+        if self.pods is None:
+            self.pods = {}
+            if config.gang().needs_cluster:
+                self.pods = describe_pods(resources)
+                self.resources = flyte.Resources(cpu=1, memory="2Gi")  # of the driver
+            elif config.increase_shared_mem and not resources.shm:
+                self.resources = dataclasses.replace(resources, shm="auto")
+        config.gang(self.pods)
+
+    def call(self, *args: Any, **inputs: Any) -> Any:
+        config, name = self.plugin_config, self.func.__name__
+        report = Report(name)
+        with (
+            flyte_errors(),
+            open_frame(
+                report, "", config.max_hours, config.tracking(), bool(config.mlflow)
+            ) as frame,
+        ):
+            gang = config.gang(self.pods)
+            if gang.needs_cluster:
+                allowed = load_allowed(config.allowed)
+                check_allowed(gang.cluster_config(), allowed, own_namespace())
+            for ignored in config.list_ignored():
+                print_line(f"{name}: {ignored} of Distributed changes nothing")
+            call = RankCall(self.func, flyte.ctx().replace(data=None))
+            own = {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(FLYTE_VARIABLES)
+            }
+            program = dataclasses.replace(
+                function_program(call, (), inputs, config.stall_timeout),
+                name=name,
+                packages=packages_beside(self.func.__module__),
+                variables={**own, **(self.env_vars or {})},
+            )
+            state = RunState(keep_reports=False)
+
+            def relay(line: str) -> None:
+                print_line(line)
+                report.add_line(line)
+
+            run_program(
+                *(program, gang, frame.storage.url, [state, *frame.listeners], relay),
+                run_id=frame.run_id,
+                results=config.results or None,
+            )
+            return cloudpickle.loads(returned_value(state))
+
+
+def describe_pods(resources: flyte.Resources) -> dict[str, Any]:
+    """Return what a task's resources, their limits, mean for the pods of a cluster."""
+    pods: dict[str, Any] = {}
+    cpu, memory = (
+        value[1] if isinstance(value, tuple) else value
+        for value in (resources.cpu, resources.memory)
+    )
+    if cpu is not None:
+        text = str(cpu)
+        pods["worker_cpus"] = float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    if memory is not None:
+        pods["worker_memory"] = memory
+    if device := resources.get_device():
+        pods["gpus_per_node"] = device.quantity
+    if resources.shm and resources.shm != "auto":
+        pods["shared_memory"] = resources.shm
+    return pods
+
+
+TaskPluginRegistry.register(Distributed, DistributedTask)

@@ -1,0 +1,189 @@
+"""Retrain a recipe in tasks of Flyte 2, and keep the better model.
+
+A small task plans, before a GPU is requested; another one trains the challenger and measures it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import flyte
+
+from flyte_ddp.cluster.admission import check_urls
+from flyte_ddp.config.source_code import compute_digest_of_files, source_files
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.settings import SETTINGS
+from flyte_ddp.flyte2.frame import (
+    check_cluster,
+    flyte_errors,
+    is_local,
+    open_frame,
+    project_tracking,
+    publish,
+    run_id,
+)
+from flyte_ddp.flyte2.training import check_inputs, run_training
+from flyte_ddp.launch.agent.devices import check_requested_gpus
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.observers.reports.publisher import PagePublisher
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore
+from flyte_ddp.promotion.policy import (
+    Challenge,
+    Outcome,
+    PromotionCriteria,
+    PromotionResult,
+    judge,
+    plan,
+)
+from flyte_ddp.promotion.report import RetrainingReport
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.storage import read_file
+
+
+@dataclass(frozen=True)
+class Retraining:
+    """The plan of a retraining, for the tasks after it."""
+
+    recipe: str
+    config: str  # of the challenger, as JSON, with the weights that it starts from
+    data: str
+    champion: str  # URL of the champion and its predecessors
+    criteria: str  # as JSON
+    kickoff_time: str  # UTC, ISO 8601
+    outcome: str  # "" if there is something to train
+    reason: str
+
+
+class RetrainingOutputs(NamedTuple):
+    champion: str  # the version in use now; "" for none
+    export: str  # URL of the challenger's, as of `TrainingOutputs`; "" for none
+    metrics: dict[str, float]  # of challenger and champion, as far as measured
+    outcome: str  # one of flyte_ddp.promotion.policy.Outcome
+    reason: str
+
+
+def plan_retraining(
+    kickoff_time: datetime.datetime | None,
+    champion: str,
+    recipe: str,
+    config: Mapping[str, Any] | None = None,
+    data: str = "",
+    **criteria: Any,
+) -> Retraining:
+    """Prepare the data, and decide if there is a challenger to train, and from which weights.
+
+    Args:
+        kickoff_time: when a schedule started it; None for now.
+        champion: URL; "" for a place that all runs of the project and domain share.
+        criteria: of `PromotionCriteria`.
+    """
+    with flyte_errors():
+        check_inputs(recipe, config, data)
+        terms, given = PromotionCriteria(**criteria), dict(config or {})
+        begun = kickoff_time or datetime.datetime.now(datetime.timezone.utc)
+        text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if not is_local():
+            check_urls({"champion": champion}, SETTINGS.allowed)
+        store = ChampionStore(champion or _default_champion(recipe))
+        store.storage.check_access()
+        retraining = Retraining(
+            *(recipe, json.dumps(given), data, store.url),
+            *(json.dumps(dataclasses.asdict(terms)), text, "", ""),
+        )
+        with _prepare(retraining) as prepared:
+            planned = plan(store, prepared, terms)
+        if planned.initial_state:
+            given["initial_model_state"] = planned.initial_state
+        return dataclasses.replace(
+            retraining,
+            config=json.dumps(given),
+            outcome=planned.outcome,
+            reason=planned.reason,
+        )
+
+
+def challenge(
+    retraining: Retraining,
+    num_processes: int = 0,
+    cluster: Mapping[str, Any] | None = None,
+    checkpoints: str = "",
+) -> RetrainingOutputs:
+    """Train a challenger, measure it and the champion on the same held-out data, and promote it if
+    it is better.
+    """
+    check_requested_gpus()
+    config, nodes = json.loads(retraining.config), check_cluster(cluster)
+    resolved = check_inputs(retraining.recipe, config, retraining.data)
+    with open_frame(Report(), checkpoints, resolved.max_hours, project_tracking()) as frame:
+        trained = run_training(
+            frame, retraining.recipe, config, retraining.data, num_processes, nodes
+        )
+        with _prepare(retraining) as prepared:
+            result = judge(
+                ChampionStore(retraining.champion),
+                dataclasses.replace(prepared, card=read_file(f"{trained.export_url}/{CARD}")),
+                PromotionCriteria(**json.loads(retraining.criteria)),
+                read_file(trained.model_state_url),
+            )
+    return _list_outputs(retraining, result, trained.export_url)
+
+
+def keep_champion(retraining: Retraining) -> RetrainingOutputs:
+    """Report why nothing was trained."""
+    result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
+    with flyte_errors():
+        return _list_outputs(retraining, result)
+
+
+def _default_champion(recipe: str) -> str:
+    """Return a place at the bucket's top: a lifecycle rule for outputs must not delete the model in
+    use.
+    """
+    if is_local():
+        raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
+    action, parts = flyte.ctx().action, urlsplit(flyte.ctx().run_base_dir)
+    bucket = f"{parts.scheme}://{parts.netloc}"
+    return f"{bucket}/champions/{action.project}/{action.domain}/{recipe}"
+
+
+@contextlib.contextmanager
+def _prepare(retraining: Retraining) -> Iterator[Challenge]:
+    """Prepare the data of a challenge, for the length of the block."""
+    config = config_of(retraining.recipe, json.loads(retraining.config))
+    with own_directory("data-") as directory:
+        recipe = get_recipe(retraining.recipe, config.recipe_options)
+        prepare_data(recipe, retraining.data, Path(directory))
+        yield Challenge(
+            recipe=retraining.recipe,
+            config=config,
+            directory=Path(directory),
+            kickoff_time=retraining.kickoff_time,
+            code_version=compute_digest_of_files(source_files(["flyte_ddp"]))[:16],
+            execution="" if is_local() else run_id(),
+        )
+
+
+def _list_outputs(
+    retraining: Retraining, result: PromotionResult, export: str = ""
+) -> RetrainingOutputs:
+    """Return the outputs of the last task, and make the retraining's report its own."""
+    store, outcome = ChampionStore(retraining.champion), result.outcome.value
+    store.record(LAST_RUN, outcome, run_id())
+    page = RetrainingReport(store, retraining.recipe, result, "")
+    page.close(None)
+    PagePublisher(page, publish).close(None)
+    measured = {"challenger": result.challenger, "champion": result.champion}
+    metrics = {
+        f"{who}_{name}": value for who, values in measured.items() for name, value in values.items()
+    }
+    return RetrainingOutputs(store.in_use().version, export, metrics, outcome, result.reason)
