@@ -43,7 +43,6 @@ from flyte_ddp.launch.protocol.messages import (
     Failed,
     NodeJob,
     Outcome,
-    Prepare,
 )
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file
@@ -165,13 +164,13 @@ def _listen(
     try:
         while True:
             message = pickle.loads(connection.recv_bytes())
-            if isinstance(message, NodeJob):
+            if isinstance(message, NodeJob) and message.is_ahead:
+                begin((message, None, None))
+            elif isinstance(message, NodeJob):
                 meets_here = message.ranks.first_rank == 0
                 listener = socket.socket(fileno=recv_handle(connection)) if meets_here else None
                 link = DriverLink(connection, message.driver_timeout, message.prints_lines)
                 begin((message, link, listener))
-            elif isinstance(message, Prepare):
-                begin((message.node_job, None, None))
             elif link:
                 link.obey(message)
     except (EOFError, ConnectionError):

@@ -6,8 +6,7 @@ it arrives.
 
 | message     | sender        | receiver      | when                                               |
 |-------------|---------------|---------------|----------------------------------------------------|
-| `NodeJob`   | driver        | agent         | an attempt begins on another machine               |
-| `Prepare`   | driver        | agent         | its node may join a gang that trains               |
+| `NodeJob`   | driver        | agent         | an attempt begins elsewhere, or may soon           |
 | `Go`        | driver        | agent         | every second until another command: it is there    |
 | `Stop`      | driver, agent | agent, rank   | ranks have to save their state and end             |
 | `Inspect`   | driver, agent | agent, rank   | nothing moves any more: where is each rank?        |
@@ -100,13 +99,7 @@ class NodeJob:
     prints_lines: bool  # print the ranks' output into the worker's own log as well
     # seconds for which the next attempt may wait for nodes, while this one keeps its memory
     start_timeout: float = 0.0
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Import and fetch what ranks need; what is answered is not read."""
-
-    node_job: NodeJob  # of which the ranks are not
+    is_ahead: bool = False  # no attempt begins yet: import and fetch what its ranks will need
 
 
 @dataclass(frozen=True)

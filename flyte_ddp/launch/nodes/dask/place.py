@@ -34,7 +34,7 @@ from flyte_ddp.launch.nodes.dask.nodes import DaskNodes
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
 from flyte_ddp.launch.nodes.dask.pool import Pool
 from flyte_ddp.launch.nodes.dask.roll_call import RollCall
-from flyte_ddp.launch.protocol.messages import NodeJob, Prepare
+from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.storage import Storage, storage_environment
 
@@ -239,7 +239,7 @@ class DaskPlace:
             call_workers(self.client, addresses, worker.install, run.name, self._code)
             jobs = self._make_jobs(run, directory, newcomers, run.job, 0)
             for address, node_job in zip(addresses, jobs, strict=True):
-                message = pickle.dumps(Prepare(node_job))
+                message = pickle.dumps(dataclasses.replace(node_job, is_ahead=True))
                 call_workers(self.client, [address], _make_preparation(run.name, message))
 
         return GrowthWatch(
