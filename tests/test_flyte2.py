@@ -4,7 +4,6 @@ is not.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -75,7 +74,6 @@ def lose_a_rank() -> list[int]:
     print("report", flyte.ctx().output_path + "/report.html")
     config = {"epochs": 3, "global_batch_size": 64}
     trained = flyte2.train("mine.Lost", config, num_processes=2)
-    print(trained.history.open_sync("rb").__enter__().read().decode())
     return list(range(len(trained.epoch_accuracies)))
 
 flyte.init()
@@ -114,7 +112,7 @@ def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
     assert lines[0] == "ActionOutputs(o0=15.0)"
     assert ["model_state.pt" in line for line in lines] == [False, True, True]
     # one machine, and two nodes
-    assert lines[1].partition("o1=")[2] == lines[2].partition("o1=")[2]
+    assert lines[1].partition("o2=")[0] == lines[2].partition("o2=")[0]
     assert run(packages, "-S", "-c", "import flytekit", cwd=tmp_path)[0] == 1
 
 
@@ -125,15 +123,14 @@ def test_a_retry_of_flyte_2_goes_on_from_the_last_checkpoint(packages, tmp_path)
     assert "resumed [0, 4]" in output
 
 
-def test_a_retry_of_a_recipe_goes_on_too_and_its_report_is_the_tasks(packages, tmp_path):
+def test_a_lost_rank_of_a_recipe_goes_on_and_its_report_is_the_tasks(packages, tmp_path):
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "lost.py").write_text(LOST_RECIPE)
     status, output = run([*packages, tmp_path], "-S", "lost.py", cwd=tmp_path)
     assert status == 0, output
     assert "epochs [0, 1, 2]" in output
-    loaded = [json.loads(line) for line in output.splitlines() if '"CheckpointLoaded"' in line]
-    second = loaded[-1]["step"]
-    assert second % 23 == 0 < second  # an epoch's steps
+    (resumed,) = re.findall(r"resumed at step (\d+) of 69", output)
+    assert int(resumed) >= 23  # an epoch's steps
     page = Path(re.findall(r"report (\S+/report\.html)", output)[-1]).read_text()
     assert "mine.Lost" in page
     assert ">finished<" in page
