@@ -190,7 +190,10 @@ VARIANTS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         [*MID_EPOCH, ("list(loader)[skipped:]", "loader")],
         {"loader"},
     ),
-    "epochs from the start": ([('first = state["epoch"] + 1', "pass")], {"loader"}),
+    "epochs from the start": (
+        [('first = state["epoch"] + 1', "pass")],
+        {"loader", "trained again"},
+    ),
 }
 
 
