@@ -209,7 +209,7 @@ def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path
     )
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
     arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert f" + flyte=={VERSION}" in done.stderr
     assert " + flyte-ddp @ file:" in done.stderr

@@ -90,7 +90,7 @@ def run(path, *arguments, cwd, **variables):
     }
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
     return done.returncode, done.stdout + done.stderr
 
