@@ -336,14 +336,15 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     used = {lock_of(place(shards._index.entry(shard))[0]) for shard in range(8)}
     free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]  # not to wait for our own
     left, made = (cache / f"{number:08x}{'0' * 24}.part" for number in free[:2])
-    for number, file in enumerate((left, made)):
+    own = cache / "notes.txt"  # a user's
+    for number, file in enumerate((left, made, own)):
         file.write_bytes(b"x" * size)
         os.utime(file, (number, number))
     with open(lock_of(str(made)), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for number in (0, 30, 99):
             assert shards[number] == record(number)
-    assert (left.exists(), made.exists()) == (False, True)
+    assert (left.exists(), made.exists(), own.exists()) == (False, True, True)
     made.unlink()
     cache.chmod(0o770)
     with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):

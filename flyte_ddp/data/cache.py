@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import os
+import re
 import shutil
 import stat
 import threading
@@ -31,6 +32,8 @@ from flyte_ddp.storage.failures import is_full
 MAX_OPEN = 1024  # shards whose samples' places a process keeps in memory
 NUM_LOCKS = 64
 UNFINISHED = ".part", ".raw"
+# the names of its files; a user's own in this directory stay
+FILE = re.compile(r"[0-9a-f]{32}(\.part)?(\.raw)?")
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ class ShardCache:
         """Remove the files that were not used for longest, until `needed` bytes fit."""
         with _lock(f"{self.directory}/room.lock"), os.scandir(self.directory) as files:
             found = []
-            for file in files:
+            for file in filter(lambda each: FILE.fullmatch(each.name), files):
                 with contextlib.suppress(FileNotFoundError):
                     status = file.stat()
                     found.append((status.st_mtime_ns, status.st_size, file.path))
@@ -206,10 +209,8 @@ class ShardCache:
                 free = shutil.disk_usage(self.directory).free
                 if total + needed <= self.limit and needed <= free:
                     return
-                if path.endswith(".lock"):
-                    continue
                 is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
-                with contextlib.suppress(FileNotFoundError, BlockingIOError, ValueError):
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):
                     with _lock(self._lock_of(path), False) if is_left else contextlib.nullcontext():
                         os.unlink(path)
                     total -= size
