@@ -50,10 +50,18 @@ def test_a_loss_far_above_the_median_is_bad_and_the_losses_are_in_the_checkpoint
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_planted_samples_are_named_at_any_number_of_ranks(tmp_path, parallel, num_ranks, kind):
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "parallel"),
+    [
+        ("pixel", 1, "ddp"),
+        ("pixel", 3, "fsdp"),
+        ("label", 2, "fsdp"),
+        ("label", 3, "ddp"),
+        ("huge", 1, "fsdp"),
+        ("huge", 2, "ddp"),
+    ],
+)
+def test_planted_samples_are_named_at_any_number_of_ranks(tmp_path, kind, num_ranks, parallel):
     # of the last batch of the first epoch, so that there are losses to compare with
     bad = int(epoch_order(36, 0, 1)[-num_ranks])
     run = new_run(tmp_path, RECIPE)
