@@ -1,4 +1,4 @@
-"""How a failed task is to be retried, and the text that Flyte shows. Imports none of its SDKs."""
+"""Tell Flyte how a failed task is to be retried, and what to show. Imports none of its SDKs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECOVERABLE_KINDS = ("signal", "exit", "stall")  # of a rank's failure
 
 
 class Retry(enum.Enum):
-    """Whether another attempt helps."""
+    """The answer to a failed attempt."""
 
     USER = enum.auto()  # no: the user has to change something
     REPEATS = enum.auto()  # no: it would fail in the same way, such as by a bug in a recipe

@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def tracking_place(self) -> tuple[str, ...]:
-        """What records the runs, and where, as of `make_tracker`."""
+        """The tracker of the runs, and its place, as of `make_tracker`."""
         places = {
             "wandb": (self.wandb_project,),
             "mlflow": (self.mlflow_url, self.mlflow_experiment),

@@ -1,4 +1,4 @@
-"""What the ranks' records tell of a run: its steps as they count in the end, and the cost of its
+"""Read the ranks' records of a run: its steps as they count in the end, and the cost of its
 faults. Knows nothing of how a run is started.
 """
 

@@ -41,7 +41,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Cause:
-    """What is to be changed, and the user's line, "file:line", that it is about."""
+    """A change to make, and the user's line, "file:line", that it is about."""
 
     name: str  # one of `REMEDIES`
     where: str

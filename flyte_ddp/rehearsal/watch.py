@@ -54,7 +54,7 @@ class Ended(SystemExit):
 
 @dataclass(frozen=True)
 class Spec:
-    """What the ranks of one start of a run have to do."""
+    """The task of the ranks in one start of a run."""
 
     directory: str  # of the records
     place: str  # directory that the run writes to

@@ -1,4 +1,4 @@
-"""What is promised of tasks of Flyte 2, on a real one."""
+"""Tasks of Flyte 2 on a real one."""
 
 from __future__ import annotations
 
