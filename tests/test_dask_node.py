@@ -4,6 +4,7 @@ outlives whom.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -27,12 +28,13 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.events import RankReported, Reported
 from flyte_ddp.flyte.scripts import pack_script
+from flyte_ddp.launch.agent import main
 from flyte_ddp.launch.agent.main import DriverLink
 from flyte_ddp.launch.nodes.dask import roll_call, worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_directory
-from flyte_ddp.launch.protocol.messages import End, Outcome
-from flyte_ddp.launch.protocol.programs import Program, recipe_program
+from flyte_ddp.launch.protocol.messages import End, NodeJob, Outcome
+from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import (
@@ -96,6 +98,28 @@ def test_files_from_before_1980_can_be_packed(tmp_path):
     for archive in (tmp_path / "data.zip", pack_script(tmp_path / "data")):
         with zipfile.ZipFile(archive) as contents:
             assert contents.read("old.py") == b"pass"
+
+
+def test_a_node_that_may_join_imports_and_fetches_what_its_ranks_need(tmp_path, monkeypatch):
+    for name in ("data", "node"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data/mnist.bin").write_bytes(b"images")
+    packed_directory(tmp_path / "data", tmp_path / "data.zip")
+    imported, ranks = [], []
+
+    class Rank:
+        def join(self):
+            ranks.append("joined")
+
+    monkeypatch.setattr(main, "start_server", lambda modules: imported.extend(modules) or True)
+    monkeypatch.setattr(main, "start_rank", lambda *start: ranks.append(start) or Rank())
+    job = Job(recipe_program("digits", dask_config()), "", 0.0)
+    node_job = NodeJob(job, None, 20.0, {}, {}, "", str(tmp_path / "data.zip"), False)
+    main.prepare(node_job, tmp_path / "node")
+    assert (tmp_path / "node/data/mnist.bin").read_bytes() == b"images"
+    assert "torch" in imported
+    assert ranks[1:] == ["joined"]  # it is forked once the server has imported all
+    main.prepare(dataclasses.replace(node_job, data_archive="/nowhere.zip"), tmp_path)  # told later
 
 
 def test_packed_code_does_not_depend_on_its_path(tmp_path, monkeypatch):

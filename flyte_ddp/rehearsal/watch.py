@@ -41,6 +41,7 @@ from torch.utils.data.distributed import DistributedSampler
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.frames import is_of_program
+from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rehearsal.faults import FullFile, Refusal
 from flyte_ddp.rehearsal.seen import read_run
 
@@ -124,7 +125,9 @@ class WatchedStream(data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Marked]:
         for sample in self._dataset:
-            parts = [each.numpy().tobytes() for each in _tensors(sample)] or [str(sample).encode()]
+            parts = [each.numpy().tobytes() for each in tensors_in(sample)] or [
+                str(sample).encode()
+            ]
             yield Marked([zlib.crc32(b"".join(parts))], sample)
 
     __getattr__ = WatchedDataset.__getattr__
@@ -367,19 +370,11 @@ def _find_caller() -> str:
     return ""
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict) or hasattr(value, "keys"):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []
-
-
 def _storages(value: Any) -> set[int]:
     return {
-        each.untyped_storage().data_ptr() for each in _tensors(value) if each.device.type != "meta"
+        each.untyped_storage().data_ptr()
+        for each in tensors_in(value)
+        if each.device.type != "meta"
     }
 
 
@@ -398,7 +393,7 @@ def _weights(optimizer: Optimizer) -> list[float]:
 
 @torch.no_grad()
 def _sum_of_state(optimizer: Optimizer) -> float:
-    tensors = _tensors(list(optimizer.state.values()))
+    tensors = tensors_in(list(optimizer.state.values()))
     local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     return float(sum(float(each.double().abs().sum()) for each in local))
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import BadSample, StepFoundBad
+from flyte_ddp.events.kinds import MAX_NAMED
 from flyte_ddp.rank.data import BatchShard, Samples, isolate_draws
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.training.progress import Progress
 from flyte_ddp.world import World
 
 WINDOW = 128  # finite losses whose median a loss is compared with
-MAX_NAMED = 8  # samples of a bad step, of all ranks
 
 
 @dataclass(eq=False)
