@@ -429,7 +429,7 @@ class Session:
         reason = f"the loss that rank {self.process.rank} reports is {loss}"
         bad = events.StepFoundBad(self.step, self._epoch, loss, reason, samples)
         logger.warning("%s", bad)
-        self._link.send(Emitted(bad))
+        self.emit(bad, from_all=True)
 
     def show(self, name: str, picture: Any) -> None:
         from flyte_ddp.rank.pictures import encode_picture
@@ -513,9 +513,9 @@ class Session:
         self.step = step
         self._link.beat(step)
 
-    def emit(self, event: events.Event) -> None:
-        """Send `event` to the listeners of the run, from rank 0."""
-        if self.process.rank == 0:
+    def emit(self, event: events.Event, from_all: bool = False) -> None:
+        """Send `event` to the listeners of the run, from rank 0, or `from_all` that call it."""
+        if from_all or self.process.rank == 0:
             self._link.send(Emitted(event))
 
     def emit_start(self, **known: Any) -> None:

@@ -222,7 +222,7 @@ class Trainer:
             if self._takes_back:
                 self._buffers = [each.clone() for each in self.model.buffers()]
             self.optimizer.zero_grad()
-            watched = WatchedStep(shard)
+            watched = WatchedStep(shard, self.watch.is_shared)
             loss_sum, own_targets, num_targets = compute_gradients(
                 self.replica,
                 self.recipe,
@@ -460,14 +460,15 @@ class Trainer:
             self._answer(self.watch.blame(watched, float(watched.total or 0.0), reason))
 
     def _answer(self, bad: StepFoundBad) -> None:
-        """Skip a bad step, go back to the newest state, or stop. Every rank calls it.
+        """Skip a bad step, go back to the newest state, or stop. Every rank that judges calls it.
 
         Raises:
             NonFiniteLoss: the run is to stop, or has done too much of the other; names the samples.
             _Rewound: it has gone back.
         """
-        self.session.emit(bad)
-        if self.world.is_first:
+        is_shared = self.watch.is_shared
+        if self.world.is_first or not is_shared:
+            self.session.emit(bad, from_all=True)
             logger.warning("%s", bad)
         progress, config, why = self.progress, self.config, ""
         self.optimizer.zero_grad()  # else a save would find the bad gradient
@@ -481,7 +482,8 @@ class Trainer:
             return
         elif config.on_bad_step == "rewind":
             why = f"; on_bad_step: {self._rewind(bad.step)}"
-        self.world.all_reduce(0.0)  # the first rank that ends would end one that tells no more
+        if is_shared:  # the first rank that ends would end one that tells no more
+            self.world.all_reduce(0.0)
         raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}")
 
     def _rewind(self, bad_step: int) -> str:

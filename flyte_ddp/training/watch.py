@@ -1,7 +1,9 @@
 """The watch over the loss of every step: which step is bad, and the samples behind it.
 
 The sum of the ranks' losses is all-reduced while the last backward pass of a step runs, so that all
-ranks judge the same value. Knows neither the model nor what is done about a bad step.
+ranks judge the same value. On CPUs, where that takes some percent of a small model's step, each
+rank judges its own loss if the run only has to end at one that is not finite. Knows neither the
+model nor what is done about a bad step.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class WatchedStep:
     """A step whose loss is computed, and maybe not read yet."""
 
     shard: BatchShard
+    is_shared: bool  # all ranks judge the sum of their losses
     losses: list[Tensor] = field(default_factory=list)  # of each micro-batch, from the recipe
-    total: Tensor | None = None  # of the losses of all ranks
+    total: Tensor | None = None  # of the losses of all ranks, or of this one
     work: Any = None  # the all-reduce of `total`
     step: int = 0  # its number, from 1
     epoch: int = 0
@@ -48,7 +51,7 @@ class WatchedStep:
         self.losses.append(losses.detach())
         if is_last:
             self.total = total.to(torch.float64, copy=True)
-            if world.world_size > 1:
+            if self.is_shared:
                 self.work = dist.all_reduce(self.total, group=world.group, async_op=True)
 
 
@@ -57,6 +60,8 @@ class LossWatch:
 
     def __init__(self, config: TrainingConfig, world: World, samples: Samples) -> None:
         self.config, self.world, self.samples = config, world, samples
+        only_ends = not config.spike_factor and config.on_bad_step == "stop"
+        self.is_shared = world.world_size > 1 and not (only_ends and world.device.type == "cpu")
         self._waiting: deque[WatchedStep] = deque()
 
     def end(self, watched: WatchedStep, num_targets: float | Tensor, progress: Progress) -> None:
@@ -110,7 +115,7 @@ class LossWatch:
         return ""
 
     def _name_samples(self, watched: WatchedStep) -> list[BadSample]:
-        """Return the samples of a step with the largest losses, of all ranks."""
+        """Return the samples of a step with the largest losses, of all ranks that judge it."""
         found: dict[int, tuple[list[float], BadSample]] = {}
         key = getattr(self.samples.dataset, "key", lambda _: "")
         for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
@@ -118,6 +123,8 @@ class LossWatch:
                 size = self._measure(sample, watched.epoch) if math.isnan(loss) else 0.0
                 found[sample] = [*rank_loss(loss), size], BadSample(sample, key(sample), loss)
         own = sorted(found.values(), key=lambda each: each[0], reverse=True)[:MAX_NAMED]
+        if not self.is_shared:
+            return [each for _, each in own]
         packed = [[ranks, each.index, each.key, each.loss] for ranks, each in own]
         every = {
             each[1]: each
