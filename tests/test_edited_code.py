@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import types
 
 import pytest
 
@@ -145,3 +146,17 @@ def test_the_second_training_of_a_process_is_that_of_the_edited_code(package, mo
         assert len(trained.epochs) == number
         assert float(trained.model_state["0.weight"]) == number
         assert trained.card["data"]["description"] == f"data {number}"
+
+
+def test_a_module_that_others_load_lazily_is_not_loaded(monkeypatch):
+    loaded = []
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            loaded.append(name)
+            raise AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "lazily_loaded", Lazy("lazily_loaded"))
+    with source_code.importing_edits(["flyte_ddp"]):
+        pass
+    assert loaded == []

@@ -172,8 +172,10 @@ def _digest_loaded(packages: Collection[str]) -> dict[str, str]:
     """
     found = {}
     for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in packages:
+            continue  # one that is loaded lazily would be imported by a look at it
         file = Path(getattr(module, "__file__", None) or "")
-        if name.partition(".")[0] in packages and file.suffix == ".py":
+        if file.suffix == ".py":
             found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
     return found
 
