@@ -18,10 +18,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Checked, check, field
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage import redact_url
+from flyte_ddp.storage.weights import TORCHVISION, split_pin
 
 URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
 OF_PODS = (
@@ -139,6 +141,15 @@ def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
         for name, url in urls.items()
         if url and (_is_ambiguous(url) or not any(_covers(rule, _split_url(url)) for rule in rules))
     )
+
+
+def places_of_config(config: TrainingConfig) -> dict[str, str]:
+    """Return the URLs and paths that a run's config names, for `check_urls`."""
+    state, _ = split_pin(config.initial_model_state)
+    return {
+        "initial_model_state": "" if state.startswith(TORCHVISION) else state,
+        **list_places(config.recipe_options, "recipe_options"),
+    }
 
 
 def list_places(options: Any, name: str) -> dict[str, str]:

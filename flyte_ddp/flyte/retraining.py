@@ -223,12 +223,7 @@ def _outputs(
         "outcome": outcome,
         "reason": result.reason,
         "champion": store.in_use().version,
-        "metrics": {
-            f"{who}_{name}": value
-            for who, metrics in (("challenger", result.challenger), ("champion", result.champion))
-            for name, value in metrics.items()
-        }
-        | dict(zip(("advantage_low", "advantage_high"), result.advantage, strict=False)),
+        "metrics": result.figures,
     }
     keep_values(kept_in, "retraining.json", **values)
     return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)

@@ -29,7 +29,6 @@ from flyte_ddp.flyte.resources import (
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.recipes import pin_initial_state
-from flyte_ddp.storage.weights import TORCHVISION, split_pin
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,9 +99,5 @@ def check_config(config: TrainingConfig) -> TrainingConfig:
     """Check the URLs and paths of a config, also among its recipe's options, as `check_urls`.
     Return it with the checksum of its initial model state.
     """
-    state, _ = split_pin(config.initial_model_state)
-    check_urls(
-        initial_model_state="" if state.startswith(TORCHVISION) else state,
-        **admission.list_places(config.recipe_options, "recipe_options"),
-    )
+    check_urls(**admission.places_of_config(config))
     return pin_initial_state(config)

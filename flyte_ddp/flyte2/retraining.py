@@ -182,8 +182,5 @@ def _list_outputs(
     page = RetrainingReport(store, retraining.recipe, result, "")
     page.close(None)
     PagePublisher(page, publish).close(None)
-    measured = {"challenger": result.challenger, "champion": result.champion}
-    metrics = {
-        f"{who}_{name}": value for who, values in measured.items() for name, value in values.items()
-    }
-    return RetrainingOutputs(store.in_use().version, export, metrics, outcome, result.reason)
+    version = store.in_use().version
+    return RetrainingOutputs(version, export, result.figures, outcome, result.reason)

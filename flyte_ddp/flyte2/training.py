@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flyte.io import Dir, File
 
 from flyte_ddp.cluster import connect
-from flyte_ddp.cluster.admission import check_urls, list_places
+from flyte_ddp.cluster.admission import check_urls, places_of_config
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event
@@ -29,7 +29,6 @@ from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage.weights import TORCHVISION, split_pin
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, find_best
 from flyte_ddp.studies.runner import TrialRunner, check_trials
@@ -64,14 +63,8 @@ def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> Tr
     allowed.
     """
     resolved = config_of(recipe, config or {})
-    state, _ = split_pin(resolved.initial_model_state)
-    places = {
-        "data": data,
-        "initial_model_state": "" if state.startswith(TORCHVISION) else state,
-        **list_places(resolved.recipe_options, "recipe_options"),
-    }
     if not is_local():
-        check_urls(places, SETTINGS.allowed)
+        check_urls({"data": data, **places_of_config(resolved)}, SETTINGS.allowed)
     return resolved
 
 

@@ -99,6 +99,16 @@ class PromotionResult:
     # 95 % confidence interval of how much better the challenger is; empty without a comparison
     advantage: tuple[float, ...] = ()
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """All that was measured, by names of its own."""
+        measured = {"challenger": self.challenger, "champion": self.champion}
+        return {
+            f"{who}_{name}": value
+            for who, values in measured.items()
+            for name, value in values.items()
+        } | dict(zip(("advantage_low", "advantage_high"), self.advantage, strict=False))
+
 
 @dataclass(frozen=True)
 class CurrentModel:
