@@ -823,8 +823,8 @@ def worker_pod(last_end: dict[str, Any] | None, **metadata: Any) -> dict[str, An
     [
         (worker_pod({"reason": "OOMKilled", "finishedAt": "now"}), "OOMKilled"),
         (worker_pod({"reason": "Error", "finishedAt": "now"}), "Error"),
-        # an earlier failure's
-        (worker_pod({"reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:00Z"}), ""),
+        # that of a container before the worker's, such as one that found no scheduler yet
+        (worker_pod({"reason": "Error", "finishedAt": "earlier"}), ""),
         (worker_pod(None), ""),
         (worker_pod(None, deletionTimestamp="2026-01-01T00:00:00Z"), ""),  # evicted
         (None, ""),
@@ -834,13 +834,15 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     api_server: ApiServer, monkeypatch: pytest.MonkeyPatch, pod: dict[str, Any] | None, reason: str
 ) -> None:
     monkeypatch.setattr(api, "ANSWER_TIMEOUT", 0.5)
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    read = json.loads(json.dumps(pod).replace('"now"', f'"{now}"'))
+    began_at = datetime.datetime.now(datetime.timezone.utc)
+    earlier = began_at - datetime.timedelta(seconds=3)
+    text = json.dumps(pod).replace('"now"', began_at.strftime('"%Y-%m-%dT%H:%M:%SZ"'))
+    read = json.loads(text.replace('"earlier"', earlier.strftime('"%Y-%m-%dT%H:%M:%SZ"')))
     api_server.answers |= {
         "/log": (200, None),
         f"/{WORKER}": read if pod else (404, {"message": "not found"}),
     }
-    end = api.pod_end(CLUSTER, WORKER)
+    end = api.pod_end(CLUSTER, WORKER, began_at=began_at.timestamp())
     assert (end.reason, end.is_out_of_memory) == (reason, reason == "OOMKilled")
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 

@@ -41,7 +41,6 @@ POLL_INTERVAL = 0.25  # seconds between two questions for what starts or ends: e
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
 # mounted into every pod that may use the API
 POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-END_MAX_AGE = 120.0  # seconds; an older end belongs to an earlier failure
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     return " ".join([*parts, *refusals[-1:]])
 
 
-def pod_end(config: ClusterConfig, name: str, num_lines: int = 0) -> PodEnd:
+def pod_end(config: ClusterConfig, name: str, num_lines: int = 0, began_at: float = 0.0) -> PodEnd:
     """Return how the container of a lost worker, or of an earlier attempt, ended, and its last
     lines.
 
@@ -171,13 +170,15 @@ def pod_end(config: ClusterConfig, name: str, num_lines: int = 0) -> PodEnd:
         config: of the cluster; for kinds other than kubernetes nothing is known.
         name: of the pod. A worker's name is that of its pod.
         num_lines: of a worker's log.
+        began_at: when the attempt began, in seconds since the epoch. A container that ended before,
+            such as a worker's that found no scheduler yet, is not the one that was lost.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT
     try:
         namespace = target_namespace(config) if config.resolved_kind == "kubernetes" else ""
         while namespace:
             pod = find("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
-            reason = _end_reason(pod) if pod else ""
+            reason = _end_reason(pod, began_at) if pod else ""
             # A deleted pod's container reports no end.
             is_deleted = not pod or pod.metadata.deletion_timestamp is not None
             if reason or is_deleted or time.monotonic() > deadline:
@@ -294,13 +295,13 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
     return f"{pod.status.phase}, last event: {events.get(pod.metadata.name, 'none')}"
 
 
-def _end_reason(pod: Any) -> str:
-    """Return why a container of the pod failed, where it did lately; "" where it did not."""
-    oldest = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=END_MAX_AGE)
+def _end_reason(pod: Any, began_at: float) -> str:
+    """Return why a container of the pod failed after `began_at`; "" where none did."""
+    oldest = datetime.datetime.fromtimestamp(int(began_at), datetime.timezone.utc)
     statuses = pod.status.container_statuses or []
     for status in sorted(statuses, key=lambda each: each.name != "worker"):  # a sidecar's last
         ended, previous = status.state.terminated, status.last_state.terminated
-        ended = ended or (previous if previous and previous.finished_at > oldest else None)
+        ended = ended or (previous if previous and previous.finished_at >= oldest else None)
         if ended and ended.exit_code:
             return str(ended.reason or f"exit code {ended.exit_code}")
     return ""

@@ -72,6 +72,7 @@ class DaskNodes(Nodes):
     make_jobs: Callable[[Job, int], list[NodeJob]]
     growth: GrowthWatch  # the watch for a larger gang
 
+    _began_at: float = 0.0  # seconds since the epoch
     _name: str = ""  # of the attempt, also of the topic of its messages
     _command: bytes = b""
     _next_command_at: float = 0.0
@@ -100,6 +101,7 @@ class DaskNodes(Nodes):
 
     def start(self, job: Job, num_restarts: int) -> None:
         """Put the code on the nodes, agree on where they meet, and start their agents."""
+        self._began_at = time.time()
         self._name = f"{self.plugin}-{num_restarts}"
         for topic in (self._name, SCHEDULER_TOPIC):
             self.client.subscribe_topic(
@@ -160,7 +162,7 @@ class DaskNodes(Nodes):
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if not failure.worker or "\n" in str(failure):
             return failure
-        end = pod_end(self.config, failure.worker, WORKER_LOG_LINES)
+        end = pod_end(self.config, failure.worker, WORKER_LOG_LINES, self._began_at)
         text = f"{failure}; {end}" if end.reason else str(failure)
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
