@@ -119,81 +119,35 @@ def test_a_rank_that_dies_while_the_data_are_prepared_ends_the_run(
     assert survivors() == []
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ],
-)
-def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path, names):
-    limit, used, cached = names
-    for name, content in (
-        (limit, "1000"),
-        (used, "900"),
-        ("memory.stat", f"anon 200\n{cached} 650\nslab 50\n"),
-    ):
-        (tmp_path / name).write_text(content)
+def test_files_that_a_container_has_read_take_none_of_its_memory(tmp_path):
+    (tmp_path / "memory.max").write_text("1000")
+    (tmp_path / "memory.current").write_text("900")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 650\nslab 50\n")
     assert use_of(tmp_path) == (250, 1000)
-    (tmp_path / limit).write_text("max")
+    (tmp_path / "memory.max").write_text("max")
     assert use_of(tmp_path) == (0, UNLIMITED)
 
 
-# What a process finds: its cgroups, where they are mounted, and the files there that count.
-MOUNT_1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
-MOUNT_2 = "41 31 0:38 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
-CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
-EVENTS = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
-
-
 @pytest.mark.parametrize(
-    ("groups", "mount", "files"),
+    ("group", "mounted", "file"),
     [
-        ("0::/", MOUNT_2.format(root="/"), {"memory.events": EVENTS}),
-        ("0::/pods/p/c", MOUNT_2.format(root="/pods/p/c"), {"memory.events": EVENTS}),
-        ("0::/init", MOUNT_2.format(root="/"), {"init/memory.events": EVENTS}),
-        ("4:memory:/\n0::/", MOUNT_1.format(root="/"), {"memory/memory.oom_control": CONTROL}),
-        (
-            "4:cpu,memory:/pods/p/c",
-            MOUNT_1.format(root="/pods/p/c"),
-            {"memory/memory.oom_control": CONTROL},
-        ),
-        (
-            "4:memory:/a/b\n0::/x",
-            MOUNT_1.format(root="/"),
-            {"memory/a/b/memory.oom_control": CONTROL},
-        ),
-        (
-            "4:memory:/a/b",
-            MOUNT_1.format(root="/elsewhere"),
-            {"memory/memory.oom_control": CONTROL},
-        ),
-        (  # an old kernel
-            "4:memory:/",
-            MOUNT_1.format(root="/"),
-            {
-                "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n",
-                "memory/memory.failcnt": "2\n",
-            },
-        ),
+        ("/", "/", "memory.events"),
+        ("/pods/p/c", "/pods/p/c", "memory.events"),  # a container sees its own as the root
+        ("/init", "/", "init/memory.events"),
+        ("/a/b", "/elsewhere", "memory.events"),
     ],
 )
-def test_processes_killed_for_lack_of_memory_are_counted_with_both_versions_of_cgroups(
-    tmp_path, groups, mount, files
-):
-    others = (
-        "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n23 1 254:0 / / rw - ext4 "
-        "/dev/vda rw"
-    )
-    tree = {"proc/self/cgroup": groups, "proc/self/mountinfo": f"{others}\n{mount}\n"}
+def test_processes_killed_for_lack_of_memory_are_counted(tmp_path, group, mounted, file):
+    events = "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n"
+    mounts = f"23 1 254:0 / / rw - ext4 /dev/vda rw\n41 31 0:38 {mounted} /cg rw - cgroup2 cg rw\n"
     assert supervisor.count_oom_kills(tmp_path) == 0
     for name, contents in {
-        **tree,
-        **{f"sys/fs/cgroup/{name}": contents for name, contents in files.items()},
+        "proc/self/cgroup": f"0::{group}\n",
+        "proc/self/mountinfo": mounts,
+        f"cg/{file}": events,
     }.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(contents)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(contents)
     assert supervisor.count_oom_kills(tmp_path) == 2
 
 
