@@ -178,9 +178,9 @@ def _sample(dataset, sample_size, seed=0):
 
 
 class Loaded(Dataset):
-    """Samples that are read one by one, of which some are read ahead and some are replaced."""
+    """Samples that are read one by one, of which some are read ahead, and 13 cannot be read."""
 
-    num_replaced = 3
+    UNREADABLE = "unreadable"
 
     def __init__(self, size):
         self.size = size
@@ -190,7 +190,7 @@ class Loaded(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        return float(index), index
+        return (float(index), index) if index != 13 else self.UNREADABLE
 
     def prefetch(self, indices):
         self.prefetched += indices
@@ -263,16 +263,16 @@ def test_a_sample_of_the_data_is_drawn_by_the_seed_and_part_of_every_larger_one(
         assert take_sample(dataset, TrainingConfig(sample_size=sample_size)) is dataset
 
 
-def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_was_replaced():
-    loaded, config = Loaded(97), TrainingConfig(sample_size=10)
-    samples = LoadedSamples(take_sample(loaded, config), Tiny(), config, _world(0, 1))
-    (batch,) = samples.batches([torch.tensor([3, 7])], epoch=1)
+def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_cannot_be_read():
+    loaded, config = Loaded(97), TrainingConfig(sample_size=96)
+    part = take_sample(loaded, config)
+    chosen = [part.indices.index(number) for number in (13, 7)]
+    samples = LoadedSamples(part, Tiny(), config, _world(0, 1))
+    (batch,) = samples.batches([torch.tensor(chosen)], epoch=1)
 
-    assert len(samples) == 10
-    assert (
-        batch[1].tolist() == loaded.prefetched == [_sample(loaded, 10)[index] for index in (3, 7)]
-    )
-    assert samples.num_replaced == 3
+    assert len(samples) == 96
+    assert (batch[1].tolist(), loaded.prefetched) == ([7], [13, 7])
+    assert samples.num_unreadable == 1
 
 
 def test_a_sample_larger_than_the_data_is_refused_in_one_line():

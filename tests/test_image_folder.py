@@ -302,33 +302,30 @@ def _prepare_broken(tmp_path, prepared, kind, names=("train/green/001.png",), **
 
 
 @pytest.mark.parametrize("kind", BROKEN_IMAGES)
-def test_an_unreadable_image_is_fatal_or_replaced_by_the_next_of_its_class(
-    tmp_path, prepared, kind, caplog
-):
-    _, train, test, _ = _prepare_broken(tmp_path, prepared, kind, unreadable="skip", augment=False)
-    train.prefetch(range(12))
-    samples = [train[sample] for sample in range(12)]
+def test_an_unreadable_image_is_fatal_or_left_out_and_named_once(tmp_path, prepared, kind, caplog):
+    recipe, train, _, _ = _prepare_broken(
+        tmp_path, prepared, kind, unreadable="skip", augment=False
+    )
+    (samples,) = open_samples([train], recipe, TrainingConfig(), ALONE)
+    for _ in range(2):
+        (batch,) = samples.batches([torch.arange(12)], epoch=1)
 
-    assert [label for _, label in samples] == [0] * 4 + [1] * 4 + [2] * 4
-    images = [image for image, _ in samples]
-    assert torch.equal(images[5], images[6])  # of green, 001 and 002
-    assert not torch.equal(images[4], images[6])
-    assert (train.num_replaced, test.num_replaced) == (1, 0)
-    train[5]
-    assert train.num_replaced == 2
-    (line,) = [each for each in caplog.messages if "replaces it" in each]
+    assert batch[1].tolist() == [0] * 4 + [1] * 3 + [2] * 4
+    assert samples.num_unreadable == 2
+    (line,) = [each for each in caplog.messages if "it keeps its place" in each]
     assert "train/green/001.png" in line
     fatal = dataclasses.replace(train, skips=False)
     with pytest.raises(DataError, match=f"^data: .*/train/green/001.png {BROKEN_IMAGES[kind][1]}"):
         fatal[5]
 
 
-def test_a_class_without_readable_images_is_always_fatal(tmp_path, prepared):
-    names = [f"train/green/{number:03d}.png" for number in range(4)]
-    _, train, _, _ = _prepare_broken(tmp_path, prepared, "no image", names, unreadable="skip")
+def test_predictions_leave_no_image_out(tmp_path, prepared):
+    name = "val/green/001.png"
+    recipe, _, _, _ = _prepare_broken(tmp_path, prepared, "no image", [name], unreadable="skip")
+    images = recipe.predict_dataset(prepared)
 
-    with pytest.raises(DataError, match="nor can the images that follow it in class 'green'"):
-        train[5]
+    with pytest.raises(DataError, match=f"sample {name} cannot be read, and none is left out"):
+        [images[index] for index in range(len(images))]
 
 
 def test_an_error_in_a_loader_process_is_the_same_line(tmp_path, prepared):

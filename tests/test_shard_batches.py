@@ -243,15 +243,18 @@ def mean_batches(shards, rank, world_size, size):
 
 @pytest.mark.parametrize("data_workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_recipe_counts_the_samples_that_it_ignores_at_any_number_of_ranks(data_workers, tmp_path):
-    states = []
+    states, losses = [], []
     for num_ranks in (1, 2):  # of two ranks one often has none of a batch
         run = new_run(tmp_path / str(num_ranks), "tests.support.promises.Sparse")
         run.train(num_ranks, data_workers=data_workers, epochs=2, global_batch_size=2)
         finished = events_of(run, events.EpochFinished)
         # the last batch has one sample, which both ranks read
-        assert {each.num_replaced for each in finished} <= {48, 47 + num_ranks}
+        # and the held-out ones, which are the same
+        assert {each.num_unreadable for each in finished} <= {2 * 48, 2 * 48 - 1 + num_ranks}
+        losses.append([each.test_loss for each in finished])
         states.append(run.state())
     torch.testing.assert_close(*states)
+    assert losses[0] == pytest.approx(losses[1])
 
 
 def test_a_rank_fetches_its_part_of_a_store_once_and_ahead(bucket, s3, tmp_path):  # noqa: F811

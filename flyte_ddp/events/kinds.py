@@ -135,8 +135,8 @@ class EpochFinished(Timed):
     rank_losses: list[float] = field(default_factory=list)
     # mean time per step that each rank computed
     rank_step_seconds: list[float] = field(default_factory=list)
-    # training and held-out samples that could not be read and were replaced by others
-    num_replaced: int = 0
+    # training and held-out samples that could not be read and were left out
+    num_unreadable: int = 0
     # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a
     # single rank:
     # mean wait for gradients after the backward pass
@@ -162,7 +162,7 @@ class EpochFinished(Timed):
                 **self.metrics,
                 "samples_per_second": self.samples_per_second,
                 "seconds": self.seconds,
-                **({"num_replaced": self.num_replaced} if self.num_replaced else {}),
+                **({"num_unreadable": self.num_unreadable} if self.num_unreadable else {}),
             },
             axis="epoch",
             step=self.step,

@@ -30,7 +30,7 @@ FORMATS = {
     "accuracy": "accuracy {:.2%}",
     "samples_per_second": "{:,.0f} samples/s",
     "seconds": "",  # which the samples per second tell
-    "num_replaced": "{:,.0f} samples could not be read",
+    "num_unreadable": "{:,.0f} samples could not be read",
 }
 
 

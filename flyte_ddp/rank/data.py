@@ -159,8 +159,8 @@ class _Sample(Subset[Any]):
         return self.dataset.key(number) if hasattr(self.dataset, "key") else f"sample {number}"
 
     @property
-    def num_replaced(self) -> int:
-        return getattr(self.dataset, "num_replaced", 0)
+    def UNREADABLE(self) -> object:
+        return self.dataset.UNREADABLE  # type: ignore[attr-defined]
 
 
 class TensorSamples:
@@ -169,7 +169,7 @@ class TensorSamples:
     """
 
     weights: Tensor | None = None  # see `weigh_samples`
-    num_replaced = 0
+    num_unreadable = 0
     dataset = None  # to which no look at a sample does anything
 
     def __init__(self, dataset: TensorDataset, recipe: Recipe, world: World) -> None:
@@ -274,11 +274,9 @@ class LoadedSamples:
         return None if self.has_own_counts else float(len(indices))
 
     @property
-    def num_replaced(self) -> int:
-        """Samples read so far, by this rank, that could not be read and were replaced by
-        another.
-        """
-        return getattr(self.dataset, "num_replaced", 0) + int(self._num_unreadable.sum())
+    def num_unreadable(self) -> int:
+        """Samples so far, of this rank, that could not be read and are left out."""
+        return int(self._num_unreadable.sum())
 
     def read(self, epoch: int, sample: int) -> Any:
         return self._loader.dataset[epoch, sample]
@@ -293,8 +291,6 @@ class LoadedSamples:
                     raise DataError(
                         f"datasets: expected (input, target) pairs as samples, got {got}"
                     )
-                if share < 1 and not epoch:
-                    raise DataError("datasets: expected held-out samples that can all be read")
                 if self.has_own_collate:
                     self._check_size(batch, max(1, round(share * len(index))))
                 moved = map_tensors(

@@ -96,8 +96,8 @@ class Recipe:
         A `TensorDataset` is moved to the device as a whole if it fits, and batched there by index.
         Any other data set with `__len__` and `__getitem__` is read through a DataLoader. It may
         also have `prefetch(indices)`, which is called with the samples of a batch before they are
-        read one by one, and `num_replaced`, the number of samples so far that could not be read and
-        were replaced by others.
+        read one by one, and a class attribute `UNREADABLE`, the sample in place of one that could
+        not be read: that keeps its place in the order, with weight 0, and is counted.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define datasets")
 
@@ -368,7 +368,11 @@ class Mapped:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self.function(self.dataset[index], index)
+        sample = self.dataset[index]
+        if sample is getattr(self.dataset, "UNREADABLE", self):
+            name = self.key(index) if hasattr(self, "key") else index
+            raise DataError(f"data: sample {name} cannot be read, and none is left out here")
+        return self.function(sample, index)
 
 
 def take_input(sample: Any, index: int) -> Any:

@@ -80,27 +80,30 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
+    leaves_out = hasattr(samples.dataset, "UNREADABLE")
+    stand_in: list[float]
     shard = evaluation_shard(samples, config, world)
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
     with evaluating(model):
-        for number, (index, (inputs, targets)) in enumerate(
+        for number, (index, (inputs, targets, *stand_in)) in enumerate(
             zip(shard, samples.batches(shard, epoch=0), strict=True)
         ):
             outputs = forward(model, recipe, parallelism, inputs)
-            loss_sum += recipe.losses(outputs, targets).sum()
-            metrics.update(outputs, targets)
-            on_outputs(outputs, targets)
-            counted = samples.num_targets(index)
-            num_targets += (
-                count_targets(recipe, targets).to(world.device) if counted is None else counted
-            )
+            if not stand_in:
+                loss_sum += recipe.losses(outputs, targets).sum()
+                metrics.update(outputs, targets)
+                on_outputs(outputs, targets)
+                counted = None if leaves_out else samples.num_targets(index)
+                num_targets += (
+                    count_targets(recipe, targets).to(world.device) if counted is None else counted
+                )
             if number < num_common:
                 on_batch()
         # the others may need this rank's part of the weights
         if num_more := parallelism.count_passes(len(shard)) - len(shard):
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
-            for inputs, _ in samples.batches(num_more * [first], epoch=0):
+            for inputs, *_ in samples.batches(num_more * [first], epoch=0):
                 forward(model, recipe, parallelism, inputs)
     parallelism.release(model)
     total_loss, total = world.all_reduce(loss_sum, num_targets)

@@ -54,7 +54,7 @@ def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
 def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Any:
     """Return the first of `samples` as a batch that the model takes."""
     first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
-    batch, _ = next(iter(samples.batches([first], epoch=0)))
+    batch, *_ = next(iter(samples.batches([first], epoch=0)))
     return model_inputs(recipe, config, batch)
 
 
@@ -87,7 +87,7 @@ def make_predictions(
     )
     predictions: list[Prediction] = []
     with unchanged(model, recipe, samples.dataset), evaluating(model):
-        for batch, targets in samples.batches(indices, epoch=0):
+        for batch, targets, *_ in samples.batches(indices, epoch=0):
             outputs = map_tensors(on_cpu, forward(model, recipe, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
             predictions += recipe.report_samples(batch, outputs, targets)

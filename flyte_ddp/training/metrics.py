@@ -36,7 +36,7 @@ RESERVED = (
     "learning_rate",
     "samples_per_second",
     "seconds",
-    "num_replaced",
+    "num_unreadable",
 )
 
 

@@ -110,7 +110,7 @@ class Trainer:
         # the run goes on from the state of the best epoch, which the store lacks
         self._best_is_unsaved = False
         self.first_step_at = 0.0  # seconds since the epoch
-        self._num_replaced = 0  # before the current epoch, of this rank
+        self._num_unreadable = 0  # before the current epoch, of this rank
 
     def fit(self) -> Progress:
         """Train the epochs that are not done yet.
@@ -209,7 +209,7 @@ class Trainer:
         epoch_sums = self._new_sums()
         log_sums = self._new_sums()
         own_seconds = sum(self.timer.seconds)
-        self._num_replaced = self.train.num_replaced + self.test.num_replaced
+        self._num_unreadable = self.train.num_unreadable + self.test.num_unreadable
         self.replica.train()
         keep_frozen_statistics(self.model)
 
@@ -577,9 +577,9 @@ class Trainer:
             evaluation_seconds=evaluation.seconds,
             rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
             rank_step_seconds=world.all_gather(own_seconds),
-            num_replaced=int(
+            num_unreadable=int(
                 world.all_reduce(
-                    self.train.num_replaced + self.test.num_replaced - self._num_replaced
+                    self.train.num_unreadable + self.test.num_unreadable - self._num_unreadable
                 )[0]
             ),
             metrics=evaluation.metrics,

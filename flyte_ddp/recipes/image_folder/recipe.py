@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.data.readers import KEY, Fields
+from flyte_ddp.data.shards import Shards
 from flyte_ddp.data.splits import describe_splits, open_splits, read_note
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Prediction
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.recipes.contents import report_left_out
@@ -47,8 +48,6 @@ MEAN, STANDARD_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # share of an image's area; torchvision's 0.08 is for long trainings from fresh weights
 CROP_SCALE = (0.35, 1.0)
 MAX_ASPECT = 16  # of an image that is resized whole
-# images of a class tried in place of one; if none can be read, the image is not the cause
-MAX_REPLACEMENTS = 10
 # of a prediction in the report: pixels of a side, likeliest classes
 SHOWN_SIZE, SHOWN_SCORES = 64, 10
 OWN_IMAGES = "images"  # in the directory of the prepared data
@@ -73,7 +72,7 @@ class ImageFolder(Recipe):
     # share of the images, where there is no directory of held-out ones
     held_out: float = field(0.2, above=0, below=1)
     min_images: int = field(2, minimum=1)  # training images that each class must have
-    # image: skip takes another one of its class; in shards it leaves the image out
+    # image: an error, or one that keeps its place with weight 0
     unreadable: str = field("fail", choices=("fail", "skip"))
     # no credentials, for public buckets; else they come from the environment
     anonymous: bool = False
@@ -175,9 +174,9 @@ class ImageFolder(Recipe):
             reader = FileReader(str(directory / OWN_IMAGES))
         else:
             reader = FileReader(index.url, self.anonymous)
-        skips = self.unreadable == "skip" and bool(index.classes)  # else none is of its class
-        train = Images(index.train, index.classes, reader, index.image_size, self.augment, skips)
-        test = Images(index.test, index.classes, reader, index.image_size, False, skips)
+        skips = self.unreadable == "skip" and bool(index.classes)  # predictions leave none out
+        train = Images(index.train, reader, index.image_size, self.augment, skips)
+        test = Images(index.test, reader, index.image_size, False, skips)
         return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
 
     def model(self) -> nn.Module:
@@ -218,33 +217,21 @@ class ImageFolder(Recipe):
 class Images:
     """One split as samples: (image in bytes (3, S, S), number of its class).
 
-    An image that cannot be read is an error or, with `skips`, replaced by the next readable one of
-    its class. It is not left out, because all ranks must have the same number of samples in a step.
-    The replacement is the same for every number of ranks and after a restart.
+    An image that cannot be read is an error or, with `skips`, keeps its place with weight 0.
     """
 
     images: ImageList
-    classes: Sequence[str]
     reader: FileReader
     image_size: int
     augments: bool
     skips: bool
-
-    def __post_init__(self) -> None:
-        import torch
-
-        # How often each was replaced, in memory shared by the loader processes. One process loads a
-        # sample at a time.
-        self._replaced = torch.zeros(len(self.images), dtype=torch.int32).share_memory_()
-        self._ahead: dict[int, Future[bytes]] = {}
+    UNREADABLE: ClassVar[object] = Shards.UNREADABLE  # see `Recipe.datasets`
+    _ahead: dict[int, Future[bytes]] = dataclasses.field(default_factory=dict, init=False)
+    # samples of which this process has said that they are skipped
+    _told: set[int] = dataclasses.field(default_factory=set, init=False)
 
     def __len__(self) -> int:
         return len(self.images)
-
-    @property
-    def num_replaced(self) -> int:
-        """The number of replaced samples so far, in all loader processes of this rank."""
-        return int(self._replaced.sum())
 
     def key(self, sample: int) -> str:
         """Return the name of the image's file, relative to the data's URL."""
@@ -254,13 +241,16 @@ class Images:
         """Begin to read the samples of the next calls of `__getitem__`, several at once."""
         self._ahead = {sample: self.reader.begin(self.images.file(sample)) for sample in indices}
 
-    def __getitem__(self, sample: int) -> tuple[Tensor, int]:
+    def __getitem__(self, sample: int) -> Any:
         try:
             image = self._image(sample)
         except UnreadableImage as error:
             if not self.skips:
                 raise
-            image = self._replacement(sample, error)
+            if sample not in self._told:
+                self._told.add(sample)
+                logger.warning("%s; it keeps its place, with weight 0", error)
+            return self.UNREADABLE
         tensor = to_tensor(image, self.image_size, self.augments)
         return tensor, int(self.images.labels[sample])
 
@@ -269,23 +259,6 @@ class Images:
         future = self._ahead.pop(sample, None)
         contents = future.result() if future else self.reader.read(file)
         return self.reader.decode(file, contents)
-
-    def _replacement(self, sample: int, error: UnreadableImage) -> Any:
-        """Return the next image of the class of `sample` that can be read."""
-        if not self._replaced[sample]:
-            logger.warning("%s; another image of its class replaces it", error)
-        self._replaced[sample] += 1
-        label = self.images.labels[sample]
-        (same_class,) = (self.images.labels == label).nonzero()
-        following = [*same_class[same_class > sample], *same_class[same_class < sample]]
-        for other in following[:MAX_REPLACEMENTS]:
-            try:
-                return self._image(int(other))
-            except UnreadableImage as next_error:
-                error = next_error
-        raise DataError(
-            f"{error}; nor can the images that follow it in class {self.classes[label]!r}"
-        ) from error
 
 
 @dataclass(frozen=True)
