@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import io
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from flyte_ddp.config.background import call_in_background
 
 T = TypeVar("T")
 
@@ -151,15 +152,7 @@ def call_together(work: Callable[[], T], world: World) -> T:
     """
     if world.world_size == 1:
         return work()
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=call, name="call-together", daemon=True).start()
+    done = call_in_background(work)
     patience = 0.01  # seconds
     while True:
         concurrent.futures.wait([done], patience)

@@ -16,8 +16,8 @@ import types
 import pytest
 
 import flyte_ddp
+from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.rank.frames import is_of_program
 from tests.support.runs import fork_functions
 from tests.test_run import OURS, SCRIPTS, environment
 

@@ -7,9 +7,9 @@ import traceback
 from dataclasses import dataclass
 
 from flyte_ddp import errors
+from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import RankFailure, SweepFailed
 from flyte_ddp.launch.protocol.failures import first_line, shorten, shorten_traceback
-from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.storage import redact_url
 
 # Only the user can fix these. Another attempt would end in the same way.

@@ -74,7 +74,6 @@ class Mlflow(Recorder):
     _metrics: list[Any] = field(default_factory=list, init=False)  # that wait for `_flush`
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require("mlflow", "mlflow")
 
     def _record(self, event: Event) -> None:

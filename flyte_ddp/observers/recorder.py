@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import (
     CheckpointLoaded,
@@ -68,31 +69,25 @@ class Recorder:
     _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
     _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
     _run: Any = field(default=None, init=False)  # the service's
+    _recording: Future[None] | None = field(default=None, init=False)  # from the first event on
     # a str is the status at the end
     _queue: queue.Queue[Event | str] = field(
         default_factory=lambda: queue.Queue(MAX_EVENTS), init=False
     )
 
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(
-            target=self._work, name=f"{self.service} recorder", daemon=True
-        )
-
     def close(self, error: BaseException | None) -> None:
         """Finish the service's run. Wait at most `close_timeout`."""
-        if self._thread.is_alive():
+        if self._recording and not self._recording.done():
             is_stopped = isinstance(error, TrainingStopped)
             self.handle("FINISHED" if error is None else "KILLED" if is_stopped else "FAILED")
-            self._thread.join(self.close_timeout)
-            if self._thread.is_alive():
+            if wait([self._recording], self.close_timeout).not_done:
                 self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
 
     def handle(self, event: Event | str) -> None:
         """Put the event, or the status at the end, into the queue."""
         if self.is_off:
             return
-        if self._thread.ident is None:
-            self._thread.start()
+        self._recording = self._recording or call_in_background(self._work)
         try:
             self._queue.put_nowait(event)
         except queue.Full:

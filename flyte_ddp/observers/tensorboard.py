@@ -42,7 +42,6 @@ class Tensorboard(Recorder):
     _next_upload: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require("tensorboard", "tensorboard")
         check_url(self.logdir, "tensorboard")
         self.url = f"{self.logdir.rstrip('/')}/{self.run_id}"

@@ -75,7 +75,6 @@ class Wandb(Recorder):
     offline_url: str = ""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.keys = {"WANDB_API_KEY": os.environ.get("WANDB_API_KEY", ""), **self.keys}
         self.is_off = os.environ.get("WANDB_MODE") == "disabled"  # saves the import, 1.5 s
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import errors, events, session
+from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
@@ -51,7 +52,6 @@ from flyte_ddp.launch.protocol.ranks import (
 )
 from flyte_ddp.observers.streams import open_standard_streams
 from flyte_ddp.rank.collectives import watch_main_thread
-from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.rank.link import AgentLink, RankProcess
 from flyte_ddp.rank.session import Session
 from flyte_ddp.storage.urls import redact_url

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from flyte_ddp.checkpoints.state import is_split
-from flyte_ddp.rank.frames import LIBRARIES
+from flyte_ddp.config.frames import LIBRARIES
 from flyte_ddp.rank.sharding import is_sharded, reshard
 from flyte_ddp.recipes import Recipe
 

@@ -39,8 +39,8 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from flyte_ddp import session
+from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.frames import is_of_program
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rehearsal.faults import FullFile, Refusal
 from flyte_ddp.rehearsal.seen import read_run

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import (
@@ -29,7 +30,6 @@ from flyte_ddp.rank.data import (
     isolate_draws,
     seed_generators,
 )
-from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate

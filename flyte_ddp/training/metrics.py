@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import plain_number, suggest
+from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.frames import frames_of_user
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import contextvars
 import dataclasses
 import json
 import logging
 import queue
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -456,19 +454,14 @@ class Dispatcher:
     listeners: Sequence[events.Listener]
     _queue: queue.SimpleQueue[events.Event | None] = field(default_factory=queue.SimpleQueue)
     _error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=run, args=(self._deliver,), name="listeners", daemon=True
-        )
+    _delivery: concurrent.futures.Future[None] = field(init=False)
 
     def emit(self, event: events.Event) -> None:
         """Pass `event` on, with the time: one clock for all of a run's processes."""
         self._queue.put(dataclasses.replace(event, at=time.time()))
 
     def __enter__(self) -> Dispatcher:
-        self._thread.start()
+        self._delivery = call_in_background(self._deliver)
         return self
 
     def __exit__(
@@ -479,8 +472,7 @@ class Dispatcher:
     ) -> None:
         self._error = error
         self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT)
-        if self._thread.is_alive():
+        if concurrent.futures.wait([self._delivery], CLOSE_TIMEOUT).not_done:
             logger.warning(
                 "a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
+import concurrent.futures
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError, TrainingStopped, in_one_line
 from flyte_ddp.launch.control.attempt import Node, Nodes
@@ -47,9 +47,7 @@ class Results:
             self._deliver = storage.write
         self._failure: Exception | None = None
         self._queue: queue.SimpleQueue[tuple[Nodes, Node, Submitted] | None] = queue.SimpleQueue()
-        run = contextvars.copy_context().run  # with the caller's variables, as for a listener
-        self._thread = threading.Thread(target=run, args=(self._take_all,), daemon=True)
-        self._thread.start()
+        self._taking = call_in_background(self._take_all)
 
     def put(self, nodes: Nodes, node: Node, submitted: Submitted) -> None:
         """Take one more file from `node`."""
@@ -58,9 +56,9 @@ class Results:
     def close(self, stop: StopRequest) -> None:
         """Wait until all files are passed on, or until a second request to stop is made."""
         self._queue.put(None)
-        while self._thread.is_alive() and not stop.is_urgent:
-            self._thread.join(POLL_INTERVAL)
-        if self._thread.is_alive():
+        while not (self._taking.done() or stop.is_urgent):
+            concurrent.futures.wait([self._taking], POLL_INTERVAL)
+        if not self._taking.done():
             self._failure = TrainingStopped(
                 f"{stop.reason}: the run was stopped while its results were on their way",
                 stop.reason,

@@ -5,17 +5,17 @@ driver's process.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import multiprocessing
 import queue
 import socket
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import (
@@ -105,7 +105,7 @@ class LocalNodes(Nodes):
     nodes: list[Node] = field(default_factory=lambda: [Node()])
     _arrivals: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _thread: threading.Thread | None = None
+    _agent: Future[None] | None = None
 
     def __post_init__(self) -> None:
         self.world_size = self.place.num_processes
@@ -128,16 +128,13 @@ class LocalNodes(Nodes):
             max_restarts=place.max_restarts,
             results=place.results,
         )
-        arguments = (supervise, job, ranks, listener, self.run.prepared, self._link, place.memory)
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=arguments, name="agent", daemon=True
+        self._agent = call_in_background(
+            lambda: supervise(job, ranks, listener, self.run.prepared, self._link, place.memory)
         )
-        self._thread.start()
 
     def send(self, command: Any) -> None:
         self._link.obey(command)
-        if self._thread is None:  # it was never started
+        if self._agent is None:  # it was never started
             self.nodes[0].outcome = Outcome.FAILED
 
     def messages(self) -> Sequence[tuple[Node, Any]]:
@@ -152,8 +149,8 @@ class LocalNodes(Nodes):
         return take_files(self.place.results, names)
 
     def close(self) -> None:
-        if self._thread:
-            self._thread.join()  # the ranks are gone
+        if self._agent:
+            self._agent.result()  # the ranks are gone
         self._stack.close()
 
 

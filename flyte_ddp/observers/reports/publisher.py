@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
+from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.events import Event, RunStarted
@@ -46,7 +47,7 @@ class PagePublisher:
         # Taken here, in the task's thread, because events may arrive in another one.
         self._context = contextvars.copy_context()
         self._html = ""
-        self._upload: threading.Thread | None = None
+        self._upload: Future[None] | None = None
 
     def handle(self, event: Event) -> None:
         has_curves = bool(event.figures().axis)
@@ -55,7 +56,7 @@ class PagePublisher:
 
     def close(self, error: BaseException | None) -> None:
         if self._upload is not None:
-            self._upload.join()
+            wait([self._upload])
         self._publish(None)
 
     def _publish(self, max_delay: float | None = BEAT_INTERVAL) -> None:
@@ -63,10 +64,9 @@ class PagePublisher:
         if self._send is not None:
             with log_failures("report"):  # rendered here: the report changes with the next event
                 self._html = self._report.render_fragment()
-            if self._upload is None or not self._upload.is_alive():
-                self._upload = threading.Thread(target=self._upload_now, name="page", daemon=True)
-                self._upload.start()
-            self._upload.join(max_delay)
+            if self._upload is None or self._upload.done():
+                self._upload = call_in_background(self._upload_now)
+            wait([self._upload], max_delay)
         now = self._clock()
         self._due_at = now + max(self._interval, self.SHARE_OF_TIME * (now - self._started_at))
 
