@@ -62,7 +62,7 @@ def test_the_time_left_follows_the_pace_of_the_ranks_that_started_last() -> None
             listener.handle(event)
     assert state.seconds_left(now + 300) == pytest.approx(900)
     assert state.seconds_left(now + 400) == pytest.approx(800)
-    assert "Time left" in [each["name"] for each in report.content()["tiles"]]
+    assert "Time left" in [each.name for each in report.content()["tiles"]]
     bar._next_step_line = 0.0
     bar.handle(replace(reported(4), at=now + 400))
     assert stream.getvalue().splitlines()[-1].endswith(" left")

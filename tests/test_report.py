@@ -141,7 +141,7 @@ def test_the_headline_is_the_monitored_figure():
     started, *others = sample_run.training(epochs=3)
     monitor = {"metric": "accuracy", "mode": "max"}
     monitored = dataclasses.replace(started, config={**started.config, "monitor": monitor})
-    assert report_of([monitored, *others]).content()["tiles"][0]["name"] == "Best accuracy"
+    assert report_of([monitored, *others]).content()["tiles"][0].name == "Best accuracy"
 
 
 def test_the_report_of_a_finished_run_is_complete():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flyte_ddp.observers.formats import format_figure
-from flyte_ddp.observers.reports.page import Page, cell, shorten, table
+from flyte_ddp.observers.reports.page import Page, Table, cell, shorten
 from flyte_ddp.promotion.champion import ChampionStore, Manifest
 from flyte_ddp.promotion.policy import PromotionResult
 from flyte_ddp.storage import redact_url
@@ -69,5 +69,5 @@ class RetrainingReport(Page):
         note = f"both on the same held-out data; versions in {place}, as promoted; green: in use"
         return {
             "lead": f"{self.result.outcome.value}: {self.result.reason}",
-            "table": table("Challenger and champion", note, rows) if rows else {},
+            "table": Table("Challenger and champion", note, rows) if rows else {},
         }

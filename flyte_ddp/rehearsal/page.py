@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.observers.reports.drawing import PALETTE, Line, Panel
-from flyte_ddp.observers.reports.page import Page, card, cell, table
+from flyte_ddp.observers.reports.page import Card, Page, Table, cell
 from flyte_ddp.rehearsal.runs import TITLES
 from flyte_ddp.rehearsal.verdict import Row, Verdict
 
@@ -33,15 +33,15 @@ class RehearsalPage(Page):
         shown = [
             (False, {head: cell(text) for head, text in self.cells(row).items()}) for row in rows
         ]
-        causes = [card(each.name, each.where, each.text) for each in self.verdict.causes]
+        causes = [Card(each.name, each.where, each.text) for each in self.verdict.causes]
         problems = [
-            card(TITLES[row.run.name], "", "\n".join(row.problems)) for row in rows if row.problems
+            Card(TITLES[row.run.name], "", "\n".join(row.problems)) for row in rows if row.problems
         ]
         return {
             "lead": "right" if self.verdict.is_right else "wrong",
             "percent_done": 100,
             "tiles": [],
-            "table": table("Faults", "beside the undisturbed run", shown),
+            "table": Table("Faults", "beside the undisturbed run", shown),
             "first_cards": causes,
             "cards": problems,
             "charts": [

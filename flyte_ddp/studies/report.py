@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.observers.formats import duration, format_count, format_figure, format_value
-from flyte_ddp.observers.reports.page import NOTHING, Page, card, cell, shorten, table, tile
+from flyte_ddp.observers.reports.page import NOTHING, Card, Page, Table, Tile, cell, shorten
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
@@ -90,7 +90,7 @@ class StudyReport(Page):
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
             "first_cards": [
-                card(f"The best: {best.trial}", note, format_value(best.trial.overrides))
+                Card(f"The best: {best.trial}", note, format_value(best.trial.overrides))
             ]
             if best
             else [],
@@ -98,7 +98,7 @@ class StudyReport(Page):
                 (title, note, self.draw(panels)) for title, note, panels in charts if panels
             ],
             "table": _table(runs, best, study) if runs else {},
-            "cards": [card("Failures", "", "", failures)] if failures else [],
+            "cards": [Card("Failures", "", "", failures)] if failures else [],
         }
 
     def _lead(self, runs: Sequence[TrialRun]) -> str:
@@ -117,44 +117,42 @@ class StudyReport(Page):
             )
         return f"{lead}."
 
-    def _tiles(
-        self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int
-    ) -> list[dict[str, str]]:
+    def _tiles(self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int) -> list[Tile]:
         counts = {
             status: sum(run.status == status for run in runs)
             for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
         }
         others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         spent = sum(run.seconds for run in runs)
-        shown = [tile("Best trial", NOTHING, "")]
+        shown = [Tile("Best trial", NOTHING, "")]
         if best and best.kept:
             note = f"trial {best.trial.number}, {place_of(best.kept)}"
             values = figures_of(best.kept)
             shown = [
-                tile(
+                Tile(
                     f"Best {name_metric(best).lower()}",
                     format_figure(best.metric, values.get(best.metric, math.nan)),
                     note,
                 ),
                 *(
-                    tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
+                    Tile(f"Its {name.replace('_', ' ')}", format_figure(name, values[name]), "")
                     for name in list(values)[: 2 + MAX_METRICS]
                     if name not in (best.metric, "train_loss")
                 ),
             ]
         return [
-            tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
+            Tile("Trials done", f"{num_done} / {len(runs)}", others or "all finished"),
             *shown,
-            tile(
+            Tile(
                 "Wall time",
                 duration(self.seconds()),
                 "so far" if self.status == "running" else "of this attempt",
             ),
-            tile("Time of the trials", duration(spent), "sum of all trials"),
+            Tile("Time of the trials", duration(spent), "sum of all trials"),
         ]
 
 
-def _scaling_tiles(study: Study) -> list[dict[str, str]]:
+def _scaling_tiles(study: Study) -> list[Tile]:
     if not study.rows:
         return []
     sizes = by_world_size(next(iter(study.series.values())))
@@ -165,13 +163,13 @@ def _scaling_tiles(study: Study) -> list[dict[str, str]]:
         return estimate([getattr(each, name) for each in sizes[largest]])
 
     return [
-        tile("Speed-up", f"{mean('speed_up'):.2f} x", f"{ranks} over {smallest}"),
-        tile("Efficiency", f"{mean('efficiency'):.0%}", f"of the ideal, {ranks}"),
-        tile("Waiting for gradients", f"{mean('wait_share'):.0%}", f"of a step, {ranks}"),
+        Tile("Speed-up", f"{mean('speed_up'):.2f} x", f"{ranks} over {smallest}"),
+        Tile("Efficiency", f"{mean('efficiency'):.0%}", f"of the ideal, {ranks}"),
+        Tile("Waiting for gradients", f"{mean('wait_share'):.0%}", f"of a step, {ranks}"),
     ]
 
 
-def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dict[str, Any]:
+def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> Table:
     """Return the table of trials."""
     measured = {each.trial: each for each in study.rows}
     rows, is_recipe = [], runs[0].trial.counted is EpochFinished
@@ -202,4 +200,4 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> dic
         if any(each.error for each in runs):
             cells["error"] = cell(shorten(run.error, MAX_ERROR), kind="note")
         rows.append((run is best, cells))
-    return table("Trials", "click a column's head to sort", rows)
+    return Table("Trials", "click a column's head to sort", rows)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jinja2 import Environment, Template
 from markupsafe import Markup
@@ -163,17 +163,48 @@ def _redact(value: Any) -> Any:
     )
 
 
-def tile(name: str, value: str, note: str) -> dict[str, str]:
-    return {"name": name, "value": value, "note": note}
+class Tile(NamedTuple):
+    """A figure at the top of a report."""
+
+    name: str
+    value: str
+    note: str
 
 
-def row(name: str, value: str, note: str = "", marked: bool = False) -> dict[str, Any]:
-    return {"name": name, "value": value, "note": note, "marked": marked}
+class Row(NamedTuple):
+    """A named value of a section."""
+
+    name: str
+    value: str
+    note: str = ""
+    marked: bool = False
 
 
-def card(title: str, note: str, text: str, more: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Return a part of plain text, with `more` texts by their names that a click opens."""
-    return {"title": title, "note": note, "text": text, "more": more}
+class Section(NamedTuple):
+    """Rows under a title."""
+
+    title: str
+    rows: list[Row]
+    note: str = ""
+    has_long_values: bool = False
+
+
+class Card(NamedTuple):
+    """A part of plain text."""
+
+    title: str
+    note: str
+    text: str
+    more: Sequence[tuple[str, str]] = ()  # texts by their names, which a click opens
+
+
+class Table(NamedTuple):
+    """A table that a click on a head sorts."""
+
+    title: str
+    note: str
+    # True for a marked one, and its cells by their columns' heads
+    rows: Sequence[tuple[bool, Mapping[str, dict[str, Any]]]]
 
 
 def cell(value: Any, form: Callable[[Any], str] = str, kind: str = "") -> dict[str, Any]:
@@ -181,19 +212,6 @@ def cell(value: Any, form: Callable[[Any], str] = str, kind: str = "") -> dict[s
     is_number = value is not None and not (isinstance(value, float) and not math.isfinite(value))
     text = form(value) if is_number else "" if value is None else str(value)
     return {"text": text, "key": value if is_number else "", "class": kind}
-
-
-def table(
-    title: str, note: str, rows: Sequence[tuple[bool, Mapping[str, dict[str, Any]]]]
-) -> dict[str, Any]:
-    """Return a table. A row is True if it is marked, with its cells by their columns' heads."""
-    return {"title": title, "note": note, "rows": rows}
-
-
-def section(
-    title: str, rows: list[dict[str, Any]], note: str = "", has_long_values: bool = False
-) -> dict[str, Any]:
-    return {"title": title, "note": note, "rows": rows, "has_long_values": has_long_values}
 
 
 def shorten(text: str, max_length: int = 200) -> str:

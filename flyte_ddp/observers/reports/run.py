@@ -30,14 +30,14 @@ from flyte_ddp.observers.formats import (
     percent,
 )
 from flyte_ddp.observers.reports.page import (
+    Card,
     Page,
-    card,
+    Row,
+    Section,
+    Table,
+    Tile,
     cell,
-    row,
-    section,
     shorten,
-    table,
-    tile,
 )
 from flyte_ddp.observers.reports.plots import run_panels
 
@@ -157,7 +157,7 @@ class Report(Page):
             )
         return notices
 
-    def _tiles(self, started: RunStarted) -> list[dict[str, str]]:
+    def _tiles(self, started: RunStarted) -> list[Tile]:
         state, spent = self._state, self._time_spent()
         latest = {name: value for report in state.reports for name, value in report.values.items()}
         for name in itertools.chain(*state.rank_values.values()):  # some may be theirs alone
@@ -178,50 +178,50 @@ class Report(Page):
         )
         value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
         tiles = [
-            tile(
+            Tile(
                 f"Best {metric}".replace("_", " "),
                 value,
                 f"in epoch {best.position if best else 0:.3g}",
             ),
-            tile(
+            Tile(
                 "Epochs",
                 f"{state.num_epochs} / {epochs}" if epochs else "",
                 f"{self._percent_done(started)} % of {started.num_steps:,} steps",
             ),
-            tile(
+            Tile(
                 "Step",
                 f"{state.last_step:,}" if state.reports and not epochs else "",
                 "" if epoch is None else f"epoch {epoch:g}",
             ),
-            tile(
+            Tile(
                 "Samples/s",
                 format_rounded(rate) if rate else "",
                 "in the last epoch" if state.epochs else "now",
             ),
-            tile(
+            Tile(
                 "Wall time",
                 duration(seconds),
                 "since the launch" + (", this attempt" if state.resumed_step else ""),
             ),
-            tile("Time left", *self._describe_time_left()),
-            tile(
+            Tile("Time left", *self._describe_time_left()),
+            Tile(
                 "Goodput",
                 percent(spent.goodput) if spent.wall else "",
                 "of the wall time: stepping and evaluating",
             ),
-            tile("Ranks", f"{started.world_size}" if started.device else "", each),
-            tile(
+            Tile("Ranks", f"{started.world_size}" if started.device else "", each),
+            Tile(
                 "GPU-hours" if on_gpu else "Core-hours",
                 f"{devices * seconds / 3600:,.3g}" if started.device else "",
                 f"{devices} x wall time",
             ),
             *(
-                tile(name.replace("_", " "), f"{value:.4g}", self._describe_others(name))
+                Tile(name.replace("_", " "), f"{value:.4g}", self._describe_others(name))
                 for name, value in list(latest.items())[:MAX_TILES]
                 if not state.epochs and name != speed
             ),
         ]
-        return [each for each in tiles if each["value"]]
+        return [each for each in tiles if each.value]
 
     def _describe_time_left(self) -> tuple[str, str]:
         """Return the time to the last step and when that will be; empty where it is not known."""
@@ -242,7 +242,7 @@ class Report(Page):
             return "last reported"
         return f"other ranks: {statistics.fmean(found):.4g}, {min(found):.4g} to {max(found):.4g}"
 
-    def _epochs_table(self) -> dict[str, Any]:
+    def _epochs_table(self) -> Table:
         best, epochs = self._state.best, self._state.epochs
         metrics = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
         shown = [
@@ -273,9 +273,9 @@ class Report(Page):
         ]
         left_out = len(epochs) - len(shown)
         note = f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
-        return table("Epochs", note if left_out else "", rows)
+        return Table("Epochs", note if left_out else "", rows)
 
-    def _cards(self) -> list[dict[str, Any]]:
+    def _cards(self) -> list[Card]:
         """Return what the model generated after the last epochs, the newest open, and the last
         lines of the log.
         """
@@ -286,8 +286,8 @@ class Report(Page):
         ]
         log = "\n".join(self._lines)
         return [
-            *([card("Generated text", *texts[0], texts[1:])] if texts else []),
-            *([card("Log", "the last lines", log)] if log else []),
+            *([Card("Generated text", *texts[0], texts[1:])] if texts else []),
+            *([Card("Log", "the last lines", log)] if log else []),
         ]
 
     def _prediction_section(self) -> dict[str, Any] | None:
@@ -313,53 +313,53 @@ class Report(Page):
             )
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
 
-    def _sections(self, started: RunStarted) -> list[dict[str, Any]]:
+    def _sections(self, started: RunStarted) -> list[Section]:
         state, spent = self._state, self._time_spent()
         finished = state.finished or RunFinished(step=0, seconds=0.0)
         first_step = finished.first_step_seconds
         peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
         environment = [
-            row("Ranks", f"{started.world_size}"),
-            row("Nodes", f"{started.num_nodes}"),
-            row("Device of each", started.device),
-            row("Backend", started.backend),
-            row("CPU threads per rank", f"{started.num_threads or ''}"),
-            row("Commit", started.commit),
-            row("Recipe's version", started.recipe_version[:12], "of its code and the library's"),
-            *(row(name, version) for name, version in started.versions.items()),
-            row(
+            Row("Ranks", f"{started.world_size}"),
+            Row("Nodes", f"{started.num_nodes}"),
+            Row("Device of each", started.device),
+            Row("Backend", started.backend),
+            Row("CPU threads per rank", f"{started.num_threads or ''}"),
+            Row("Commit", started.commit),
+            Row("Recipe's version", started.recipe_version[:12], "of its code and the library's"),
+            *(Row(name, version) for name, version in started.versions.items()),
+            Row(
                 "Peak memory per rank",
                 ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each),
             ),
-            row(
+            Row(
                 "Parameters per rank",
                 ", ".join(f"{each:,}" for each in finished.rank_num_parameters),
             ),
-            row("Launch to first step", duration(first_step) if first_step else ""),
-            row(
+            Row("Launch to first step", duration(first_step) if first_step else ""),
+            Row(
                 "Steps between states in memory",
                 f"{finished.memory_interval or ''}",
                 "a lost rank costs no more",
             ),
-            row(
+            Row(
                 "Restarts of the gang",
                 f"{state.num_starts - 1 - state.num_announced_losses or ''}",
                 "in this attempt",
             ),
-            row(
+            Row(
                 "Announced losses",
                 f"{state.num_announced_losses or ''}",
                 f"in this attempt; {state.departure}",
             ),
         ]
         data = [
-            row("Data", started.data),
-            row("Training samples", f"{started.num_train_samples:,}"),
-            row("Held-out samples", f"{started.num_test_samples:,}"),
+            Row("Data", started.data),
+            Row("Training samples", f"{started.num_train_samples:,}"),
+            Row("Held-out samples", f"{started.num_test_samples:,}"),
         ]
         left_out = len(started.layers) - MAX_ROWS
         layers = [
-            row(
+            Row(
                 layer.name or layer.kind,
                 f"{layer.kind} → {_shape(layer.output_shape)}",
                 f"{layer.num_parameters:,} parameters" if layer.num_parameters else "",
@@ -367,7 +367,7 @@ class Report(Page):
             for layer in started.layers[:MAX_ROWS]
         ]
         time_rows = [
-            row(
+            Row(
                 name.replace("_", " ").capitalize(),
                 duration(seconds),
                 percent(seconds / spent.wall),
@@ -377,12 +377,12 @@ class Report(Page):
         ]
         saved = state.checkpoint
         outputs = [
-            *(row(name, url) for name, url in self.outputs.items()),
-            row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
-            row("Newest checkpoint", saved.url if saved else ""),
+            *(Row(name, url) for name, url in self.outputs.items()),
+            Row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
+            Row("Newest checkpoint", saved.url if saved else ""),
         ]
         stragglers = [
-            row(
+            Row(
                 f"Step {found.step:,}",
                 "; ".join(map(str, found.stragglers))
                 or "no rank is slower than the others any more",
@@ -393,21 +393,21 @@ class Report(Page):
             f"; {left_out} layers more" if left_out > 0 else ""
         )
         sections = [
-            section(
+            Section(
                 "Outputs",
-                [each for each in outputs if each["value"]],
+                [each for each in outputs if each.value],
                 has_long_values=True,
             ),
-            section("Time", time_rows, "their sum is the wall time"),
-            section("Slow ranks", stragglers, "when they changed", has_long_values=True),
-            section(
+            Section("Time", time_rows, "their sum is the wall time"),
+            Section("Slow ranks", stragglers, "when they changed", has_long_values=True),
+            Section(
                 "Configuration", _configuration(started.config), "bold: not the package's default"
             ),
-            section("Environment", [each for each in environment if each["value"]]),
-            section("Data", data if started.data else [], has_long_values=True),
-            section("Model", layers, size, has_long_values=True),
+            Section("Environment", [each for each in environment if each.value]),
+            Section("Data", data if started.data else [], has_long_values=True),
+            Section("Model", layers, size, has_long_values=True),
         ]
-        return [each for each in sections if each["rows"]]
+        return [each for each in sections if each.rows]
 
 
 def _error(prediction: Prediction) -> float:
@@ -434,14 +434,14 @@ def _sample(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _configuration(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _configuration(config: Mapping[str, Any]) -> list[Row]:
     defaults = dataclasses.asdict(TrainingConfig())
     shown = dict(config)
     options = shown.pop("recipe_options", {})
     shown |= {f"recipe_options.{name}": value for name, value in options.items()}
     changed = {name for name in shown if shown[name] != defaults.get(name, shown[name])}
     return [
-        row(
+        Row(
             name,
             format_value(value),
             f"default {format_value(defaults[name])}" if name in changed else "",
