@@ -5,8 +5,6 @@ model keeps.
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import os
 import random
 import threading
@@ -40,8 +38,6 @@ CONFIG = {
     "schedule": "constant",
 }
 NUM_STEPS = 4  # of 40 samples
-
-num_passes = 0  # a variable of the user's module
 
 
 class Slots:
@@ -81,25 +77,14 @@ def moved(value):
 
 
 class Keeping(Plain):
-    """Keeps something of each pass of the training everywhere that Python has a place for it."""
-
-    count_of_class = 0
+    """Keeps something of each pass of the training in every kind of attribute."""
 
     def start(self):
-        count = 0
-
-        def add():
-            nonlocal count
-            count += 1
-            add.count += 1
-
         self.register_buffer("target", torch.zeros(()))
         self.parameter = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.tensor, self.array, self.history = torch.zeros(()), numpy.zeros(1), [torch.zeros(1)]
-        self.add, self.closure, add.count = functools.partial(add), lambda: [count, add.count], 0
-        self.slots, self.space, self.iterator = Slots(), SimpleNamespace(count=0), itertools.count()
-        self.slots.value = type(self).count_of_class = 0
-        globals()["num_passes"] = 0
+        self.slots, self.space = Slots(), SimpleNamespace(count=0)
+        self.slots.value = 0
 
     def keep(self, outputs):
         self.target.mul_(0.9).add_(0.1)
@@ -107,18 +92,13 @@ class Keeping(Plain):
         self.tensor.copy_(moved(self.tensor))
         self.array[:] = moved(self.array)
         self.history.append(outputs.detach().mean())
-        self.add()
         self.slots.value += 1
         self.space.count += 1
-        self.last = next(self.iterator)
-        type(self).count_of_class += 1
-        globals()["num_passes"] += 1
         return outputs + self.target
 
     def values(self):
         targets = [self.target, self.parameter, self.tensor, self.array[0]]
-        counts = [self.slots.value, self.space.count, self.count_of_class, num_passes]
-        counts += [*self.closure(), self.count, self.last + 1, len(self.history) - 1]
+        counts = [self.slots.value, self.space.count, self.count, len(self.history) - 1]
         return [*(round(float(each), 4) for each in targets), *counts]
 
 
@@ -186,7 +166,7 @@ class Freezes(Plain):
         return self.dropout(outputs)
 
 
-VALUES = {Hidden: [20], Keeping: [0.3439] * 4 + [NUM_STEPS] * 9, Hooks: [NUM_STEPS] * 3}
+VALUES = {Hidden: [20], Keeping: [0.3439] * 4 + [NUM_STEPS] * 4, Hooks: [NUM_STEPS] * 3}
 OF_A_NODE = SimpleNamespace(node=SimpleNamespace(num_threads=1))
 
 

@@ -9,10 +9,8 @@ hook may refer to the original.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -27,7 +25,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from flyte_ddp.checkpoints.state import is_split
-from flyte_ddp.config.frames import LIBRARIES
 from flyte_ddp.rank.sharding import is_sharded, reshard
 from flyte_ddp.recipes import Recipe
 
@@ -46,12 +43,12 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
-    """Restore `model`, `others` and the random generators after the block, with all that Python can
-    reach of them.
+    """Restore `model`, `others` and the random generators after the block, with the objects that
+    they have.
 
-    That is weights, buffers, gradients, hooks, modes, and the values of attributes, closures,
-    classes, and variables of the user's modules. Generators, files and large arrays that are no
-    weights stay as the block leaves them.
+    That is weights, buffers, gradients, hooks, modes, and the values of attributes. What code keeps
+    (closures, classes, modules), iterators, files and large arrays that are no weights stay as the
+    block leaves them.
     """
     reshard(model)
     weights = [*model.parameters(), *model.buffers()]
@@ -119,34 +116,6 @@ class _Snapshot:
             self.undo.append(
                 partial(setattr, value.bit_generator, "state", value.bit_generator.state)
             )
-        elif isinstance(value, partial):
-            parts = value.func, value.args, value.keywords
-        elif isinstance(value, types.MethodType):
-            parts = value.__self__, value.__func__
-        elif isinstance(value, types.FunctionType):
-            parts = (
-                ()
-                if _is_closed(value)
-                else (*(value.__closure__ or ()), value.__defaults__, vars(value))
-            )
-        elif isinstance(value, types.CellType):
-            with contextlib.suppress(ValueError):  # it is empty
-                parts = (value.cell_contents,)
-                self.undo.append(partial(setattr, value, "cell_contents", value.cell_contents))
-        elif isinstance(value, type):
-            if not _is_closed(value):
-                parts = [
-                    *self._take_variables(value),
-                    *value.__mro__,
-                    sys.modules.get(value.__module__),
-                ]
-        elif isinstance(value, types.ModuleType):
-            if not any(path in str(getattr(value, "__file__", "")) for path in LIBRARIES):
-                parts = [
-                    each
-                    for each in self._take_variables(value)
-                    if isinstance(each, (dict, list, Tensor, *OWN))
-                ]
         else:
             parts = self._take_object(value)
         return parts
@@ -167,24 +136,16 @@ class _Snapshot:
         return [*hooks, tensor.__dict__]
 
     def _take_container(self, value: Any) -> Iterable[Any]:
-        copied: Any = (
-            {key: _fork(each) for key, each in value.items()}
-            if isinstance(value, dict)
-            else list(value)
-        )
+        copied: Any = dict(value) if isinstance(value, dict) else list(value)
         self.undo.append(partial(_restore_container, value, copied))
         return () if len(value) > MAX_ENTRIES or isinstance(value, bytearray) else _entries(value)
-
-    def _take_variables(self, owner: Any) -> Iterable[Any]:
-        variables = _variables(owner)
-        self.undo.append(partial(_restore_variables, owner, variables))
-        return variables.values()
 
     def _take_object(self, value: Any) -> Iterable[Any]:
         kind, attributes = type(value), getattr(value, "__dict__", {})
         is_own = isinstance(value, OWN) and not isinstance(value, LAZY)
         if not is_own and (
-            _is_closed(kind) or THREADS & {_package(type(each)) for each in attributes.values()}
+            _package(kind) in CLOSED
+            or THREADS & {_package(type(each)) for each in attributes.values()}
         ):
             return ()
         names = [
@@ -196,39 +157,15 @@ class _Snapshot:
         slots = {name: getattr(value, name) for name in names if not name.startswith("__")}
         for name, each in slots.items():
             self.undo.append(partial(object.__setattr__, value, name, each))
-        return attributes, kind, *slots.values()
+        return attributes, *slots.values()
 
 
 def _package(owner: Any) -> str:
     return str(owner.__module__).partition(".")[0]
 
 
-def _is_closed(owner: Any) -> bool:
-    return _package(owner) in CLOSED
-
-
-def _fork(value: Any) -> Any:
-    """Return an iterator in C from where `value` is, such as a count, if it can be copied; any
-    other value itself.
-    """
-    if isinstance(value, Iterator) and _package(type(value)) in ("itertools", "builtins"):
-        with contextlib.suppress(TypeError):
-            return copy.copy(value)
-    return value
-
-
 def _entries(container: Any) -> list[Any]:
     return [*container, *(container.values() if isinstance(container, dict) else ())]
-
-
-def _variables(owner: Any) -> dict[str, Any]:
-    """Return the variables of a class or a module, without code."""
-    values = {name: each for name, each in vars(owner).items() if not name.startswith("__")}
-    return {
-        name: each
-        for name, each in values.items()
-        if not isinstance(each, (type, types.ModuleType)) and not hasattr(type(each), "__get__")
-    }
 
 
 def _restore_tensor(tensor: Any, data: Tensor, copied: Tensor) -> None:
@@ -254,12 +191,3 @@ def _restore_container(container: Any, copied: Any) -> None:
     if list(map(id, _entries(container))) != list(map(id, _entries(copied))):
         container.clear()
         (container.update if isinstance(container, (dict, set)) else container.extend)(copied)
-
-
-def _restore_variables(owner: Any, before: dict[str, Any]) -> None:
-    now = _variables(owner)
-    for name in now.keys() - before.keys():
-        delattr(owner, name)
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
-            setattr(owner, name, value)
