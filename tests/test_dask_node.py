@@ -26,14 +26,12 @@ from flyte_ddp.errors import (
     GangLost,
     StorageUnavailable,
 )
-from flyte_ddp.events import RankReported, Reported
 from flyte_ddp.flyte.scripts import pack_script
 from flyte_ddp.launch.agent import main
-from flyte_ddp.launch.agent.main import DriverLink
 from flyte_ddp.launch.nodes.dask import roll_call, worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_directory
-from flyte_ddp.launch.protocol.messages import End, NodeJob, Outcome
+from flyte_ddp.launch.protocol.messages import NodeJob
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.storage import Storage
@@ -59,15 +57,6 @@ def test_an_agent_that_nobody_needs_ends(end):
         given.close()
         connection.close()
     assert process.wait() == (0 if end == "no attempt comes" else 1)
-
-
-def test_a_workers_log_has_what_each_rank_reports_from_time_to_time(capsys):
-    link = DriverLink(Pipe()[0], driver_timeout=100, prints_lines=True)
-    for step in (1, 2):
-        link.emit(Reported(step, None, {"loss": 0.5}))
-        link.emit(RankReported(3, [Reported(step, None, {}), Reported(9, None, {"own": 2})]))
-    assert capsys.readouterr().out == "[rank 0] step 1: loss 0.5\n[rank 3] step 9: own 2\n"
-    link.send(End(Outcome.DONE))
 
 
 def test_code_that_could_not_be_unpacked_whole_is_not_there_for_a_later_attempt(client):

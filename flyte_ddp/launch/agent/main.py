@@ -31,9 +31,8 @@ from typing import Any
 from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.config.background import call_in_background
-from flyte_ddp.config.waits import BEAT_INTERVAL, LINE_INTERVAL
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost
-from flyte_ddp.events import Event, RankReported, Reported
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.rank_start import start_rank, start_server
 from flyte_ddp.launch.agent.supervisor import supervise
@@ -57,8 +56,7 @@ class DriverLink(Link):
     Args:
         connection: takes the messages, pickled, and nothing in place of one after the last.
         driver_timeout: seconds without a command after which the driver counts as gone.
-        prints_lines: print what ranks have printed as well, into the worker's log, and from time to
-            time what each of them has reported.
+        prints_lines: print what ranks have printed as well, into the worker's log.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class DriverLink(Link):
         self._connection = connection
         self._driver_timeout = driver_timeout
         self._last_command_at = time.monotonic()
-        self._next_report_at: dict[int, float] = {}  # by rank: when it is printed again
         threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
     def obey(self, command: Any) -> None:
@@ -88,21 +85,6 @@ class DriverLink(Link):
         if self._prints_lines:
             print(line, flush=True)  # noqa: T201
         super().relay(line)
-
-    def emit(self, event: Event) -> None:
-        match event:
-            case Reported():
-                self._print_report(0, event)
-            case RankReported(rank, reports):
-                self._print_report(rank, reports[-1])
-        super().emit(event)
-
-    def _print_report(self, rank: int, report: Reported) -> None:
-        now = time.monotonic()
-        if self._prints_lines and now >= self._next_report_at.get(rank, now):
-            self._next_report_at[rank] = now + LINE_INTERVAL
-            values = ", ".join(f"{name} {value:.5g}" for name, value in report.values.items())
-            print(f"[rank {rank}] step {report.step:,}: {values}", flush=True)  # noqa: T201
 
     def _write(self, message: Any) -> None:
         # The worker may be gone, which ends the thread that reads its commands.
