@@ -213,10 +213,9 @@ def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
 
 def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
     pods = config.kubernetes
-    image = os.environ.get(IMAGE_VARIABLE, "")
     # (field, value, list in `allowed`, what is allowed besides)
     named = [
-        ("image", pods.image, "images", ("", image)),
+        ("image", pods.image, "images", ("", os.environ.get(IMAGE_VARIABLE, ""))),
         ("namespace", pods.namespace, "namespaces", ("", own_namespace)),
         ("service_account", pods.service_account, "service_accounts", ("",)),
         *(("env_from_secrets", name, "secrets", ()) for name in pods.env_from_secrets),

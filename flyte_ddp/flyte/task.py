@@ -73,8 +73,11 @@ def open_task_frame(
 
 def describe_origin(frame: Frame) -> dict[str, str]:
     """Return what the run card of a task has besides the run's events."""
-    image = os.environ.get(IMAGE_VARIABLE, "")
-    return {"code_version": code_version(), "image": image, "execution": frame.execution.run_id}
+    return {
+        "code_version": code_version(),
+        "image": os.environ.get(IMAGE_VARIABLE, ""),
+        "execution": frame.execution.run_id,
+    }
 
 
 def check_cluster(config: ClusterConfig | None) -> None:

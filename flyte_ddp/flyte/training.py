@@ -118,14 +118,13 @@ def _train(
     )
     assert result.finished is not None  # else it has raised
     metrics = list_metrics(result.epochs)
-    card = run_card(result, **origin)
     outputs = TrainingOutputs(
         epoch_accuracies=list_accuracies(result.epochs),
         epoch_metrics=metrics,
         model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
         report=frame.saved_report(),
         history=frame.output(HISTORY),
-        export=frame.exported(result.finished, card),
+        export=frame.exported(result.finished, run_card(result, **origin)),
     )
     numbers = {"epoch_accuracies": outputs.epoch_accuracies, "epoch_metrics": metrics}
     keep_values(frame.output_directory, OUTPUTS, **numbers)

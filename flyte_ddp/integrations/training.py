@@ -53,8 +53,7 @@ def save(
             "model": model.state_dict(),
             "optimizers": [each.state_dict() for each in optimizers],
         }
-        generators = _gather(generator_states())
-        session.save({**state, **values, "generators": generators}, step)
+        session.save({**state, **values, "generators": _gather(generator_states())}, step)
 
 
 def load_values() -> dict[str, Any] | None:

@@ -90,8 +90,9 @@ class Distributed:
         check("allowed", self.allowed or {}, Allowed)
         trackers = [name for name in TRACKERS if getattr(self, name)]
         for name in trackers[1:]:
-            got = getattr(self, name)
-            raise ConfigError(f"{name}: expected none beside {trackers[0]}, got {got!r}")
+            raise ConfigError(
+                f"{name}: expected none beside {trackers[0]}, got {getattr(self, name)!r}"
+            )
         finite_number("max_hours", self.max_hours, minimum=0, unit="hours")
         self.gang()
 

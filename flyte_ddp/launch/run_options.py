@@ -197,7 +197,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         names = dict.fromkeys((*SHORT.get(flag, ()), flag, f"--{name}"))
         action = parser.add_argument(*names, **options)
         if "action" in options:
-            action.type = _read_switch
+            action.type = lambda text: bool(int(text))
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
@@ -239,8 +239,16 @@ def read_program(options: argparse.Namespace) -> Program:
     for flag in _given(options, OTHERS):
         if why := OTHERS[flag]:
             raise ConfigError(f"{flag}: expected neither the flag nor its PET_ variable: {why}")
+    if options.no_python and options.module:
+        raise ConfigError("--no-python: expected not with --module, which is Python's")
+    if options.no_python:
+        program = command_program([options.script, *options.arguments], options.stall_timeout)
+    else:
+        program = script_program(
+            options.script, options.arguments, options.module, options.stall_timeout
+        )
     return dataclasses.replace(
-        _read_script(options),
+        program,
         variables={"TORCHELASTIC_RUN_ID": options.rdzv_id}
         if options.rdzv_id and not options.standalone
         else {},
@@ -260,18 +268,6 @@ def note_without_effect(options: argparse.Namespace) -> str:
     return f"{', '.join(given)}: accepted as torchrun's, with no effect here" if given else ""
 
 
-def _read_script(options: argparse.Namespace) -> Program:
-    if options.no_python and options.module:
-        raise ConfigError("--no-python: expected not with --module, which is Python's")
-    if options.no_python:
-        return command_program([options.script, *options.arguments], options.stall_timeout)
-    return script_program(options.script, options.arguments, options.module, options.stall_timeout)
-
-
 def _given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
     values = {flag: getattr(options, flag[2:].replace("-", "_")) for flag in flags}
     return [flag for flag, value in values.items() if value is not None and value is not False]
-
-
-def _read_switch(text: str) -> bool:
-    return bool(int(text))

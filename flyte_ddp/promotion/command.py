@@ -87,8 +87,9 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
     max_seconds = parse_duration("--max-age", max_age)
     run = store.last(LAST_RUN)
     if not run:
-        place = store.storage.join(LAST_RUN)
-        raise ChampionError(f"no retraining has ended yet, as far as {place} tells")
+        raise ChampionError(
+            f"no retraining has ended yet, as far as {store.storage.join(LAST_RUN)} tells"
+        )
     ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
     age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
     execution = run.get("execution") or "a local run"

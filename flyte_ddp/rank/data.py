@@ -287,9 +287,9 @@ class LoadedSamples:
         try:
             for (batch, share), index in zip(self._loader, indices, strict=True):
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    got = describe_kind(batch)
                     raise DataError(
-                        f"datasets: expected (input, target) pairs as samples, got {got}"
+                        "datasets: expected (input, target) pairs as samples, got "
+                        f"{describe_kind(batch)}"
                     )
                 if self.has_own_collate:
                     self._check_size(batch, max(1, round(share * len(index))))

@@ -141,8 +141,7 @@ class Session:
         # From the first state in memory on, what the store gets is kept there as well.
         if self._has_memory or not in_memory:
             saved = {"step": step, "state": state, "position": self._position}
-            to_memory = bool(self._has_memory)
-            self.write(saved, step, to_store=not in_memory, to_memory=to_memory)
+            self.write(saved, step, to_store=not in_memory, to_memory=bool(self._has_memory))
 
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
         """Return the ranks that save a split state together: those of the function's own group."""

@@ -44,9 +44,9 @@ def prepare_data(recipe: Recipe, source: str, directory: Path, method: str = "pr
     """
     found: object = getattr(recipe, method)(source, directory)
     if not isinstance(found, str):
-        place = locate(recipe, method)
         raise ConfigError(
-            f"{place}: expected a line that describes the data, got {found!r}: return one"
+            f"{locate(recipe, method)}: expected a line that describes the data, got {found!r}: "
+            "return one"
         )
     digest = hashlib.sha256()
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):

@@ -87,10 +87,9 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
             f"world_sizes: expected at most {per_node} (ranks per node) or a multiple of it, such "
             f"as {world_size // per_node * per_node}, got {world_size}"
         )
-    num_nodes = max(1, world_size // per_node)
     return dataclasses.replace(
         cluster,
-        num_nodes=num_nodes,
+        num_nodes=max(1, world_size // per_node),
         processes_per_node=min(world_size or per_node, per_node),
         min_nodes=0,  # continuing with fewer nodes would change the world size
     )

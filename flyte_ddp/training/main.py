@@ -118,8 +118,6 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
     # Where to start: at the newest checkpoint, if there is one
     peers = Peers(world, current.open_store()) if parallelism.is_collective else None
     store = current.open_checkpoints(config.checkpoints_to_keep, peers)
-    fingerprint = data["fingerprint"]
-    version = data["recipe_version"]
     trainer = Trainer(
         recipe,
         parallelism,
@@ -127,8 +125,8 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
         train,
         test,
         current,
-        fingerprint,
-        version,
+        data["fingerprint"],
+        data["recipe_version"],
         facts,
     )
     if config.compile:

@@ -132,8 +132,7 @@ class Trainer:
             if self.config.ema_decay:  # the averaged buffers take the place of these
                 share_buffers(self.evaluated_model, self.world)
             with self.average.in_place():
-                evaluation = self.evaluate()
-                finished = self._finish_epoch(sums, own_seconds, evaluation)
+                finished = self._finish_epoch(sums, own_seconds, self.evaluate())
             is_best = finished is self.best
             if is_best or finished.share == 1 or self.is_done:
                 self.save_checkpoint(is_best)

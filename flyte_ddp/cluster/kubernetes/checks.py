@@ -257,7 +257,9 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
     """Compare with the whole of each quota, because what other runs have used of it comes back."""
     who = "this run with its driver" if setup.driver else "this run"
-    needs = {**_sum_run(setup), f"count/{PLURAL}.{GROUP}": Decimal(1)}
+    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
+    needs = add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
+    needs[f"count/{PLURAL}.{GROUP}"] = Decimal(1)
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
         # one with scopes may not be about these pods
         is_scoped = quota.spec.scopes or quota.spec.scope_selector
@@ -271,12 +273,6 @@ def _check_quotas(setup: Setup) -> Iterator[Finding]:
                     f"{resource} up to {limit}, and {who} needs {short(amount)}; request less, or "
                     "have the quota raised"
                 )
-
-
-def _sum_run(setup: Setup) -> dict[str, Decimal]:
-    """Return what a run needs at least: its scheduler, workers and driver."""
-    scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
-    return add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
 
 
 def _check_nodes(setup: Setup) -> Iterator[Finding]:

@@ -358,8 +358,9 @@ class Attempt:
     def _explain(self) -> Exception:
         """Return the failure that has ended the gang."""
         if not self.failures:
-            reason = self.reason
-            return NodeLost(f"nodes did not end in time after they were asked to, because {reason}")
+            return NodeLost(
+                f"nodes did not end in time after they were asked to, because {self.reason}"
+            )
         nodes, cause = self.nodes.nodes, find_cause(self.failures)
         ended = [number for node in nodes for number in node.beat.ended]
         if isinstance(cause, RankFailure):

@@ -251,8 +251,11 @@ class _Driver:
         begun = time.time() if self.num_attempts else run.job.launched_at
         nodes = self.place.gather(run, ended)
         waited = time.time() - begun if is_cluster else 0.0
-        notice = self.place.notice_seconds
-        run.emit(events.AttemptStarted(len(nodes.nodes), run.job.launched_at, waited, notice))
+        run.emit(
+            events.AttemptStarted(
+                len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds
+            )
+        )
         self.num_attempts += 1
         self.resumed_step, self.has_loaded = self.newest_step, False
         run.job = dataclasses.replace(run.job, launched_at=time.time())
@@ -326,9 +329,9 @@ class _Driver:
         job, step = self.run.job, self.newest_step
         if job.checkpoints and job.is_kept:
             at = f", at step {step}" if step >= 0 else ""
-            place = redact_url(job.checkpoints)
             stopped.args = (
-                f"{stopped}. Its checkpoints are in {place}: the same run resumes there{at}",
+                f"{stopped}. Its checkpoints are in {redact_url(job.checkpoints)}: the same run "
+                f"resumes there{at}",
             )
 
     def _follow(self, ended: Ended, attempt: Attempt, origin: str) -> None:
@@ -408,10 +411,9 @@ class _Driver:
         raise failure
 
     def _used_up(self, ended: Ended) -> str:
-        limit = self.place.max_restarts
         return (
             f"the gang was lost {ended.position} and has used up its restarts (max_restarts: "
-            f"{limit})"
+            f"{self.place.max_restarts})"
         )
 
     def _oom_step(self) -> int | None:

@@ -151,8 +151,8 @@ class ImageFolder(Recipe):
             return self.prepare(source, directory)
         check_architecture(self.architecture)
         url, files, others = list_images(source, self.anonymous)
-        unlabelled = [("", file) for file in files]
-        write_index(directory, url, self.image_size or IMAGE_SIZE, [], unlabelled)
+        images = [("", file) for file in files]  # which have no classes
+        write_index(directory, url, self.image_size or IMAGE_SIZE, [], images)
         return f"{len(files):,} images, read from {url}{report_left_out(others)}"
 
     def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:

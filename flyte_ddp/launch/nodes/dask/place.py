@@ -69,8 +69,10 @@ class DaskPlace:
         is_own = config.resolved_kind == "kubernetes"
         grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
         self.notice_seconds = max(1.0, grace - CLOSE_RESERVE)
-        memory = config.kubernetes.worker_memory
-        self.larger_memory = f"cluster.kubernetes.worker_memory: expected more than {memory}"
+        self.larger_memory = (
+            "cluster.kubernetes.worker_memory: expected more than "
+            f"{config.kubernetes.worker_memory}"
+        )
 
     def check(self, job: Job) -> None:
         check(job.program, self.config)
