@@ -89,28 +89,6 @@ def test_a_worker_that_may_not_start_ranks_is_told_how_it_may(monkeypatch):
         flyte_ddp.run(train, nproc_per_node=1, max_restarts=3)
 
 
-@pytest.mark.parametrize("start", ["a function", "a script"])
-def test_a_working_directory_that_was_deleted_is_named(start, tmp_path, monkeypatch):
-    script = tmp_path / "a.py"
-    script.write_text("print(1)")
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    try:
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"^working directory: expected one that is there, "
-                r"but it was deleted"
-            ),
-        ):
-            flyte_ddp.run(train) if start == "a function" else flyte_ddp.launch.run.script_program(
-                str(script), []
-            )
-    finally:
-        os.chdir(REPOSITORY)
-
-
 @pytest.mark.parametrize(
     "raised",
     [

@@ -298,7 +298,6 @@ def run_program(
     `driver.run`.
     """
     check_run_id(run_id)
-    _working_directory()
     with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
         # for restarts within the run
@@ -306,18 +305,6 @@ def run_program(
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay, results=results)
-
-
-def _working_directory() -> str:
-    """Return the working directory, where the ranks start too. Raises ConfigError if it was
-    deleted.
-    """
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError(
-            "working directory: expected one that is there, but it was deleted: cd to another"
-        ) from None
 
 
 def returned_value(state: events.RunState) -> bytes:
@@ -347,7 +334,6 @@ def script_program(
     """
     packages: tuple[str, ...] = ()
     directory = name = ""
-    _working_directory()
     if is_module:
         package = script.partition(".")[0]
         if importlib.util.find_spec(package) is None:
@@ -360,7 +346,7 @@ def script_program(
                 f"script: expected a file, or a directory with __main__.py, got {script!r}"
             )
         directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
-    call = _Script(script, directory, name, tuple(arguments), _working_directory(), outputs)
+    call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
     return Program(
         Path(script).name or Path(directory).name,
         cloudpickle.dumps(call),
@@ -380,7 +366,7 @@ def command_program(
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
-    call = cloudpickle.dumps(_Command(tuple(command), _working_directory()))
+    call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
     return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, kind=Kind.COMMAND)
 
 
