@@ -56,8 +56,6 @@ def main(arguments: Sequence[str]) -> int:
     settings = load_settings(Path(SETTINGS_FILE))
     image = options.image or find_image(settings)
     check_shipped(settings)
-    if changed := count_uncommitted():
-        sys.stderr.write(f"note: {changed} files that are not committed are registered too\n")
     copy, version = "all", options.version
     if options.dry_run:  # which must not need a Flyte: pyflyte uploads what it packs
         copy, version = "none", version or "dry-run"
@@ -76,18 +74,6 @@ def find_image(settings: Settings) -> str:
     if not settings.image:
         raise ConfigError(f"image: expected its name in {SETTINGS_FILE} or IMAGE, got none")
     return settings.image
-
-
-def count_uncommitted() -> int:
-    """Count the files below the working directory that git would show as changed or new; 0 without
-    a repository or git.
-    """
-    try:
-        command = ["git", "status", "--porcelain", "--untracked-files=all", "."]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return len(listed.stdout.splitlines())
 
 
 def check_shipped(settings: Settings) -> None:
