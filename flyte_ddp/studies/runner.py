@@ -188,7 +188,9 @@ class TrialRunner:
         return self.runs
 
     def _place(self, trial: Trial) -> str:
-        return self.storage.join(_name_directory(trial, self.data_version))
+        """Return the directory of a trial and its data: it is reused only if nothing differs."""
+        values = json.dumps(trial.identity(self.data_version), sort_keys=True)
+        return self.storage.join(f"trials/{hashlib.sha256(values.encode()).hexdigest()[:16]}")
 
     def _recall(self, drawn: Trial) -> Trial:
         """Return the trial that an earlier attempt started in place of a drawn one, else the drawn
@@ -367,12 +369,6 @@ class _TrialListener(Listener):
                 self.run.status = STOPPED_EARLY
                 self.stop.set("other trials are better")
         self.runner.notify(self.run, event)
-
-
-def _name_directory(trial: Trial, data_version: Sequence[str]) -> str:
-    """Return a name unique to the trial and the data: trials are reused only if nothing differs."""
-    values = json.dumps(trial.identity(data_version), sort_keys=True)
-    return f"trials/{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
 
 def _one_line(error: Exception) -> str:
