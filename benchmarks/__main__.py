@@ -32,21 +32,6 @@ def rows(data: Path) -> dict[str, list[Row]]:
         options = ("-m", "benchmarks.variants", name, "--data", str(data), "--ranks", "2")
         return Variant(f"{name} x2", (sys.executable, *launcher, *options), num_threads(2))
 
-    def script(module: str, *arguments: str) -> tuple[Variant, Variant]:
-        """Return a script under our launcher and under torchrun."""
-        launchers = {
-            "flyte_ddp": ("flyte_ddp", "run"),
-            "torchrun": ("torch.distributed.run", "--standalone"),
-        }
-        flags = ("--nproc-per-node", "2", "-m", f"benchmarks.{module}", *arguments)
-        ours, theirs = (
-            Variant(
-                f"{module} by {name}", (sys.executable, "-m", *launcher, *flags), num_threads(2)
-            )
-            for name, launcher in launchers.items()
-        )
-        return ours, theirs
-
     ours = variant("ours")
     torchrun = variant(
         "torchrun", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
@@ -71,27 +56,6 @@ def rows(data: Path) -> dict[str, list[Row]]:
                 _train(data / "runs"),
                 torchrun,
                 "0.35",
-            ),
-        ],
-        "script": [
-            Row(
-                "command to the first line of a script / torchrun, 2 ranks",
-                start,
-                *script("first_line"),
-                "<= 0.5",
-            ),
-            Row(
-                "throughput of a script / the same under torchrun, 2 ranks, fp32",
-                speed,
-                *script(
-                    "variants",
-                    "torchrun",
-                    "--data",
-                    str(data),
-                    "--ranks",
-                    "2",
-                ),
-                ">= 0.98",
             ),
         ],
     }

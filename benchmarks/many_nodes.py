@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +44,7 @@ from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.messages import Beat, End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.rehearsal.faults import Nodes, send_to_all
 
 NUM_NODES = (4, 16, 64)
 WINDOW = 10.0  # seconds over which the costs are taken
@@ -73,7 +74,7 @@ def supervise() -> None:
     """Run the agent of a node without ranks, with the arguments of
     `flyte_ddp.launch.agent.main.main`.
     """
-    connection = Connection(int(sys.argv[3]))
+    connection = Connection(int(sys.argv[4]))
     job = pickle.loads(connection.recv_bytes())
     if job.ranks.first_rank == 0:
         recv_handle(connection)
@@ -104,7 +105,8 @@ async def run_workers(address: str, count: int) -> None:
     from distributed import Worker
 
     workers = [
-        Worker(address, nthreads=1, name=f"node-{index}", dashboard=False) for index in range(count)
+        Worker(address, nthreads=1, name=f"light-{index}", dashboard=False)
+        for index in range(count)
     ]
     await asyncio.gather(*workers)
     await asyncio.to_thread(sys.stdin.read)
@@ -133,60 +135,24 @@ def measure(num_nodes: int) -> Cost:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name, value in DASK_CONFIG.items():
         environment["DASK_" + name.upper().replace(".", "__").replace("-", "_")] = str(value)
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(*command: str, **options: Any) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, **options)
-        processes.append(process)
-        return process
-
     with tempfile.TemporaryDirectory(prefix="many-nodes-") as directory:
-        file = Path(directory, "scheduler.json")
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        nodes = Nodes(Path(directory), environment)
+        command = ("-m", "benchmarks.many_nodes", "--workers", nodes.address, str(num_nodes - 1))
+        others = subprocess.Popen(
+            [sys.executable, *command], env=environment, cwd=ROOT, stdin=subprocess.PIPE
+        )
         try:
-            address = (
-                "--host",
-                "127.0.0.1",
-                "--port",
-                "0",
-                "--no-dashboard",
-                "--scheduler-file",
-                str(file),
-            )
-            scheduler = start("-m", "dask", "scheduler", *address, **quiet)
-            while not (file.exists() and file.read_text().endswith("}")):
-                time.sleep(0.1)
-            url = str(json.loads(file.read_text())["address"])
-            start(
-                "-m",
-                "benchmarks.many_nodes",
-                "--workers",
-                url,
-                str(num_nodes - 1),
-                stdin=subprocess.PIPE,
-                **quiet,
-            )
-            last = (
-                "--name",
-                f"node-{num_nodes - 1}",
-                "--nthreads",
-                "1",
-                "--no-nanny",
-                "--no-dashboard",
-            )
-            victim = start("-m", "dask", "worker", url, *last, **quiet)
-            return _measure(num_nodes, url, scheduler.pid, victim.pid)
+            return _measure(num_nodes, nodes, nodes.add())
         finally:
-            for process in processes:
-                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
-                    child.kill()
-                process.wait()
+            send_to_all(others, signal.SIGKILL)
+            others.wait()
+            nodes.close()
 
 
-def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> Cost:
+def _measure(num_nodes: int, nodes: Nodes, victim: str) -> Cost:
     cluster = ClusterConfig(
         kind="existing",
-        scheduler_address=url,
+        scheduler_address=nodes.address,
         num_nodes=num_nodes,
         min_nodes=num_nodes - 1,
         return_timeout=0.1,
@@ -210,7 +176,7 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
     thread.start()
     try:
         _wait_until(thread, lambda: len(messages.senders) == num_nodes)
-        processes = psutil.Process(), psutil.Process(scheduler_pid)
+        processes = psutil.Process(), psutil.Process(nodes.scheduler.pid)
         time.sleep(2.0)  # for the start to be over
         before, begun, num_messages = (
             [_cpu_seconds(each) for each in processes],
@@ -225,9 +191,7 @@ def _measure(num_nodes: int, url: str, scheduler_pid: int, victim_pid: int) -> C
         )
         rate = (messages.count - num_messages) / seconds
         killed_at = time.monotonic()
-        victim = psutil.Process(victim_pid)
-        for each in [victim, *victim.children(recursive=True)]:
-            each.kill()
+        nodes.evict(victim)
         _wait_until(thread, lambda: len(watch.starts) > 1)
         return Cost(num_nodes, ours, theirs, rate, watch.starts[1] - killed_at)
     finally:

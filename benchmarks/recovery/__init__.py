@@ -1,3 +1,3 @@
-"""The same faults for this package, torchrun elastic and Ray Train: `python -m
+"""The same faults for this package and torchrun elastic: `python -m
 benchmarks.recovery`.
 """

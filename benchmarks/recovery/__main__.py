@@ -1,7 +1,6 @@
-"""Make the same faults under this package, torchrun elastic and Ray Train: `python -m
-benchmarks.recovery`.
+"""Make the same faults under this package and torchrun elastic: `python -m benchmarks.recovery`.
 
-All train the same model with the same data, batches and checkpoint interval on two nodes of this
+Both train the same model with the same data, batches and checkpoint interval on two nodes of this
 machine, which are groups of processes. For each fault: the seconds to the next step, the steps that
 were done again, and whether the final weights are those of an undisturbed run. The outputs of runs
 that failed are printed on standard error.
@@ -10,7 +9,6 @@ that failed are printed on standard error.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import signal
@@ -69,11 +67,6 @@ class Suite:
             return {title: Outcome(None, 0, None, "- (it has no store)") for title in fault.titles}
         if fault.config and kind is not Ours:
             return {title: Outcome(None, 0, None, "- (its own settings)") for title in fault.titles}
-        if fault.on_one_node and not kind.has_one_node:
-            return {
-                title: Outcome(None, 0, None, "- (it always starts a cluster)")
-                for title in fault.titles
-            }
         directory = self.directory / f"{kind.__name__}-{name}"
         directory.mkdir()
         # no run finds another one's checkpoints
@@ -81,8 +74,6 @@ class Suite:
         with running(
             kind, Task(self.data, directory, fault.epochs, url, fault.config), fault.on_one_node
         ) as system:
-            for _ in range(fault.num_spare):
-                system.add_node()
             results = measure(system, fault, self.store)
             code = system.exit_code()
             equal = self._weights_are_right(system) if code == 0 else None
@@ -198,10 +189,6 @@ def main() -> int:
     # so that no process is left behind
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = [SYSTEMS[name] for name in arguments.systems]
-    for kind in chosen:
-        if kind.needs and not importlib.util.find_spec(kind.needs):
-            log(f"{kind.name} is left out: {kind.needs} is not installed")
-    chosen = [kind for kind in chosen if not kind.needs or importlib.util.find_spec(kind.needs)]
     outcomes: dict[str, dict[str, Outcome]] = {kind.name: {} for kind in chosen}
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
     store = Store(free_port())

@@ -27,9 +27,6 @@ FIRST_STEP_TIMEOUT = 180.0  # seconds from the start of a system
 TIMEOUT = 900.0  # seconds from a fault to the end of the run
 OUTAGE = 60.0  # seconds for which the store is away
 ABSENCE = 2.0  # seconds until nodes that were evicted come back
-# seconds after a loss in which a step may still end; no restart with 1.2 GB is as fast
-LAST_WORDS = 0.5
-BALLAST = 300_000_000  # numbers: 1.2 GB
 # of the runs in which no checkpoint is there when the fault comes
 SELDOM = {"checkpoint_interval": 1000}
 
@@ -102,9 +99,7 @@ def drain_all(system: System, store: Store) -> list[Moment]:
         told_at = time.time()
         system.drain_node(node)
         system.add_node()
-        wait_until(
-            system, functools.partial(_is_whole, system, told_at + system.notice + ABSENCE), OUTAGE
-        )
+        wait_until(system, functools.partial(_is_whole, system, told_at + ABSENCE), OUTAGE)
     return [Moment(begin, ranks_die=False)]
 
 
@@ -128,25 +123,6 @@ def lose_store(system: System, store: Store) -> list[Moment]:
     wait_until(system, lambda: time.time() > begin + OUTAGE)
     store.start()
     return [Moment(begin, ranks_die=False)]
-
-
-def lose_nodes_and_store(system: System, store: Store) -> list[Moment]:
-    """Stop the object store, and kill the second rank's node twice: a third one takes its place,
-    then none.
-    """
-    store.stop()
-    begins = []
-    for _ in range(2):
-        begins.append(time.time())
-        system.kill_node(system.node_of(system.rank_process(1)))
-        wait_until(system, functools.partial(_has_step, system, begins[-1] + LAST_WORDS))
-    end = time.time()
-    store.start()
-    return [Moment(begins[0], begins[1]), Moment(begins[1], end)]
-
-
-def _has_step(system: System, since: float) -> bool:
-    return any(step.at > since for step in read_steps(system.task.directory))
 
 
 def damage_checkpoint(system: System, store: Store) -> list[Moment]:
@@ -179,7 +155,6 @@ class Fault:
     epochs: int = 3
     needs_store: bool = False
     on_one_node: bool = False  # both ranks on one node, without a cluster
-    num_spare: int = 0  # nodes besides the two
     # of our run; with any, only ours is measured
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -209,17 +184,6 @@ FAULTS = {
         lose_node,
         epochs=12,
         config={**SELDOM, "parallel": "fsdp", "memory_interval": 10},
-    ),
-    "node-and-store": Fault(
-        (
-            "store away, 1.2 GB, node lost, a third one there",
-            "store away, 1.2 GB, node lost, none in its place",
-        ),
-        lose_nodes_and_store,
-        epochs=1,
-        needs_store=True,
-        num_spare=1,
-        config={**SELDOM, "recipe_options": {"ballast": BALLAST}, "stall_timeout": 300.0},
     ),
 }
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,13 +20,12 @@ from typing import Any
 import psutil
 
 from benchmarks.counting import STEP_SECONDS_VARIABLE
-from benchmarks.recovery.drivers import PATIENCE
+from benchmarks.recovery.driver import PATIENCE
 from benchmarks.recovery.script import MODEL_STATE
 from benchmarks.recovery.workload import DIRECTORY, MAX_RESTARTS, STEP_SECONDS
 from flyte_ddp.rehearsal.faults import Nodes, send_to_all
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT = 180.0  # seconds for a node of Ray to start
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,7 @@ class System:
     """Nodes and a driver that run one task. Subclasses start them."""
 
     name = ""
-    needs = ""  # a module without which it cannot run
     has_store = True
-    has_one_node = True  # it can run on one machine without a cluster
-    # seconds from the notice that a node has to go until it is killed; 0: until its ranks have
-    # ended
-    notice = 0.0
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -86,9 +78,7 @@ class System:
         self.start_driver()
 
     def launch_on_one_node(self) -> None:
-        """Start both ranks on one node, which is this machine. For a system that has
-        `has_one_node`.
-        """
+        """Start both ranks on one node, which is this machine."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -177,14 +167,7 @@ class Ours(System):
         self._start_driver(self.dask.address)
 
     def _start_driver(self, address: str) -> None:
-        command = (
-            sys.executable,
-            "-m",
-            "benchmarks.recovery.drivers",
-            "ours",
-            "--address",
-            address,
-        )
+        command = (sys.executable, "-m", "benchmarks.recovery.driver", "--address", address)
         options = ("--store", self.task.store, "--config", json.dumps(self.task.config))
         self.others.append(self.popen(*command, *self.task.options(), *options))
 
@@ -241,105 +224,7 @@ class Torchrun(System):
         return None if None in codes else max(map(abs, codes), default=0)
 
 
-class RayTrain(System):
-    """Ray Train with an elastic group of one or two workers; head, two nodes and the driver are
-    processes.
-    """
-
-    name = "Ray Train"
-    needs = "ray"
-    has_one_node = False
-    notice = 10.0  # it trains on until then, and starts again when that is over
-    num_started = 0  # nodes, the head among them
-
-    def launch(self) -> None:
-        self.start()
-        # First, so that it belongs to the head: the controller would die with any other node of
-        # this machine.
-        self.start_driver()
-        self._wait_for("Connected to Ray cluster.", 1)
-        self.add_node()
-        self.add_node()
-
-    def start(self) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        head = (
-            "--head",
-            f"--port={self.address.split(':')[1]}",
-            "--include-dashboard=false",
-            "--num-cpus=0",
-        )
-        self.others.append(self._node(*head))
-
-    def add_node(self) -> None:
-        self.nodes.append(self._node(f"--address={self.address}", "--num-cpus=1"))
-
-    def drain_node(self, node: subprocess.Popen[bytes]) -> None:
-        """Give Ray's notice of a preemption, and kill the node when its time is over."""
-        self.nodes.remove(node)
-        self.others.insert(0, node)
-        words = [
-            word
-            for each in psutil.Process(node.pid).children(recursive=True)
-            for word in each.cmdline()
-        ]
-        node_id = next(
-            word.split("=")[1] for word in words if word.startswith(("--node-id=", "--node_id="))
-        )
-        command = [
-            str(Path(sys.executable).with_name("ray")),
-            "drain-node",
-            "--address",
-            self.address,
-        ]
-        command += [
-            "--node-id",
-            node_id,
-            "--reason",
-            "DRAIN_NODE_REASON_PREEMPTION",
-            "--reason-message",
-            "drained",
-        ]
-        command += ["--deadline-remaining-seconds", f"{self.notice:.0f}"]
-        threading.Timer(self.notice, send_to_all, (node, signal.SIGKILL)).start()
-        subprocess.run(command, check=True, stdout=self.log, stderr=self.log)
-
-    def start_driver(self) -> None:
-        store = ("--store", self.task.store) if self.task.store else ()
-        command = (
-            sys.executable,
-            "-m",
-            "benchmarks.recovery.drivers",
-            "ray",
-            "--address",
-            self.address,
-        )
-        self.others.append(self.popen(*command, *self.task.options(), *store))
-
-    def _node(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start the head or another node, and wait until it is up."""
-        common = ("--block", "--disable-usage-stats", "--object-store-memory=80000000")
-        ports = ("--min-worker-port=0", "--max-worker-port=0")
-        command = shlex.join(
-            (str(Path(sys.executable).with_name("ray")), "start", *options, *common, *ports)
-        )
-        # A node ends if its agents take more than 15 s to start, as on a machine in use: it is
-        # started again.
-        node = self.popen("sh", "-c", f"until {command}; do sleep 1; done")
-        # Two nodes of one machine that start at the same time would choose the same names for their
-        # sockets.
-        self.num_started += 1
-        self._wait_for("Ray runtime started.", self.num_started)
-        return node
-
-    def _wait_for(self, line: str, count: int) -> None:
-        """Wait until the output has a line so many times, or the time is over."""
-        log, deadline = self.task.directory / "output.log", time.monotonic() + START_TIMEOUT
-        while log.read_text(errors="replace").count(line) < count and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun, "ray": RayTrain}
+SYSTEMS: dict[str, type[System]] = {"ours": Ours, "torchrun": Torchrun}
 
 
 @contextlib.contextmanager

@@ -30,22 +30,14 @@ STEPS = "steps.log"
 RECIPE = "benchmarks.recovery.workload.LoggedCounting"
 
 
-@dataclass
 class LoggedCounting(Counting):
     """The soak's model; its ranks log their steps."""
 
     defaults = {**Counting.defaults, "checkpoint_interval": CHECKPOINT_INTERVAL}
-    ballast: int = 0  # numbers that the state has besides, and no step changes
 
     def model(self) -> nn.Module:
-        import torch
-        from torch import nn
-
         log_steps()
-        model = super().model()
-        if self.ballast:
-            model.ballast = nn.Parameter(torch.ones(self.ballast), requires_grad=False)
-        return model
+        return super().model()
 
 
 @dataclass(frozen=True)
