@@ -139,7 +139,11 @@ def measure(num_nodes: int) -> Cost:
         nodes = Nodes(Path(directory), environment)
         command = ("-m", "benchmarks.many_nodes", "--workers", nodes.address, str(num_nodes - 1))
         others = subprocess.Popen(
-            [sys.executable, *command], env=environment, cwd=ROOT, stdin=subprocess.PIPE
+            [sys.executable, *command],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         try:
             return _measure(num_nodes, nodes, nodes.add())

@@ -93,20 +93,6 @@ def same_random_tensors():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module")
-def store_server():
-    """An S3 server of this machine, which the environment names, with an empty bucket."""
-    from tests.kubernetes.store import Store
-
-    server = Store("127.0.0.1")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**server.keys, "AWS_ENDPOINT_URL": server.url}.items():
-            patch.setenv(name, value)
-        server.files.mkdir("bucket")
-        yield server
-    server.stop()
-
-
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The wheel of this checkout."""

@@ -10,39 +10,26 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-import s3fs
-from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, PodTemplate, Resources, task
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extras.accelerators import T4
 from flytekit.tools.translator import get_serializable
-from flytekit.types.file import FlyteFile
 from kubernetes.client import V1Container, V1PodSpec, V1VolumeMount
-from moto.server import ThreadedMotoServer
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.distributed import DistributedTask, _check_places
 from flyte_ddp.flyte.failures import TaskFailed
 from flyte_ddp.flytekit_plugin import Distributed
 from tests.support import distributed_tasks as tasks
-from tests.support import kubernetes_task
 from tests.support.runs import fork_functions
 
 SETTINGS = SerializationSettings(
     ImageConfig(Image("default", "image", "tag")), "project", "domain", "version"
 )
-
-
-def literals(distributed: Any, **inputs: Any) -> LiteralMap:
-    context = FlyteContextManager.current_context()
-    return TypeEngine.dict_to_literal_map(
-        context, inputs, distributed.python_interface.inputs
-    ).to_flyte_idl()
 
 
 def template_of(distributed: DistributedTask):
@@ -115,12 +102,6 @@ def test_a_task_is_mapped_and_nested_in_workflows():
     assert tasks.nested(numbers=[3]) == ([9], 4)
 
 
-@pytest.mark.slow
-def test_two_nodes_are_processes_of_this_machine_in_a_local_run():
-    file = tasks.on_two_nodes(name="x")
-    assert Path(str(file)).read_text() == "[('0', '0', 'x'), ('1', '0', 'x')]"
-
-
 MAIN = """
 import os
 from dataclasses import dataclass
@@ -170,70 +151,6 @@ def test_a_task_without_torch_in_the_file_that_is_run_needs_no_package(tmp_path,
         timeout=240,
     )
     assert "Count(value=5)" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_task_in_a_pod_keeps_files_decks_and_checkpoints_in_the_store(tmp_path):
-    """The command that Flyte starts in a pod; the pods of the ranks are workers of this machine."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    url = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "the-secret"}
-    store = s3fs.S3FileSystem(
-        key="key",
-        secret="the-secret",
-        client_kwargs={"endpoint_url": url},
-        use_listings_cache=False,
-    )
-    store.mkdir("flyte")
-    store.pipe_file("flyte/words.txt", b"the total is")
-    metadata = "flyte/metadata/propeller/flytesnacks-development-own/n2/data"
-
-    def execute(name: str, attempt: int, inputs: LiteralMap) -> tuple[str, LiteralMap]:
-        prefix = f"s3://{metadata}/{attempt}"
-        store.pipe_file(f"{metadata}/inputs.pb", inputs.SerializeToString())
-        command = ["--inputs", f"s3://{metadata}/inputs.pb", "--output-prefix", prefix]
-        command += ["--raw-output-data-prefix", f"s3://flyte/data/x{attempt}/own-n2-{attempt}"]
-        command += ["--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"]
-        command += ["task-module", kubernetes_task.__name__, "task-name", name]
-        names = {
-            "EXECUTION_ID": "own",
-            "EXECUTION_PROJECT": "flytesnacks",
-            "EXECUTION_DOMAIN": "development",
-        }
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
-            **{f"FLYTE_INTERNAL_{name}": value for name, value in names.items()},
-            **{f"FLYTE_{name}": value for name, value in {**keys, "AWS_ENDPOINT": url}.items()},
-        }
-        done = subprocess.run(
-            [Path(sys.executable).with_name("pyflyte-execute"), *command],
-            env=environment,
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        log = done.stdout + done.stderr
-        assert store.exists(f"{prefix}/outputs.pb"), log
-        return log, LiteralMap.FromString(store.cat_file(f"{prefix}/outputs.pb"))
-
-    try:
-        text = FlyteFile("s3://flyte/words.txt")
-        log, outputs = execute("train", 1, literals(kubernetes_task.train, text=text, steps=5))
-        uri = outputs.literals["o0"].scalar.blob.uri
-        assert uri.startswith("s3://flyte/data/x1/own-n2-1/")
-        assert store.glob("flyte/data/checkpoints/flytesnacks/development/own/n2/step-*5.json")
-        deck = store.cat_file(f"{metadata}/1/deck.html").decode()
-        assert all(
-            each in deck for each in ("the Deck of rank 0", "2 ranks on 2 nodes", "finished")
-        )
-        assert "the-secret" not in log + deck
-        inputs = LiteralMap(literals={"file": outputs.literals["o0"]})
-        _, read = execute("read", 2, inputs)
-        assert read.literals["o0"].scalar.primitive.string_value == "the total is 10 own"
-    finally:
-        server.stop()
 
 
 def test_an_import_change_turns_an_elastic_task_into_ours():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.initial_state import load_initial_state
-from tests.support.image_store import image_tree, prepare
-from tests.support.runs import new_run
+from tests.support.image_store import prepare
 
 # The model
 
@@ -159,65 +156,3 @@ def test_predictions_travel_with_small_images_and_the_likeliest_classes():
     assert Image.open(io.BytesIO(shown.image)).size == (64, 64)
     assert (shown.truth, shown.guess) == ("3", "49")
     assert list(shown.scores) == [str(number) for number in range(49, 39, -1)]
-
-
-# Whole runs
-
-
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
-def bucket_run(request, store, tmp_path_factory):
-    """Two ranks, without and with loader processes, on images in a bucket, one of which is deleted
-    in mid-epoch.
-    """
-    tree = image_tree(count=16)
-    url = store.fill(tree)
-    directory = tmp_path_factory.mktemp("bucket_run")
-    (directory / "record").mkdir()
-    asked, gone = [], []
-
-    def delete_one(name):
-        if name.endswith(".png"):
-            asked.append(name.removeprefix("images/"))
-        if len(asked) == 20 and not gone:
-            gone.extend(sorted({name for name in tree if name.startswith("train/")} - {*asked})[:1])
-            store.delete(url, gone[0])
-
-    store.before_request = delete_one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RECORD", str(directory / "record"))
-        # every request is a rank's
-        patch.setattr("flyte_ddp.recipes.image_folder.files.MAX_LOOKS", 0)
-        run = new_run(directory, "tests.support.recipes.WatchedImages").train(
-            2,
-            source=url,
-            epochs=3,
-            global_batch_size=16,
-            data_workers=request.param,
-            recipe_options={"image_size": 32, "unreadable": "skip"},
-        )
-    store.before_request = lambda name: None
-    run.gone = gone[0]
-    return run
-
-
-def test_two_ranks_learn_from_a_bucket_and_name_and_count_a_deleted_image(bucket_run):
-    assert bucket_run.result.epochs[-1].metrics["accuracy"] > 0.6  # of three classes
-    assert bucket_run.started.num_train_samples == 48
-    assert [epoch.num_unreadable for epoch in bucket_run.result.epochs] == [1, 1, 1]
-    lines = [line for line in bucket_run.lines if bucket_run.gone in line]
-    assert 1 <= len(lines) <= 2  # once per process
-    assert all(
-        "FileNotFoundError" in line and "it keeps its place, with weight 0" in line
-        for line in lines
-    )
-
-
-def test_both_ranks_evaluate_with_the_saved_statistics(bucket_run):
-    record = Path(bucket_run.directory) / "record"
-    first, second = (
-        json.loads((record / f"statistics-{rank}.json").read_text()) for rank in (0, 1)
-    )
-
-    assert first == second
-    assert first == pytest.approx(bucket_run.state()["bn1.running_mean"].tolist())
-    assert first != [0.0] * len(first)

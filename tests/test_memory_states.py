@@ -5,7 +5,6 @@ the newest one.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import threading
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import CHECKSUM, check_file, save_state
 from flyte_ddp.checkpoints.memory import NodeMemory, Slots
@@ -71,46 +69,6 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(
     assert_resumed(resumed, (4, "node 0's memory"), (12, "node 1's memory"))
     assert not any((tmp_path / "orders").iterdir())
     torch.testing.assert_close(run.state(), undisturbed, rtol=0, atol=0)
-
-
-class Outage(events.Listener):
-    """Takes the store away when it has the first epoch's checkpoint, has the rank that waits for it
-    die, and brings the store back when the run has resumed.
-    """
-
-    def __init__(self, outage, orders):
-        self.outage, self.orders, self.has_begun = outage, orders, False
-
-    def handle(self, event):
-        if isinstance(event, events.CheckpointWritten) and not self.has_begun:
-            self.has_begun = True
-            self.outage.__enter__()
-            (order,) = self.orders.iterdir()
-            order.rename(str(order).replace("hold", "forward"))
-        elif isinstance(event, events.CheckpointLoaded) and event.step:
-            self.outage.__exit__(None, None, None)
-
-
-@pytest.mark.slow
-def test_a_loss_while_the_store_is_away_does_not_wait_for_it(tmp_path, store_server):
-    """It has the best epoch's checkpoint. What is saved is held until it is back."""
-    best = {"model_state": "best", "epochs": 2, "store_timeout": 60.0}
-    plain, _ = train(tmp_path / "plain", LocalPlace(2), **best)
-    place, options = (
-        LocalPlace(2, max_restarts=3),
-        {"checkpoints": "s3://bucket/run", "memory_interval": 2, **best},
-    )
-    outage = Outage(store_server.hanging(), tmp_path / "lost" / "orders")
-    run, resumed = train(tmp_path / "lost", place, "hold-1-12", listeners=[outage], **options)
-    ((step, place),) = resumed
-    assert place == "this node's memory"
-    assert step in (9, 10)  # that of the best epoch stays until the store has it
-    final = torch.load(
-        io.BytesIO(store_server.files.cat_file(run.result.finished.model_state_url)),
-        weights_only=True,
-    )
-    torch.testing.assert_close(final, plain.state(), rtol=0, atol=0)
-    assert run.result.finished.best_epoch == plain.result.finished.best_epoch
 
 
 BOTH = (0, 1)

@@ -17,7 +17,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.config import source_code
 from flyte_ddp.config.source_code import describe_commit
 from flyte_ddp.flyte import register
-from tests.test_registration import IMAGE, KNOWN, REPOSITORY, clean_environment
+from tests.test_registration import IMAGE, REPOSITORY
 
 
 @pytest.fixture
@@ -118,21 +118,6 @@ def test_a_registration_that_cannot_work_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {expected}")
     assert calls == []
-
-
-@pytest.mark.slow
-def test_a_dry_run_needs_no_flyte_and_lists_everything():
-    done = subprocess.run(
-        ["make", "register", "DRY_RUN=1", "VERSION=7", "INSTALLED=", f"IMAGE={IMAGE}"],
-        cwd=REPOSITORY,
-        env=clean_environment(SANDBOX="1"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in (*KNOWN, "workflows.retrain.retrain_wf", "Launch Plan: retrain"):
-        assert f"{name} (Dry run Mode)" in done.stdout
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):

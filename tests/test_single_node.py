@@ -215,13 +215,6 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     assert type(config.recipe_options["width"]) is int
 
 
-def test_nan_loss_is_one_line_with_its_step(tmp_path):
-    flags = ("--recipe", "tests.support.recipes.Tiny", "--output", tmp_path)
-    code, output = pyflyte_run(*flags, FAULT="nan 0 3")
-    assert code != 0
-    assert re.search(r"the loss is nan at step 3 \(epoch 1\)", output)
-
-
 def container_command(directory, attempt, inputs):
     """Return the arguments and the environment of attempt `attempt` of the training task, as Flyte
     lays them out.
@@ -416,16 +409,3 @@ def test_a_pod_with_another_library_than_registered_is_not_retried(tmp_path, inp
     assert error.kind == errors_pb2.ContainerError.NON_RECOVERABLE
     said = "image: expected flyte_ddp 01234567, torch 1.0, as registered, got flyte_ddp "
     assert said in error.message
-
-
-def test_the_cache_version_follows_the_code_of_recipes(tmp_path, monkeypatch):
-    from flyte_ddp.flyte.resources import code_version
-
-    (tmp_path / "meadow").mkdir()
-    file = tmp_path / "meadow/flowers.py"
-    file.write_text("PETALS = 5\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    versions = [code_version(["meadow"]), code_version(["meadow"])]
-    file.write_text("PETALS = 6\n")
-    versions.append(code_version(["meadow"]))
-    assert versions[0] == versions[1] != versions[2]

@@ -5,27 +5,22 @@ weights are gathered.
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import PrefixStore
 
-from flyte_ddp.config import TrainingConfig, resolve
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank.sharding import whole_state
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
-from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.contract import open_model
 from flyte_ddp.training.fsdp import FsdpParallelism
 from flyte_ddp.training.initial_state import load_initial_state
 from flyte_ddp.training.parallel import choose_parallelism, large_blocks
 from flyte_ddp.world import World
-from tests.support.deep import Deep
 from tests.support.gang import run_gang, train_recipe
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
@@ -195,55 +190,3 @@ LAYERS = [nn.Linear(300, 300) for _ in range(3)]
 )
 def test_a_model_without_named_blocks_is_split_by_size(model, blocks):
     assert large_blocks(model) == blocks
-
-
-# Memory
-
-
-def measure_memory(world, store, small, large, data, checkpoints):
-    """Work of a gang: the bytes that the process needs at most for a large model beyond those for a
-    small one.
-
-    The small one brings in what a process needs once, whatever the model: code, its own threads,
-    the rows of the data.
-    """
-    import torch._dynamo  # noqa: F401 as `fully_shard` does
-
-    keep_freed_memory(RETURNED_BYTES)  # as a rank's `main` does
-    train_recipe(
-        world,
-        PrefixStore("small", store),
-        "tests.support.deep.Deep",
-        small,
-        data,
-        f"{checkpoints}/small",
-    )
-    own = Path("/proc/self")
-    (own / "clear_refs").write_text("5")  # begins to take the peak anew
-    before = resident(own, "VmRSS")
-    train_recipe(world, store, "tests.support.deep.Deep", large, data, f"{checkpoints}/large")
-    return resident(own, "VmHWM") - before
-
-
-def resident(process, key):
-    (line,) = [
-        line for line in (process / "status").read_text().splitlines() if line.startswith(key)
-    ]
-    return int(line.split()[1]) << 10
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-def test_a_rank_with_shards_needs_half_the_memory_of_one_with_a_whole_model(tmp_path):
-    """From the first weights to the file of the trained ones, a checkpoint included."""
-    (tmp_path / "data").mkdir()
-    prepare_data(Deep(), "", tmp_path / "data")
-    options = {"epochs": 1, "optimizer": "adamw", "parallel": "fsdp"}
-    sizes = ({"layers": 1, "width": 64}, {"layers": 16, "width": 1024})
-    small, large = (resolve(Deep.defaults, {**options, "recipe_options": size}) for size in sizes)
-    given = (measure_memory, small, large, str(tmp_path / "data"), str(tmp_path / "checkpoints"))
-    # Weights, gradients and AdamW's two states, and the copy for a checkpoint, which leaves out the
-    # gradients.
-    num_parameters = 17.6e6
-    whole_bytes = (16 + 12) * num_parameters
-    assert max(run_gang(2, *given)) < 0.6 * whole_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -292,48 +291,6 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert server.exit_codes == [1, 0]
     assert KEY not in "".join(server.requests)
     assert_nowhere(KEY, tmp_path)
-
-
-def test_an_offline_run_is_kept_at_a_url_from_which_it_can_be_synced(
-    tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a run in a pod, only the archive at the URL is left."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    lines: list[str] = []
-    kept = tmp_path / "checkpoints" / "wandb"
-    listener = Wandb(
-        "project",
-        "run-1",
-        tmp_path / "pod",
-        keys={"WANDB_API_KEY": KEY},
-        offline_url=f"file://{kept}",
-        say=lines.append,
-    )
-    # Without predictions: their table is an artifact, which the server of these tests does not
-    # know.
-    replay(listener, [*whole_run()[:-1], run_finished()])
-    assert len(lines) == 2
-    assert str(tmp_path / "pod") not in "".join(lines), "nobody can reach a pod's own directory"
-    (archive,) = kept.iterdir()
-    assert (
-        f"kept at file://{archive}; to upload it, download, unzip, then: wandb sync {archive.stem}"
-    ) in lines[1]
-    shutil.rmtree(tmp_path / "pod")
-    assert_nowhere(KEY, kept)
-
-    shutil.unpack_archive(archive, tmp_path / "laptop")
-    environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
-    environment.pop("WANDB_SERVICE", None)  # another machine has none of this process's
-    command = [sys.executable, "-m", "wandb", "sync", archive.stem]
-    sync = subprocess.run(
-        command, cwd=tmp_path / "laptop", env=environment, capture_output=True, text=True
-    )
-    assert sync.returncode == 0, sync.stdout + sync.stderr
-    assert [row["epoch/accuracy"] for row in server.rows if "epoch/accuracy" in row] == [
-        0.9,
-        0.95,
-        1 - 0.1 / 3,
-    ]
 
 
 def test_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ away.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import secrets
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """moto's server, which can be made to hang."""
+    """moto's server, with keys that are checked."""
 
     def __init__(self, host: str) -> None:
         self.keys = {
@@ -28,8 +25,6 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": secrets.token_hex(8),
             "AWS_REGION": "us-east-1",
         }
-        self._answers = threading.Event()  # clear while requests hang
-        self._answers.set()
         self.server = ThreadedMotoServer(host, 0, verbose=False)
         self.server.start()
         self.url = "http://{}:{}".format(*self.server.get_host_and_port())
@@ -39,7 +34,6 @@ class Store:
 
     def _guarded(self, environ: dict[str, Any], start_response: Any) -> Any:
         """Answer as S3 does where keys are missing, wrong or not allowed; moto alone takes any."""
-        self._answers.wait()
         authorization = environ.get("HTTP_AUTHORIZATION", "")
         code = ""
         if f"Credential={self.keys['AWS_ACCESS_KEY_ID']}/" not in authorization:
@@ -58,15 +52,6 @@ class Store:
         self.server.stop()
         assert self.server._server is not None
         self.server._server.server_close()
-
-    @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
-        """Take requests and answer none while the block runs."""
-        self._answers.clear()
-        try:
-            yield
-        finally:
-            self._answers.set()
 
     @property
     def files(self) -> Any:

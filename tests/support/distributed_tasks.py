@@ -123,18 +123,3 @@ def square_in_dynamic(number: int) -> int:
 @workflow
 def nested(numbers: list[int]) -> tuple[list[int], int]:
     return map_task(square)(number=numbers), square_in_dynamic(number=2)
-
-
-@task(
-    task_config=Distributed(
-        nnodes=2, nproc_per_node=1, cluster={"kind": "local", "gpus_per_node": 8}
-    )
-)
-def on_two_nodes(name: str) -> FlyteFile:
-    dist.init_process_group()
-    ranks: list[object] = [None, None]
-    dist.all_gather_object(ranks, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], name))
-    file = os.path.join(flytekit.current_context().working_directory, "ranks.txt")
-    with open(file, "w") as output:
-        output.write(str(ranks))
-    return FlyteFile(file)

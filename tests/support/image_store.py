@@ -75,7 +75,6 @@ class ImageStore:
         self.app = app
         self.requests = []  # (method, path, query, headers)
         self.faults = defaultdict(list)
-        self.before_request = lambda name: None
         self.fault = ""  # of every request: "unavailable", or the code of an answer with status 403
 
     def __call__(self, environ, start_response):
@@ -103,7 +102,6 @@ class ImageStore:
             start_response(status, headers)
             return [body] if environ["REQUEST_METHOD"] != "HEAD" else []
         name = path.split("/", 2)[-1]
-        self.before_request(name)
         fault = self.faults[name].pop(0) if self.faults.get(name) else "fine"
         if fault == "throttle":
             body = (

@@ -22,7 +22,6 @@ import numpy as np
 
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.recipes.arrays import load_arrays
-from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 
 NUM_FEATURES, NUM_CLASSES = 8, 3
 
@@ -334,21 +333,6 @@ class _List:
             torch.rand(()) + random.random() + float(np.random.rand()) if self.augmented else 0.0
         )
         return self.inputs[index] + noise, self.targets[index]
-
-
-class WatchedImages(ImageFolder):
-    """Notes the statistics of the model's first BatchNorm, on every rank, as they are when it
-    evaluates.
-    """
-
-    def model(self):
-        self.watched = super().model()
-        return self.watched
-
-    def num_correct(self, outputs, targets):
-        statistics = json.dumps(self.watched.bn1.running_mean.tolist())
-        (Path(os.environ["RECORD"]) / f"statistics-{_rank()}.json").write_text(statistics)
-        return super().num_correct(outputs, targets)
 
 
 not_a_recipe = "something else"
