@@ -176,33 +176,6 @@ def shorten_stall_timeout(run):
     return relay
 
 
-def test_a_stall_names_the_rank_that_did_not_arrive_and_shows_each_stack_once(
-    tmp_path, monkeypatch, survivors
-):
-    monkeypatch.setenv("FAULT", "hang 1 5")
-    run = new_run(tmp_path)
-
-    run.relay = shorten_stall_timeout(run)
-    with pytest.raises(RankFailure) as caught:
-        run.train(4)
-
-    head, *rest = str(caught.value).splitlines()
-    assert re.fullmatch(
-        r"no rank made progress for \d+ s \(stall_timeout: 0.5\): rank 1 did not arrive at "
-        r"all_reduce of (float|double) \[\d*\]"
-        r", where ranks 0, 2 and 3 wait \(collective \d+ of the default group\)",
-        head,
-    )
-    culprit, others = "\n".join(rest).removeprefix("--- ").split("--- ")
-    assert culprit.startswith("rank 1, at step 4")
-    assert "in _hang" in culprit
-    assert "trainer.py" in culprit
-    assert others.startswith("ranks 0, 2 and 3, at step 4")
-    assert "trainer.py" in others
-    assert (caught.value.rank, caught.value.kind) == (1, "stall")
-    assert survivors() == []
-
-
 def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeypatch, survivors):
     """It can neither write its stack nor answer."""
     monkeypatch.setenv("FAULT", "stop 1 5")

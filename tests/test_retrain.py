@@ -390,23 +390,6 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
 
 
-def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):
-    judge(store, make(), PromotionCriteria(), model_state(6))
-    promote = ChampionStore.promote
-
-    def promote_second(self, *arguments):
-        monkeypatch.undo()
-        judge(ChampionStore(store.url), make(seed=9), PromotionCriteria(), model_state(3))
-        return promote(self, *arguments)
-
-    monkeypatch.setattr(ChampionStore, "promote", promote_second)
-    result = judge(store, make(seed=1), PromotionCriteria(), model_state(5))
-
-    assert result.outcome == Outcome.NOT_BETTER  # than 3, though better than 6
-    assert scale_of(store) == 3
-    assert len(store.versions()) == 2
-
-
 @pytest.mark.parametrize("has_champion", [False, True])
 def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(
     store, make, monkeypatch, has_champion
@@ -608,21 +591,3 @@ def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket
     checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"
     execution = Execution(checkpoints, "f1-n2-n0-n0", "f1-n2-n0-n0-0", "")
     assert _default_champion(execution, "digits") == f"{bucket}/champions/project/production/digits"
-
-
-@pytest.mark.slow
-def test_a_challenger_is_trained_on_a_cluster_from_the_champions_weights(retrain, tmp_path):
-    from flyte_ddp.flyte.inputs import ClusterInput
-
-    place = str(tmp_path / "champion")
-    cluster = {
-        "train_on": "cluster",
-        "cluster": ClusterInput(kind="local", num_nodes=2, processes_per_node=1),
-    }
-    first = retrain(champion=place, **cluster)
-    still = retrain(champion=place, config={"learning_rate": 1e-12}, **cluster)
-
-    assert (first.outcome, still.outcome) == ("promoted", "not_better")
-    assert still.metrics["challenger_test_loss"] == pytest.approx(
-        still.metrics["champion_test_loss"], rel=1e-5
-    )

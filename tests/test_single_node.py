@@ -383,21 +383,6 @@ def test_a_run_ends_for_good_when_all_its_attempts_have_taken_max_hours(tmp_path
         assert "Traceback" not in error.message
 
 
-def test_a_killed_rank_is_recoverable_and_a_bug_is_not(tmp_path, inputs):
-    from flyteidl.core import errors_pb2
-
-    kinds = {}
-    for attempt, fault in enumerate(("kill 1 1", "raise 1 2")):
-        error = error_of_pod(tmp_path / fault.split()[0], attempt, inputs, FAULT=fault)
-        kinds[fault] = error.kind
-        lines = [line.strip() for line in error.message.splitlines() if line.strip()]
-        assert "rank 1" in lines[1], "the cause comes first"
-        assert error.message.count("Traceback (most recent call last)") <= 1
-        assert len(lines) < 50, "a screen"
-    assert kinds["kill 1 1"] == errors_pb2.ContainerError.RECOVERABLE
-    assert kinds["raise 1 2"] == errors_pb2.ContainerError.NON_RECOVERABLE
-
-
 def test_a_pod_with_another_library_than_registered_is_not_retried(tmp_path, inputs, monkeypatch):
     from flyteidl.core import errors_pb2
 
