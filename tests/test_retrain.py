@@ -390,6 +390,23 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
 
 
+def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):
+    judge(store, make(), PromotionCriteria(), model_state(6))
+    promote = ChampionStore.promote
+
+    def promote_second(self, *arguments):
+        monkeypatch.undo()
+        judge(ChampionStore(store.url), make(seed=9), PromotionCriteria(), model_state(3))
+        return promote(self, *arguments)
+
+    monkeypatch.setattr(ChampionStore, "promote", promote_second)
+    result = judge(store, make(seed=1), PromotionCriteria(), model_state(5))
+
+    assert result.outcome == Outcome.NOT_BETTER  # than 3, though better than 6
+    assert scale_of(store) == 3
+    assert len(store.versions()) == 2
+
+
 @pytest.mark.parametrize("has_champion", [False, True])
 def test_a_retry_after_a_promotion_writes_the_record_that_was_not_written(
     store, make, monkeypatch, has_champion
