@@ -24,6 +24,8 @@ from torch.distributed import HashStore
 from flyte_ddp import events, session
 from flyte_ddp.data import Mixture, Shards
 from flyte_ddp.data.ahead import fetch_ahead
+from flyte_ddp.data.readers import HEAD
+from flyte_ddp.data.source import Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import events_of
@@ -126,6 +128,49 @@ def test_any_chain_of_stops_and_numbers_of_ranks_reads_each_sample_once(
                 break
         assert found == expected
         assert sorted(int(row[0]) for batch in found for row in batch) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "mds", "parquet"])
+def test_a_resumed_run_reads_the_same_by_parts_and_no_part_that_was_consumed(
+    kind, tmp_path, monkeypatch
+):
+    data = prepared(tmp_path / "data", kind, sizes=[40] * 6, lanes=2, window=30)
+    expected = batches_of([read(data, 0, 1, 12)[0]])
+    position = read(data, 0, 1, 12, stop=10)[1]
+    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+    monkeypatch.setattr("flyte_ddp.data.readers.PART_BYTES", 1)  # a sample or a row group is a part
+    size, parts = 8 if kind == "parquet" else 1, []
+    for rank in range(3):
+        cache = tmp_path / str(rank)
+        late = dataclasses.replace(data, cache_dir=str(cache))
+        found, _ = read(late, rank, 3, 12, position=position, num_workers=rank % 2)
+        parts.append(found)
+        wanted = {int(row[0]) // size for rows, _ in found for row in rows}
+        heads = [late._cache._place(late._index.entry(n), HEAD)[0] for n in range(6)]
+        made = {str(file) for file in cache.iterdir() if not file.suffix}
+        assert len(made - set(heads)) == len(wanted)
+    assert batches_of(parts) == expected[10:]
+
+
+@given(
+    kind=st.sampled_from(["tar", "jsonl", "mds", "parquet"]),
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any),
+    part_bytes=st.integers(1, 2000),
+    stop=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+)
+@settings(max_examples=24, deadline=None, derandomize=True)
+def test_parts_of_any_size_have_the_same_samples(kind, sizes, part_bytes, stop, world_size):
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        options = {"cache_dir": f"{directory}/whole", "lanes": 2, "window": 7}
+        data = prepared(Path(directory, "data"), kind, sizes, **options)
+        expected = batches_of([read(data, 0, 1, 6)[0]])
+        position = read(data, 0, 1, 6, stop=stop)[1]
+        patch.setattr("flyte_ddp.data.readers.PART_BYTES", part_bytes)
+        patch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+        late = dataclasses.replace(data, cache_dir=f"{directory}/parts")
+        ranks = [read(late, rank, world_size, 6, None, position) for rank in range(world_size)]
+        assert batches_of([found for found, _ in ranks]) == expected[stop:]
 
 
 def test_shards_that_were_added_are_read_from_the_next_epoch_on(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import fcntl
 import functools
@@ -11,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import tarfile
 import threading
 
 import numpy
@@ -20,8 +22,9 @@ import pytest
 from PIL import Image
 
 from flyte_ddp.data import Shards
-from flyte_ddp.data.cache import _find_place
-from flyte_ddp.data.readers import decode_mds
+from flyte_ddp.data.cache import _find_place, _room_for_reads
+from flyte_ddp.data.readers import HEAD, WHOLE, decode_mds
+from flyte_ddp.data.source import CONCURRENT_READS, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
@@ -333,7 +336,7 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
         small[30]
     # what a killed process has left goes first, and not what a live one makes
     place, lock_of = shards._cache._place, shards._cache._lock_of
-    used = {lock_of(place(shards._index.entry(shard))[0]) for shard in range(8)}
+    used = {lock_of(place(shards._index.entry(n), part)[0]) for n in range(8) for part in (HEAD, 0)}
     free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]  # not to wait for our own
     left, made = (cache / f"{number:08x}{'0' * 24}.part" for number in free[:2])
     own = cache / "notes.txt"  # a user's
@@ -349,6 +352,118 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
     cache.chmod(0o770)
     with pytest.raises(ConfigError, match="cache_dir: expected a directory of this user's alone"):
         Shards(bucket)[0]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Shards are cut into parts of a few samples."""
+    monkeypatch.setattr("flyte_ddp.data.readers.PART_BYTES", 200)
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "mds", "parquet"])
+def test_of_a_shard_in_a_store_the_parts_that_are_read_are_fetched(kind, parts, bucket, cache, s3):  # noqa: F811
+    tree, _ = make_tree(kind)
+    put(bucket, tree)
+    Shards(bucket).prepare()
+    name, shard = next((name, each) for name, each in tree.items() if "0004" in name)
+    shards = Shards(bucket, transform=to_record)
+    assert [shards[number] for number in (40, 41)] == [record(40), record(41)]
+    kept = [file.stat().st_size for file in cache.iterdir() if file.suffix != ".lock"]
+    if kind != "parquet":  # whose parts are unpacked
+        assert sum(kept) < len(shard) / 2
+    assert s3.asked_for(name).count("GET") <= 5
+    before = len(s3.requests)
+    assert Shards(bucket, transform=to_record)[40] == record(40)  # another process's
+    assert len(s3.requests) - before == 2  # for the index alone
+    assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "older", "damaged"])
+@pytest.mark.parametrize("kind", ["tar", "jsonl"])
+def test_a_shard_without_its_offsets_is_fetched_whole(
+    how, kind, parts, tmp_path, monkeypatch, caplog
+):
+    url = write_tree(make_tree(kind)[0], tmp_path / "train")
+    Shards(url).prepare()
+    for number, file in enumerate(sorted((tmp_path / "train").glob("flyte_ddp_index.npz.*"))):
+        contents = file.read_bytes()
+        if how == "gone":
+            file.unlink()
+            continue
+        changes = {"cut": contents[:-8], "damaged": contents[:-1] + b"x", "older": bytes([number])}
+        file.write_bytes(changes[how] + contents[8:] if how == "older" else changes[how])
+    monkeypatch.setattr(Source, "local_path", lambda *_: "")  # as in a store
+    shards = Shards(url, transform=to_record)
+    assert [shards[number] for number in range(100)] == [record(number) for number in range(100)]
+    warned = caplog.text.count("has no offsets of this version of shard-")
+    assert warned == (0 if how == "gone" else 8)
+
+
+def test_members_with_long_names_are_in_the_part_of_their_sample(parts, tmp_path, monkeypatch):
+    for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        contents = io.BytesIO()
+        with tarfile.open(fileobj=contents, mode="w", format=kind) as archive:
+            for number in range(9):
+                archive.addfile(tarfile.TarInfo(f"directory-{number}"))
+                for extension in ("number", "text"):
+                    member = tarfile.TarInfo(f"{'long' * 40}/{number}.{extension}")
+                    member.size = 1
+                    archive.addfile(member, io.BytesIO(str(number).encode()))
+        url = write_tree({"a.tar": contents.getvalue()}, tmp_path / str(kind))
+        Shards(url).prepare()
+        with monkeypatch.context() as patch:
+            patch.setattr(Source, "local_path", lambda *_: "")
+            shards = Shards(url)
+            for number in range(9):
+                assert shards[number] == {
+                    "__key__": f"{'long' * 40}/{number}",
+                    "number": str(number).encode(),
+                    "text": str(number).encode(),
+                }
+
+
+def test_a_process_makes_so_many_files_at_once_and_no_more(tmp_path, monkeypatch):
+    count, found, all_are_there = 2 * CONCURRENT_READS, [], threading.Event()
+
+    class Watched:
+        """The room, and whom it lets in at once."""
+
+        def __init__(self, room):
+            self.room = room
+
+        def __enter__(self):
+            is_in = self.room.acquire(blocking=False)
+            found.append(is_in)
+            if len(found) == count:
+                all_are_there.set()
+            return is_in or self.room.acquire()
+
+        def __exit__(self, *_):
+            self.room.release()
+
+    def read(path):
+        assert all_are_there.wait(60)
+        yield {"name": os.path.basename(path)}
+
+    url = write_tree({f"{number}.own": b"" for number in range(64)}, tmp_path / "train")
+    shards = Shards(url, reader=lambda _: [{}])
+    shards.prepare()
+    shards = dataclasses.replace(shards, reader=read)
+    monkeypatch.setattr(
+        "flyte_ddp.data.cache._room_for_reads", lambda process: Watched(_room_for_reads(process))
+    )
+    lock_of = {
+        number: shards._cache._lock_of(shards._cache._place(shards._index.entry(number), WHOLE)[0])
+        for number in range(64)
+    }
+    # none waits for the lock of another
+    samples = list({lock: number for number, lock in lock_of.items()}.values())[:count]
+    threads = [threading.Thread(target=shards.prefetch, args=([each],)) for each in samples]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert (len(found), found.count(True)) == (count, CONCURRENT_READS)
 
 
 def test_a_row_group_that_the_cache_cannot_hold_is_refused(tmp_path):
@@ -372,6 +487,18 @@ def test_a_local_parquet_file_that_has_changed_is_not_read_from_the_cache(tmp_pa
         shards.prepare()
         assert shards[0]["number"] == number
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("place", ["beside", "elsewhere"])
+def test_a_local_file_that_has_changed_at_the_same_size_is_counted_again(place, tmp_path):
+    index = f"{tmp_path}/index" if place == "elsewhere" else None
+    tree = {"a.jsonl": b"{}\n{}\n", "b.jsonl": b"{}\n"}
+    shards = Shards(write_tree(tree, tmp_path / "train"), index=index)
+    shards.prepare()
+    write_tree({"a.jsonl": b"[    ]"}, tmp_path / "train")
+    os.utime(tmp_path / "train/a.jsonl", (2**32, 2**32))
+    assert shards.prepare().startswith("2 samples")
+    assert [shards._index.entry(shard).name for shard in range(2)] == ["a.jsonl", "b.jsonl"]
 
 
 def test_what_a_killed_writer_has_left_is_no_shard(tmp_path):

@@ -1,4 +1,4 @@
-"""Shards as files of this machine in which any sample can be read, in at most so many bytes.
+"""Shards and parts of them as files of this machine, in at most so many bytes.
 
 The processes of a machine share them. A file is complete by its name, and is made under a lock that
 dies with its process. Shards that lie on this machine as they are to be read are not copied. No
@@ -19,51 +19,56 @@ import stat
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
-from flyte_ddp.data.readers import Format, Read, Shard, find_format
-from flyte_ddp.data.source import CONCURRENT_READS, Source, version_of
+import numpy as np
+
+from flyte_ddp.data.offsets import fetch_offsets
+from flyte_ddp.data.readers import (
+    HEAD,
+    MAX_OPEN,
+    PART_BYTES,
+    WHOLE,
+    Format,
+    Read,
+    Shard,
+    find_format,
+)
+from flyte_ddp.data.source import CONCURRENT_READS, Entry, Source, version_of
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_line
 from flyte_ddp.storage.failures import is_full
 
-MAX_OPEN = 1024  # shards whose samples' places a process keeps in memory
 NUM_LOCKS = 64
+SLACK = 64  # a part of the cache that is freed with what is needed
 UNFINISHED = ".part", ".raw"
 # the names of its files; a user's own in this directory stay
 FILE = re.compile(r"[0-9a-f]{32}(\.part)?(\.raw)?")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A shard as the index has it."""
-
-    name: str
-    samples: int  # -1 where they are to be counted
-    size: int  # bytes; -1 where not known
-    version: str  # "" where not known
-
-
 def open_shard(
-    source: Source, entry: Entry, kind: Format, columns: Sequence[str] | None, path: str
+    source: Source,
+    entry: Entry,
+    kind: Format,
+    columns: Sequence[str] | None,
+    path: str,
+    is_whole: bool = True,
 ) -> Shard:
-    """Return the samples of a file that `make_file` has made.
+    """Return where the samples of a shard are, by the file at `path` or by its head alone.
 
     Raises:
         DataError: it cannot be read, or has other samples than the index says.
     """
     with reading(source, entry, passed=(FileNotFoundError,)):
-        shard = kind.shard(path, columns)
+        shard = kind.shard(path, columns, is_whole)
         if entry.samples not in (-1, len(shard)):
             raise DataError(f"expected {entry.samples} samples, got {len(shard)}")
         return shard
 
 
-def make_file(
-    source: Source, entry: Entry, kind: Format, columns: Sequence[str] | None, path: str
-) -> None:
+def make_file(source: Source, entry: Entry, kind: Format, path: str) -> None:
     """Fetch a shard, and put it at `path` as it is to be read.
 
     Raises:
@@ -71,23 +76,35 @@ def make_file(
         StorageUnavailable: the store was away for too long, or this disk is full.
     """
     local = source.local_path(entry.name)
-    raw = local or (f"{path}.raw" if kind.unpack else path)
-    try:
-        with reading(source, entry):
-            if not local:
-                if entry.version and entry.version != (got := version_of(source.info(entry.name))):
-                    raise DataError(f"expected version {entry.version} as in the index, got {got}")
-                source.fetch(entry.name, raw)
-            check_size(raw, entry)
-            if kind.unpack:
-                kind.unpack(raw, path, columns)
-    except OSError as error:  # of this disk
-        where = os.path.dirname(path)
-        raise StorageUnavailable(f"cache_dir: {where} is full: {error}", True) from error
-    finally:
-        if kind.unpack and not local:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(raw)
+    with reading(source, entry):
+        if not local:
+            check_version(entry, source.info(entry.name))
+            source.fetch(entry.name, path)
+        check_size(local or path, entry)
+        if kind.unpack:
+            kind.unpack(local or path, f"{path}.raw")
+            os.replace(f"{path}.raw", path)
+
+
+def make_part(source: Source, entry: Entry, copy: Callable[[Any, str], None], path: str) -> None:
+    """Fetch a part of a shard, and put it at `path`. Raises as `make_file`.
+
+    Args:
+        copy: copies it from the open shard to a file.
+    """
+
+    def copy_checked(file: Any) -> None:
+        check_version(entry, getattr(file, "details", {"etag": entry.version}))  # not of a disk's
+        copy(file, path)
+
+    with reading(source, entry):
+        source.read_parts(entry.name, copy_checked)
+
+
+def check_version(entry: Entry, info: Mapping[str, Any]) -> None:
+    """Raise DataError if a file with this `info` has another version than the index says."""
+    if entry.version not in ("", got := version_of(info)):
+        raise DataError(f"expected version {entry.version} as in the index, got {got}")
 
 
 def check_size(path: str, entry: Entry) -> None:
@@ -106,6 +123,9 @@ def reading(
     Args:
         part: of the shard that is read.
         passed: errors that are raised as they are, beside those that are not the shard's.
+
+    Raises:
+        StorageUnavailable: this disk is full.
     """
     try:
         yield
@@ -113,7 +133,8 @@ def reading(
         if isinstance(error, (MemoryError, ConfigError, StorageUnavailable, *passed)):
             raise
         if is_full(error):
-            raise
+            what = f"cache_dir: no space is left on its disk: {in_one_line(error)}"
+            raise StorageUnavailable(what, True) from error
         what, where = str(error), f"{source.join(entry.name)}{part and f': {part}'}"
         if not isinstance(error, DataError):
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -123,9 +144,10 @@ def reading(
 
 @dataclass
 class ShardCache:
-    """The files of shards, for this process and its copies in others."""
+    """The files of shards and of their parts, for this process and its copies in others."""
 
     source: Source
+    index: str  # URL of the index, beside which the offsets are
     read: Read | None
     columns: Sequence[str] | None
     directory: str
@@ -138,95 +160,151 @@ class ShardCache:
 
     def has_copies(self, entry: Entry) -> bool:
         """Return whether shards such as this one are copied before they are read."""
-        return self._place(entry)[2]
+        return self._place(entry, WHOLE)[2]
 
-    def ensure(self, entries: Iterable[Entry]) -> None:
-        """Make the files of shards, several at once, and keep them longer than others."""
-        with contextlib.ExitStack() as stack:
-            missing = [entry for entry in entries if not self._touch(entry)]
-            if missing:
-                threads = stack.enter_context(ThreadPoolExecutor(CONCURRENT_READS))
-                list(threads.map(self._file, missing))
+    def ensure(self, rows: Mapping[Entry, Any]) -> None:
+        """Make the files of some samples of shards, several at once, and keep them longer than
+        others.
+        """
+        _do_at_once(self._open_shard, [(each,) for each in rows if each.name not in self._open])
+        parts = [
+            (entry, part)
+            for entry, found in rows.items()
+            for part in np.unique(self._open_shard(entry).find_parts(found)).tolist()
+        ]
+        _do_at_once(self._file, [each for each in parts if not self._touch(*each)])
 
-    def open_file(self, entry: Entry) -> Shard:
-        """Return the samples of a shard.
+    def find(self, entry: Entry, row: int) -> tuple[Shard, str]:
+        """Return a shard, and the path of the part with a sample.
 
         Raises:
             DataError: it cannot be read, or is not the one of the index.
         """
+        shard = self._open_shard(entry)
+        part = int(shard.find_parts(row))
+        path = self._place(entry, part)[0]
+        return shard, path if os.path.exists(path) else self._file(entry, part)
+
+    def _open_shard(self, entry: Entry) -> Shard:
         shard = self._open.get(entry.name)
-        if shard is None or not os.path.exists(shard.path):  # it has left the cache
-            path, kind = self._file(entry), self._place(entry)[1]
-            shard = open_shard(self.source, entry, kind, self.columns, path)
+        if shard is None:
+            whole, kind, is_copy = self._place(entry, WHOLE)
+            is_whole = kind.unpack is not None or not is_copy or os.path.exists(whole)
+            is_whole = is_whole or (kind.has_whole and not self.source.has_ranges(entry.name))
+            try:
+                path = self._file(entry, WHOLE if is_whole else HEAD)
+            except FileNotFoundError:  # no offsets
+                is_whole, path = True, self._file(entry, WHOLE)
+            shard = open_shard(self.source, entry, kind, self.columns, path, is_whole)
             self._open[entry.name] = shard
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
-        self._open.move_to_end(entry.name)
         return shard
 
-    def _place(self, entry: Entry) -> tuple[str, Format, bool]:
+    def _place(self, entry: Entry, part: int) -> tuple[str, Format, bool]:
         columns = self.columns and tuple(self.columns)
-        return _find_place(self.source, entry, self.read, columns, self.directory)
+        return _find_place(self.source, entry, part, self.read, columns, self.directory)
 
-    def _touch(self, entry: Entry) -> bool:
-        """Return whether the file of a shard is there, and keep it longer than others."""
-        path, _, is_copy = self._place(entry)
+    def _touch(self, entry: Entry, part: int) -> bool:
+        """Return whether the file of a part is there, and keep it longer than others."""
+        path, _, is_copy = self._place(entry, part)
         with contextlib.suppress(FileNotFoundError):
             if is_copy:
                 os.utime(path)
             return True
         return False
 
-    def _file(self, entry: Entry) -> str:
-        """Return the path of a shard's file, which is made if it is not there."""
-        path, kind, is_copy = self._place(entry)
+    def _file(self, entry: Entry, part: int) -> str:
+        """Return the path of a part's file, which is made if it is not there."""
+        path, kind, is_copy = self._place(entry, part)
         if not is_copy:
             with reading(self.source, entry):
                 check_size(path, entry)
             return path
+        size, copy = max(0, entry.size), kind.copy_head
+        if part == HEAD:
+            size = 0
+        elif part != WHOLE:
+            shard = self._open_shard(entry)
+            size, copy = int(shard.sizes[part]), functools.partial(shard.make_part, part)
         with _lock(self._lock_of(path)):
-            if not self._touch(entry):
+            if not self._touch(entry, part):
                 with _room_for_reads(os.getpid()):
-                    self._make_room(max(0, entry.size))
-                    make_file(self.source, entry, kind, self.columns, f"{path}.part")
-                    self._make_room(0)
+                    self._make_room(size)
+                    if part == WHOLE:
+                        make_file(self.source, entry, kind, f"{path}.part")
+                    elif copy:
+                        make_part(self.source, entry, copy, f"{path}.part")
+                    else:
+                        timeout = self.source.timeout
+                        fetch_offsets(self.index, entry, f"{path}.part", timeout)
+                    self._make_room(os.path.getsize(f"{path}.part") - size, is_made=True)
                     os.replace(f"{path}.part", path)
         return path
 
     def _lock_of(self, path: str) -> str:
         return f"{self.directory}/{int(os.path.basename(path)[:8], 16) % NUM_LOCKS}.lock"
 
-    def _make_room(self, needed: int) -> None:
-        """Remove the files that were not used for longest, until `needed` bytes fit."""
-        with _lock(f"{self.directory}/room.lock"), os.scandir(self.directory) as files:
-            found = []
+    def _make_room(self, needed: int, is_made: bool = False) -> None:
+        """Let `needed` bytes fit, which are there already if the file `is_made`.
+
+        The lock's file has the limit, and the bytes that still fit: a look at all files takes long.
+        """
+        with _lock(f"{self.directory}/room.lock") as file:
+            limit, left = map(int, (file.read() or "0 0").split())
+            free = shutil.disk_usage(self.directory).free
+            if limit != self.limit or needed > left or (not is_made and needed > free):
+                needed = 0 if is_made else needed
+                left = self.limit - self._remove_oldest(needed)
+            file.truncate(0)
+            file.write(f"{self.limit} {left - needed}")
+
+    def _remove_oldest(self, needed: int) -> int:
+        """Remove the files that were not used for longest, until `needed` bytes fit, and some more.
+        Return the bytes that are left.
+        """
+        found = []
+        with os.scandir(self.directory) as files:
             for file in filter(lambda each: FILE.fullmatch(each.name), files):
                 with contextlib.suppress(FileNotFoundError):
                     status = file.stat()
                     found.append((status.st_mtime_ns, status.st_size, file.path))
-            total = sum(size for _, size, _ in found)
-            for _, size, path in sorted(found):
-                free = shutil.disk_usage(self.directory).free
-                if total + needed <= self.limit and needed <= free:
-                    return
-                is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
-                with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                    with _lock(self._lock_of(path), False) if is_left else contextlib.nullcontext():
-                        os.unlink(path)
-                    total -= size
-            if total + needed > self.limit:
-                raise ConfigError(
-                    f"cache_gib: expected at least {(total + needed) / 2**30:.3g} for the shards "
-                    f"that are fetched at once, got {self.limit / 2**30:.3g}"
-                )
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            free = shutil.disk_usage(self.directory).free
+            if total + needed <= self.limit - self.limit // SLACK and needed <= free:
+                break
+            is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                with _lock(self._lock_of(path), False) if is_left else contextlib.nullcontext():
+                    os.unlink(path)
+                total -= size
+        if total + needed > self.limit:
+            raise ConfigError(
+                f"cache_gib: expected at least {(total + needed) / 2**30:.3g} for the shards "
+                f"that are fetched at once, got {self.limit / 2**30:.3g}"
+            )
+        return total
+
+
+def _do_at_once(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Call with each of these, `CONCURRENT_READS` at once."""
+    if arguments:
+        with ThreadPoolExecutor(CONCURRENT_READS) as threads:
+            list(threads.map(call, *zip(*arguments, strict=True)))
 
 
 @functools.lru_cache(maxsize=4 * MAX_OPEN)
 def _find_place(
-    source: Source, entry: Entry, read: Read | None, columns: tuple[str, ...] | None, directory: str
+    source: Source,
+    entry: Entry,
+    part: int,
+    read: Read | None,
+    columns: tuple[str, ...] | None,
+    directory: str,
 ) -> tuple[str, Format, bool]:
-    """Return the path of a shard's file, which may be missing, its format, and whether it is a
-    copy.
+    """Return the path of a part's file, which may be missing, its shard's format, and whether it is
+    a copy.
     """
     kind, local = find_format(entry.name, read), source.local_path(entry.name)
     if kind is None:
@@ -234,13 +312,12 @@ def _find_place(
             f"data: {source.join(entry.name)}: expected .tar, .parquet, .mds or .jsonl, or a "
             "`reader`"
         )
-    if local and not kind.unpack:
+    if local and kind.has_whole and not kind.unpack:
         return local, kind, False
     # a local file has no version in the index
     version = str(os.stat(local).st_mtime_ns) if os.path.exists(local) else entry.version
-    facts = [source.join(entry.name), entry.size, version]
-    if kind.unpack:
-        facts += [columns, read and _source_of(read)]
+    facts = [source.join(entry.name), entry.size, version, part, PART_BYTES]
+    facts += [columns if not kind.has_whole else None, read and _source_of(read)]
     return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
 
 
@@ -267,8 +344,9 @@ def make_directory(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: str, waits: bool = True) -> Iterator[None]:
+def _lock(path: str, waits: bool = True) -> Iterator[TextIO]:
     """Exclusive file lock. Without `waits` raises BlockingIOError if there is another holder."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        yield
+        file.seek(0)
+        yield file

@@ -12,6 +12,8 @@ import hashlib
 import io
 import json
 import logging
+import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.data.cache import Entry, make_file, open_shard, reading
-from flyte_ddp.data.readers import Read, count_parquet, find_format
-from flyte_ddp.data.source import CONCURRENT_READS, Source, version_of
+from flyte_ddp.data.cache import make_file, make_part, open_shard
+from flyte_ddp.data.offsets import write_offsets
+from flyte_ddp.data.readers import ByteShard, Read, find_format
+from flyte_ddp.data.source import CONCURRENT_READS, Entry, Source, version_of
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import read_file, write_file
 
@@ -111,10 +114,11 @@ def prepare_index(
     if known is None or is_own:
         if not url and isinstance(source.place, tuple):
             raise ConfigError("index: expected a URL where the index of these shards is kept")
-        known = _count(source, known, read, counts or {})
+        url = url or source.join(OWN_INDEX)
+        known = _count(source, known, url, read, counts or {})
         arrays = io.BytesIO()
         np.savez(arrays, **vars(known))
-        write_file(url or source.join(OWN_INDEX), arrays.getvalue(), "index", source.timeout)
+        write_file(url, arrays.getvalue(), "index", source.timeout)
     return (
         f"{known.samples.sum():,} samples in {len(known):,} shards of {source.join('')}, "
         f"{known.num_bytes / 2**30:,.2f} GiB{MORE_BYTES if len(known) < FEW_SHARDS else ''}"
@@ -187,9 +191,15 @@ def _check_names(names: Sequence[bytes]) -> None:
 
 
 def _count(
-    source: Source, known: ShardIndex | None, read: Read | None, counts: Mapping[str, int]
+    source: Source,
+    known: ShardIndex | None,
+    url: str,
+    read: Read | None,
+    counts: Mapping[str, int],
 ) -> ShardIndex:
-    """Return an index of all shards of `source`. Those of `known` that are unchanged stay first."""
+    """Return an index of all shards of `source`. Those of `known` stay first, and are counted
+    anew where a file is newer than the index.
+    """
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
     files = {
@@ -202,43 +212,63 @@ def _count(
         raise DataError(
             f"data: expected shards (.tar, .parquet, .mds, .jsonl), got none in {source.join('')}"
         )
-    found = [known.entry(shard) for shard in range(len(known))] if known is not None else []
-    entries = [each for each in found if files.get(each.name) == (each.size, each.version)]
+    entries, made = list[Entry](), 0.0
+    if known is not None:
+        # of files on a disk; a version tells whether others have changed
+        made = _mtime(Source((), source.timeout), url) or math.inf
+        entries = [known.entry(shard) for shard in range(len(known))]
+        entries = [each for each in entries if files.get(each.name) == (each.size, each.version)]
     new = files.keys() - {each.name for each in entries}
-    added = [Entry(name, counts.get(name, -1), *files[name]) for name in files if name in new]
-    to_count = [each for each in added if each.samples < 0]
-    read_whole = [each.size for each in to_count if not _has_footer(each, read)]
+    entries += [Entry(name, -1, *files[name]) for name in files if name in new]
+    entries = [
+        dataclasses.replace(each, samples=counts.get(each.name, -1))
+        if each.name in new or _mtime(source, each.name) > made
+        else each
+        for each in entries
+    ]
+    to_count = [each for each in entries if each.samples < 0]
+    kinds = [find_format(each.name, read) for each in to_count]
+    read_whole = sum(
+        max(0, each.size)
+        for each, kind in zip(to_count, kinds, strict=True)
+        if kind and not kind.copy_head
+    )
     if to_count:
         logger.warning(
             "counts the samples of %d shards of %s once, for which it reads %.2f GiB",
             len(to_count),
             source.join(""),
-            sum(read_whole) / 2**30,
+            read_whole / 2**30,
         )
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-        found_counts = threads.map(lambda entry: _count_samples(source, entry, read), added)
-        entries += [
-            dataclasses.replace(each, samples=count)
-            for each, count in zip(added, found_counts, strict=True)
-        ]
-    return _make_index(entries)
+        counted = threads.map(lambda entry: _count_samples(source, entry, url, read), to_count)
+        found = dict(zip([each.name for each in to_count], counted, strict=True))
+    return _make_index(
+        [dataclasses.replace(each, samples=found.get(each.name, each.samples)) for each in entries]
+    )
 
 
-def _has_footer(entry: Entry, read: Read | None) -> bool:
-    return entry.name.endswith(".parquet") and read is None
+def _mtime(source: Source, name: str) -> float:
+    """Return when a file on a disk was changed; 0 for one in a store."""
+    path = source.local_path(name)
+    return os.path.getmtime(path) if path else 0.0
 
 
-def _count_samples(source: Source, entry: Entry, read: Read | None) -> int:
-    if entry.samples >= 0:
-        return entry.samples
-    if _has_footer(entry, read):
-        with reading(source, entry):
-            return source.read_parts(entry.name, count_parquet)
+def _count_samples(source: Source, entry: Entry, url: str, read: Read | None) -> int:
+    """Return the number of samples of a shard, and put their offsets beside the index at `url` if
+    the shard has none.
+    """
     kind = find_format(entry.name, read)
     assert kind is not None  # only such are listed
     with tempfile.TemporaryDirectory(prefix="shard-") as place:
-        path = source.local_path(entry.name)
-        if not path or kind.unpack:
-            path = f"{place}/shard"
-            make_file(source, entry, kind, None, path)
-        return len(open_shard(source, entry, kind, None, path))
+        path = f"{place}/shard"
+        if kind.copy_head:
+            make_part(source, entry, kind.copy_head, path)
+        elif kind.unpack or not source.local_path(entry.name):
+            make_file(source, entry, kind, path)
+        else:
+            path = source.local_path(entry.name)
+        shard = open_shard(source, entry, kind, None, path, not kind.copy_head)
+    if isinstance(shard, ByteShard) and not (kind.unpack or kind.copy_head):
+        write_offsets(url, entry, shard.offsets, source.timeout)
+    return len(shard)

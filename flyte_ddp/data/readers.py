@@ -1,33 +1,38 @@
 """Formats of shards: how a file becomes samples, dicts, that can be read in any order.
 
-What a format cannot read in any order, such as a compressed file or Parquet, is unpacked once, to a
-file beside it. Knows no store. No torch.
+A shard is one file, which a compressed one is unpacked to, or it is cut into parts, so that those
+alone need to be fetched that are read. Knows no store. No torch.
 """
 
 from __future__ import annotations
 
 import decimal
+import functools
 import io
 import json
 import os
 import pickle
 import re
 import shutil
-import sys
 import tarfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import DataError
 
 Fields = dict[str, Any]
 Read = Callable[[str], Iterable[Fields]]  # of a reader of the user's: the samples of a local file
+HEAD, WHOLE = -1, -2  # in place of the number of a part
+PART_BYTES = 4 << 20  # of a shard in a store, that are fetched at once, and the rest of a sample
+MDS_HEAD = 1 << 16  # bytes in which the head of most MDS files is
+MAX_OPEN = 1024  # shards of which a process keeps in memory where their samples are
 KEY = "__key__"  # the field of a tar's sample with its members' common name
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".br": "brotli"}
@@ -36,21 +41,35 @@ _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.S)
 
 
 class Shard(ABC):
-    """The samples of a file. Where each of them lies is in memory; no file stays open.
+    """The samples of a shard, which is read in parts, each a file. No file stays open.
 
     Args:
+        path: of the shard, or of its head, by which a part is found and made.
         columns: the fields that samples have; None for all.
+        is_whole: False for the head.
+
+    Attributes:
+        ends: (P,) samples before the end of each part; a whole shard is one part.
+        sizes: (P,) bytes of each part.
     """
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        self.path, self.columns = path, columns
-        self.size = os.path.getsize(path)
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
+        self.columns, self.is_whole = columns, is_whole
 
-    def __getitem__(self, row: int) -> Fields:
-        fields = self.read(row)
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def find_parts(self, rows: Any) -> Any:
+        """Return the part of each sample, `WHOLE` of a whole shard."""
+        parts = np.searchsorted(self.ends, rows, side="right")
+        return np.full_like(parts, WHOLE) if self.is_whole else parts
+
+    def get(self, path: str, row: int) -> Fields:
+        """Return the fields of a sample, whose part is at `path`."""
+        fields = self.read(path, row)
         if self.columns is None:
             return fields
         if missing := [name for name in self.columns if name not in fields]:
@@ -58,97 +77,150 @@ class Shard(ABC):
         return {name: fields[name] for name in self.columns}
 
     @abstractmethod
-    def read(self, row: int) -> Fields:
+    def read(self, path: str, row: int) -> Fields:
         """Return all fields of a sample."""
 
-    def part(self, begin: int, end: int) -> bytes:
-        """Return the bytes [begin, end) of the file. Raises DataError if it is shorter."""
-        with open(self.path, "rb", buffering=0) as file:
-            found = os.pread(file.fileno(), end - begin, begin)
-        if len(found) < end - begin:
-            raise DataError(f"expected {end} bytes at least, got {self.size}")
-        return found
+    @abstractmethod
+    def make_part(self, number: int, file: Any, target: str) -> None:
+        """Copy a part of the shard, an open file, to a file of its own."""
 
 
-class TarShard(Shard):
+class ByteShard(Shard):
+    """Samples that follow each other in a file; each is decoded by itself.
+
+    Attributes:
+        offsets: (N + 1,) where each sample begins; the last one ends at the last of them.
+        bounds: (P + 1,) those between parts.
+    """
+
+    offsets: NDArray[Any]
+
+    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
+        super().__init__(path, columns, is_whole)
+        self.offsets = self.find_offsets(path) if is_whole else self.read_head(path)
+        self.ends = np.array([len(self.offsets) - 1]) if is_whole else cut_parts(self.offsets)
+        self.bounds = self.offsets[[0, *self.ends]].astype(np.int64)
+        self.sizes = self.bounds[1:] - self.bounds[:-1]
+
+    @abstractmethod
+    def find_offsets(self, path: str) -> NDArray[Any]:
+        """Return `offsets` of a whole shard."""
+
+    def read_head(self, path: str) -> NDArray[Any]:
+        """Return `offsets` of a shard with this head."""
+        return np.fromfile(path, "<u8")[1:]  # after their checksum
+
+    @abstractmethod
+    def decode(self, contents: bytes) -> Fields:
+        """Return the fields of a sample."""
+
+    def read(self, path: str, row: int) -> Fields:
+        begin, end = self.offsets[row : row + 2].tolist()
+        base = 0 if self.is_whole else int(self.bounds[self.find_parts(row)])
+        return self.decode(read_bytes(path, begin - base, end - base))
+
+    def make_part(self, number: int, file: Any, target: str) -> None:
+        begin, end = self.bounds[number : number + 2].tolist()
+        file.seek(begin)
+        contents = file.read(end - begin)
+        if len(contents) < end - begin:
+            raise DataError(f"expected {end} bytes at least, got {begin + len(contents)}")
+        with open(target, "wb") as part:
+            part.write(contents)
+
+
+def cut_parts(offsets: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the ends of parts of some `PART_BYTES`, as numbers of what lies between offsets."""
+    limits = np.arange(int(offsets[0]) + PART_BYTES, int(offsets[-1]), PART_BYTES)
+    ends: NDArray[np.int64] = np.unique([*np.searchsorted(offsets, limits), len(offsets) - 1])
+    return ends
+
+
+def read_bytes(path: str, begin: int, end: int) -> bytes:
+    """Return the bytes [begin, end) of a file. Raises DataError if it is shorter."""
+    with open(path, "rb", buffering=0) as file:
+        found = os.pread(file.fileno(), end - begin, begin)
+    if len(found) < end - begin:
+        raise DataError(f"expected {end} bytes at least, got {begin + len(found)}")
+    return found
+
+
+class TarShard(ByteShard):
     """A tar file in WebDataset's layout: the members of a sample lie side by side and share a name.
 
     The fields are their contents in bytes by their extensions, such as jpg and json.
     """
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        super().__init__(path, columns)
-        self.keys: list[str] = []
-        firsts, ends, self.extensions = array("q"), array("q"), list[str]()
-        self.firsts, self.begins, self.ends = firsts, array("q"), ends
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                match = _MEMBER.fullmatch(member.name)
-                if not member.isreg() or not match:
-                    continue
-                extension = sys.intern(match[2].lower())
-                if not self.keys or self.keys[-1] != match[1]:
-                    self.keys.append(match[1])
-                    firsts.append(len(ends))
-                elif extension in self.extensions[firsts[-1] :]:
+    def find_offsets(self, path: str) -> NDArray[Any]:
+        with open(path, "rb") as file:
+            return find_tar_offsets(file)
+
+    def decode(self, contents: bytes) -> Fields:
+        fields: Fields = {}
+        with tarfile.open(fileobj=io.BytesIO(contents), mode="r:") as tar:
+            for member, key, extension in _members(tar):
+                begin, fields[KEY] = member.offset_data, key
+                if extension in fields:
                     raise DataError(f"expected other names of samples, got {member.name} twice")
-                self.extensions.append(extension)
-                self.begins.append(member.offset_data)
-                ends.append(member.offset_data + member.size)
-        firsts.append(len(ends))
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def read(self, row: int) -> Fields:
-        members = slice(self.firsts[row], self.firsts[row + 1])
-        begins, ends = self.begins[members], self.ends[members]
-        contents = self.part(begins[0], ends[-1])
-        parts = zip(self.extensions[members], begins, ends, strict=True)
-        return {
-            KEY: self.keys[row],
-            **{name: contents[each - begins[0] : end - begins[0]] for name, each, end in parts},
-        }
+                fields[extension] = contents[begin : begin + member.size]
+            if tar.offset < len(contents):
+                raise DataError("expected a member of a tar file")
+        return fields
 
 
-class JsonLines(Shard):
+def find_tar_offsets(file: BinaryIO) -> NDArray[Any]:
+    """Return where the samples of an open tar file begin, and where the last one ends."""
+    begins, key, end = array("q"), "", 0
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member, name, _ in _members(tar):
+            if not begins or name != key:
+                begins.append(member.offset)
+                key = name
+            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return np.array([*begins, end])
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
+    """Yield the members that belong to samples, the name of the sample, and the extension."""
+    for member in tar:
+        match = _MEMBER.fullmatch(member.name)
+        if member.isreg() and match:
+            yield member, match[1], match[2].lower()
+
+
+class JsonLines(ByteShard):
     """A text file with a JSON object in each line."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        super().__init__(path, columns)
-        contents = np.memmap(path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
-        ends = np.append(np.flatnonzero(contents == ord("\n")), self.size)
+    def find_offsets(self, path: str) -> NDArray[Any]:
+        size = os.path.getsize(path)
+        contents = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        ends = np.append(np.flatnonzero(contents == ord("\n")), size)
         begins = np.concatenate([[0], ends[:-1] + 1])
         # An object has two bytes at least; an empty line may have the one of a carriage return.
-        self.lines = np.stack([begins, ends], axis=1)[ends - begins > 1]
+        return np.append(begins[ends - begins > 1], size)
 
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def read(self, row: int) -> Fields:
-        fields = json.loads(self.part(*self.lines[row].tolist()))
+    def decode(self, contents: bytes) -> Fields:
+        fields = json.loads(contents)
         if not isinstance(fields, dict):
             raise DataError(f"expected a JSON object, got a {type(fields).__name__}")
         return fields
 
 
-class MdsShard(Shard):
+class MdsShard(ByteShard):
     """A file of MosaicML's streaming format, version 2, with its columns decoded."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        super().__init__(path, columns)
-        count = int.from_bytes(self.part(0, 4), "little")
+    def find_offsets(self, path: str) -> NDArray[Any]:
+        count = int.from_bytes(read_bytes(path, 0, 4), "little")
         begin = 4 * (count + 2)
-        self.offsets = np.frombuffer(self.part(4, begin), np.uint32)
-        kind = json.loads(self.part(begin, int(self.offsets[0])))
+        offsets = np.frombuffer(read_bytes(path, 4, begin), np.uint32)
+        kind = json.loads(read_bytes(path, begin, int(offsets[0])))
         names = "column_names", "column_encodings", "column_sizes"
         self.kinds = list(zip(*(kind[name] for name in names), strict=True))
+        return offsets
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    read_head = find_offsets
 
-    def read(self, row: int) -> Fields:
-        contents = self.part(*self.offsets[row : row + 2].tolist())
+    def decode(self, contents: bytes) -> Fields:
         place, sizes = 0, []
         for _, _, size in self.kinds:
             sizes.append(size or int.from_bytes(contents[place : place + 4], "little"))
@@ -159,6 +231,14 @@ class MdsShard(Shard):
                 fields[name] = decode_mds(encoding, contents[place : place + size])
             place += size
         return fields
+
+
+def _copy_mds_head(file: Any, target: str) -> None:
+    contents = file.read(MDS_HEAD)
+    end = int.from_bytes(contents[4:8], "little")  # where the first sample begins
+    contents += file.read(max(0, end - len(contents)))
+    with open(target, "wb") as head:
+        head.write(contents[:end])
 
 
 def decode_mds(encoding: str, data: bytes) -> Any:
@@ -219,26 +299,47 @@ def _decode_array(detail: str, data: bytes) -> Any:
     return np.frombuffer(data[end:], kind).reshape(np.frombuffer(data[1:end], f"<u{width}"))
 
 
-class ArrowShard(Shard):
-    """A Parquet file, unpacked to Arrow's own format."""
+class ParquetShard(Shard):
+    """A Parquet file. A part has some of its row groups, unpacked to Arrow's own format."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        import pyarrow
+    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
+        import pyarrow.parquet
 
-        super().__init__(path, columns)
-        with pyarrow.memory_map(path) as file:  # which the batches refer to when it is closed
-            reader = pyarrow.ipc.open_file(file)
-            self.batches = [reader.get_batch(each) for each in range(reader.num_record_batches)]
-        self.ends = np.cumsum([len(batch) for batch in self.batches], dtype=np.int64)
+        super().__init__(path, columns, is_whole)
+        self.footer = footer = pyarrow.parquet.read_metadata(path)
+        names = footer.schema.to_arrow_schema().names
+        if missing := [name for name in columns or () if name not in names]:
+            raise DataError(f"columns: expected {missing[0]!r}, got only {', '.join(names)}")
+        groups = list(map(footer.row_group, range(footer.num_row_groups)))
+        offsets = np.cumsum([0, *(each.total_byte_size for each in groups)])
+        rows = np.cumsum([0, *(each.num_rows for each in groups)])
+        self.groups = cut_parts(offsets)
+        self.ends, self.sizes = rows[self.groups], np.diff(offsets[self.groups], prepend=0)
 
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+    def make_part(self, number: int, file: Any, target: str) -> None:
+        import pyarrow.parquet
 
-    def read(self, row: int) -> Fields:
-        number = int(np.searchsorted(self.ends, row, side="right"))
+        source = pyarrow.parquet.ParquetFile(file, metadata=self.footer, pre_buffer=True)
+        names = list(self.columns or source.schema_arrow.names)
+        schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
+        groups = range(int(self.groups[number - 1]) if number else 0, int(self.groups[number]))
+        with pyarrow.ipc.new_file(target, schema) as writer:
+            for batch in source.iter_batches(row_groups=groups, columns=names):
+                writer.write_batch(batch.select(names))
+
+    def read(self, path: str, row: int) -> Fields:
+        number, table = int(self.find_parts(row)), _open_arrow(path)
         place = row - (int(self.ends[number - 1]) if number else 0)
-        batch = self.batches[number]
-        return {name: _value(batch[name][place]) for name in batch.schema.names}
+        return {name: _value(table[name][place]) for name in table.column_names}
+
+
+@functools.lru_cache(maxsize=MAX_OPEN)
+def _open_arrow(path: str) -> Any:
+    """Return the table in a file, to which it refers."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file:
+        return pyarrow.ipc.open_file(file).read_all()
 
 
 def _value(scalar: Any) -> Any:
@@ -253,20 +354,16 @@ def _value(scalar: Any) -> Any:
     return scalar.as_py()
 
 
-class PickledShard(Shard):
+class PickledShard(ByteShard):
     """The samples that a reader of the user's has returned, in a file of our own."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        super().__init__(path, columns)
-        count = int.from_bytes(self.part(self.size - 8, self.size), "little")
-        begin = self.size - 8 * (count + 2)
-        self.offsets = np.frombuffer(self.part(begin, self.size - 8), np.int64)
+    def find_offsets(self, path: str) -> NDArray[Any]:
+        size = os.path.getsize(path)
+        count = int.from_bytes(read_bytes(path, size - 8, size), "little")
+        return np.frombuffer(read_bytes(path, size - 8 * (count + 2), size - 8), np.int64)
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def read(self, row: int) -> Fields:
-        fields: Fields = pickle.loads(self.part(*self.offsets[row : row + 2].tolist()))
+    def decode(self, contents: bytes) -> Fields:
+        fields: Fields = pickle.loads(contents)
         return fields
 
 
@@ -274,47 +371,32 @@ class PickledShard(Shard):
 class Format:
     """How the files of a kind are opened."""
 
-    shard: Callable[[str, Sequence[str] | None], Shard]
-    unpack: Callable[[str, str, Sequence[str] | None], None] | None = None  # from, to, columns
+    shard: Callable[..., Shard]  # of `Shard`'s arguments
+    unpack: Callable[[str, str], None] | None = None  # a whole file to another
+    has_whole: bool = True  # False where only parts can be read
+    # the head of an open file to another; None where it is the offsets beside the index
+    copy_head: Callable[[Any, str], None] | None = None
 
 
 def find_format(name: str, read: Read | None) -> Format | None:
     """Return the format of a file by its name; None if it is none. `read` reads any."""
     if read is not None:
-        return Format(PickledShard, lambda source, target, _: _pickle(read(source), target))
+        return Format(PickledShard, lambda source, target: _pickle(read(source), target))
     stem, suffix = os.path.splitext(name.lower().partition("?")[0])
     if suffix == ".tgz":
         stem, suffix = f"{stem}.tar", ".gz"
     if compression := COMPRESSIONS.get(suffix):
         found = _FORMATS.get(os.path.splitext(stem)[1])
-        unpack = lambda source, target, _: _decompress(source, target, compression)  # noqa: E731
-        return Format(found.shard, unpack) if found and not found.unpack else None
+        unpack = lambda source, target: _decompress(source, target, compression)  # noqa: E731
+        return Format(found.shard, unpack) if found and found.has_whole else None
     return _FORMATS.get(suffix)
 
 
-def count_parquet(file: Any) -> int:
-    """Return the number of samples in an open Parquet file, by its footer."""
+def _copy_parquet_head(file: Any, target: str) -> None:
     require("data", "pyarrow", extra="streams")
     import pyarrow.parquet
 
-    return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-
-
-def _unpack_parquet(source: str, target: str, columns: Sequence[str] | None) -> None:
-    require("data", "pyarrow", extra="streams")
-    import pyarrow.parquet
-
-    file = pyarrow.parquet.ParquetFile(source)
-    if missing := [name for name in columns or () if name not in file.schema_arrow.names]:
-        got = ", ".join(file.schema_arrow.names)
-        raise DataError(f"columns: expected {missing[0]!r}, got only {got}")
-    batches = file.iter_batches(columns=columns and list(columns))  # one row group at a time
-    schema = file.schema_arrow
-    if columns:
-        schema = pyarrow.schema([schema.field(name) for name in columns])
-    with pyarrow.ipc.new_file(target, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch.select(schema.names))
+    pyarrow.parquet.ParquetFile(file).metadata.write_metadata_file(target)
 
 
 def _decompress(source: str, target: str, compression: str) -> None:
@@ -341,6 +423,6 @@ _FORMATS = {
     ".tar": Format(TarShard),
     ".jsonl": Format(JsonLines),
     ".ndjson": Format(JsonLines),
-    ".mds": Format(MdsShard),
-    ".parquet": Format(ArrowShard, _unpack_parquet),
+    ".mds": Format(MdsShard, copy_head=_copy_mds_head),
+    ".parquet": Format(ParquetShard, None, False, _copy_parquet_head),
 }

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
-from flyte_ddp.data.cache import Entry, ShardCache, make_directory, reading
-from flyte_ddp.data.index import ShardIndex, prepare_index, read_index
+from flyte_ddp.data.cache import ShardCache, make_directory, reading
+from flyte_ddp.data.index import OWN_INDEX, ShardIndex, prepare_index, read_index
 from flyte_ddp.data.order import EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
 from flyte_ddp.data.readers import Fields, Read
-from flyte_ddp.data.source import READ_TIMEOUT, Source
+from flyte_ddp.data.source import READ_TIMEOUT, Entry, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import has_password
 
@@ -159,7 +159,7 @@ class Shards(Stream):
         """Make the index if there is none, or add shards that are new; return a description.
 
         To be called once, before the ranks start: by a recipe's `prepare`, or on one machine. It
-        reads all tar files and JSON lines whole, and of Parquet the footers.
+        reads tar files and JSON lines whole, and of Parquet and MDS the heads.
         """
         return prepare_index(self._files, self.index or "", self.reader)
 
@@ -168,10 +168,10 @@ class Shards(Stream):
 
     def __getitem__(self, sample: int) -> Any:
         entry, row = self._find(sample)
-        shard_file = self._cache.open_file(entry)
+        shard, path = self._cache.find(entry, row)
         try:
             with reading(self._files, entry, f"sample {row}"):
-                fields = shard_file[row]
+                fields = shard.get(path, row)
                 return self.transform(fields) if self.transform else fields
         except DataError as error:
             if self.unreadable == "fail":
@@ -194,9 +194,15 @@ class Shards(Stream):
         return self._index.entry(shard), row
 
     def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch the shards of some samples, several at once."""
-        shards = np.unique(np.searchsorted(self._ends, samples, side="right"))
-        self._cache.ensure(map(self._index.entry, shards.tolist()))
+        """Fetch the parts of shards with some samples, several at once."""
+        numbers, starts = np.asarray(samples), self._ends - self._index.samples
+        shards = np.searchsorted(self._ends, numbers, side="right")
+        self._cache.ensure(
+            {
+                self._index.entry(shard): numbers[shards == shard] - starts[shard]
+                for shard in np.unique(shards).tolist()
+            }
+        )
 
     @property
     def num_shards(self) -> int:
@@ -306,4 +312,5 @@ class Shards(Stream):
         limit = min(DEFAULT_CACHE_BYTES, shutil.disk_usage(directory).free // 2)
         if self.cache_gib is not None:
             limit = int(self.cache_gib * 2**30)
-        return ShardCache(self._files, self.reader, self.columns, directory, limit)
+        index = self.index or self._files.join(OWN_INDEX)
+        return ShardCache(self._files, index, self.reader, self.columns, directory, limit)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage.failures import is_full
 
 T = TypeVar("T")
 
@@ -22,6 +23,16 @@ CONCURRENT_READS = 8  # of a process
 # seconds that a store of samples is waited for; below the default stall_timeout
 READ_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
 VERSIONS = ("ETag", "etag")  # keys of what file systems report
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard as the index has it."""
+
+    name: str
+    samples: int  # -1 where they are to be counted
+    size: int  # bytes; -1 where not known
+    version: str  # "" where not known
 
 
 @dataclass(frozen=True)
@@ -71,19 +82,28 @@ class Source:
         storage, path = self._storage(name)
         storage.retry(lambda: storage.file_system.get_file(path, file))
 
+    def has_ranges(self, name: str) -> bool:
+        """Return whether parts of a file can be fetched. Not each HTTP server answers with them."""
+        return not self._storage(name)[0].url.startswith("http")
+
     def read_parts(self, name: str, read: Callable[[Any], T]) -> T:
         """Return the result of `read`, which is called with the open file."""
         storage, path = self._storage(name)
 
-        def read_open() -> T | ValueError:
-            with storage.file_system.open(path, "rb") as file:
+        def read_open() -> T | Exception:
+            storage.file_system.invalidate_cache()
+            # without a cache: what is asked for is fetched, and no more
+            with storage.file_system.open(path, "rb", cache_type="none") as file:
                 try:
                     return read(file)
-                except ValueError as error:  # of the contents, which no other try changes
-                    return error
+                except Exception as error:
+                    # of the contents or of this disk, which no other try changes
+                    if isinstance(error, ValueError) or is_full(error):
+                        return error
+                    raise
 
         found = storage.retry(read_open)
-        if isinstance(found, ValueError):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -99,7 +119,7 @@ class Source:
         return storage, f"{storage.root}/{relative}"
 
 
-def version_of(info: dict[str, Any]) -> str:
+def version_of(info: Mapping[str, Any]) -> str:
     """Return what a store changes with a file's contents, from its `info`; "" where it has none."""
     return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
 

@@ -6,6 +6,7 @@ A note beside them says what they are of. No torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -19,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.data.cache import Entry, reading
-from flyte_ddp.data.index import prepare_index
+from flyte_ddp.data.cache import reading
+from flyte_ddp.data.index import OWN_INDEX, prepare_index
+from flyte_ddp.data.offsets import write_offsets
 from flyte_ddp.data.order import Indices
 from flyte_ddp.data.permutation import VERSION, derive_key, permute
-from flyte_ddp.data.source import Source, version_of
+from flyte_ddp.data.readers import find_tar_offsets
+from flyte_ddp.data.source import Entry, Source, version_of
 from flyte_ddp.data.splits import NOTE, read_note
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import SHORT_TIMEOUT, UNFINISHED, Storage, redact_url
@@ -74,14 +77,19 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
         StorageUnavailable: the store was away for too long, or the disk is full.
     """
     storage = Storage(url, "destination", SHORT_TIMEOUT)
-    found, counts = storage.find(), {}
+    source, found, counts = Source(storage.url, SHORT_TIMEOUT), storage.find(), {}
     names = [f"{number:06d}{suffix}" for number in range(num_shards)]
     missing = [number for number, name in enumerate(names) if name not in found]
     for number, contents, count in make(missing):
-        storage.write(names[number], contents)
-        counts[names[number]] = count
-        logger.warning("%s is written, of %d", redact_url(storage.join(names[number])), num_shards)
-    return prepare_index(Source(storage.url, SHORT_TIMEOUT), "", None, counts)
+        name = names[number]
+        storage.write(name, contents)
+        counts[name] = count
+        if suffix == ".tar":
+            entry = Entry(name, count, len(contents), version_of(source.info(name)))
+            offsets = find_tar_offsets(io.BytesIO(contents))
+            write_offsets(source.join(OWN_INDEX), entry, offsets, SHORT_TIMEOUT)
+        logger.warning("%s is written, of %d", redact_url(storage.join(name)), num_shards)
+    return prepare_index(source, "", None, counts)
 
 
 def encode_mds(rows: NDArray[Any], column: str) -> bytes:
@@ -157,13 +165,15 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
                 first = end
                 with reading(source, entry):
                     table = source.read_parts(
-                        entry.name,
-                        lambda file: ParquetFile(file, metadata=footer).read_row_group(group),  # noqa: B023
+                        entry.name, functools.partial(read_group, footer, group)
                     )
                 for number in writers.keys() & set(shards.tolist()):
                     writers[number].write_table(table.take(np.flatnonzero(shards == number)))
         for writer in writers.values():
             writer.close()
+
+    def read_group(footer: Any, group: int, file: Any) -> Any:
+        return ParquetFile(file, metadata=footer, pre_buffer=True).read_row_group(group)
 
     def make(missing: Sequence[int]) -> Iterator[tuple[int, bytes, int]]:
         for first in range(0, len(missing), SHARDS_AT_ONCE):
