@@ -16,6 +16,7 @@ from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
+    CheckpointError,
     ClusterError,
     ConfigError,
     DataError,
@@ -39,6 +40,10 @@ COMMANDS = {
     "rehearse": (
         "flyte_ddp.rehearsal.command:main",
         "run a program with faults on purpose, and tell whether it is safe to interrupt",
+    ),
+    "replay": (
+        "flyte_ddp.rehearsal.replay:main",
+        "show a step of a recipe's run once more: its samples, losses and gradients",
     ),
     "predict": (
         "flyte_ddp.prediction.command:main",
@@ -113,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(f"error: {error}")
         return 2
     except (
-        *(ChampionChanged, ChampionError, ClusterError),
+        *(ChampionChanged, ChampionError, CheckpointError, ClusterError),
         *(GangLost, RankFailure, StorageUnavailable),
     ) as error:
         print_line(f"error: {error}")

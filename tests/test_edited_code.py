@@ -15,7 +15,7 @@ import flyte_ddp
 from flyte_ddp.config import source_code
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
-from flyte_ddp.recipes.prepare import recipe_version
+from flyte_ddp.recipes.prepare import list_code, recipe_version
 
 RECIPE = """
 from tests.support.mistakes import Line
@@ -73,7 +73,7 @@ def test_defaults_and_data_are_those_of_the_edited_code(name, package):
     same = get_recipe(name)
     config_of(name, {})
     assert type(get_recipe(name)) is type(same)  # nothing was edited, nothing is imported again
-    version = recipe_version("edited.inner.recipe")
+    version, code = recipe_version("edited.inner.recipe"), list_code("edited.inner.recipe")
     for number in (2, 3):
         write(package, number)
         assert config_of(name, {}).epochs == number
@@ -83,6 +83,10 @@ def test_defaults_and_data_are_those_of_the_edited_code(name, package):
         assert isinstance(recipe, sys.modules["edited.inner.recipe"].Edited)
         assert isinstance(recipe, Recipe)
         assert recipe_version("edited.inner.recipe") != version
+        now = list_code("edited.inner.recipe")
+        changed = {name for name in code if now[name] != code[name]}
+        assert "edited/inner/recipe.py" in changed
+        assert not changed & {"flyte_ddp", "edited/__init__.py"}
 
 
 def test_a_module_that_a_notebook_has_imported_before_the_edit_is_imported_again(package):

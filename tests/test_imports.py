@@ -69,7 +69,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
-MAX_ROOMS, MAX_ARROWS = 25, 129
+MAX_ROOMS, MAX_ARROWS = 25, 130
 # What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
 PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
 # Which modules may import a library at all.

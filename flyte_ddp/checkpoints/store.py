@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
+import torch
+
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.files import (
     CHECKSUM,
@@ -44,7 +46,7 @@ from flyte_ddp.checkpoints.ownership import check_owner
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory
-from flyte_ddp.checkpoints.state import collect, find_tensors, map_tensors
+from flyte_ddp.checkpoints.state import Part, collect, find_tensors, map_tensors
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -246,6 +248,20 @@ class CheckpointStore:
         self.wait(on_wait)
         return self.storage.join(name)
 
+    def save_bad(self, state: Mapping[str, Any], step: int, on_wait: Callable[[], None]) -> None:
+        """Keep `state`, that before the bad step `step`, outside retention and in place of the last
+        such one; wait until it is there. `peers` call it together.
+
+        Raises:
+            StorageUnavailable, CheckpointError, ConfigError: as `check`.
+        """
+        world = self.peers.world
+        name = f"bad-step-{step:010d}-{world.rank:05d}.pt"
+        self.save_file(name, collect(state, world.is_first), on_wait)
+        for each in self.storage.names() if world.is_first else ():
+            if each.startswith("bad-step-") and each[:19] != name[:19]:
+                self.storage.delete(each)
+
     def check(self) -> None:
         """Raise if writing has failed for good. Costs nothing.
 
@@ -329,14 +345,28 @@ class CheckpointStore:
                 return state, self.storage.join(name), skipped
         return None, "", skipped
 
-    def load(self, step: int, world: World = ALONE, box_of: BoxOf = keep_all) -> dict[str, Any]:
+    def load(
+        self, step: int, world: World = ALONE, box_of: BoxOf = keep_all, is_bad: bool = False
+    ) -> dict[str, Any]:
         """Return the checkpoint of optimizer step `step`, tensors on the CPU. Arguments as of
         `load_latest`.
+
+        Args:
+            is_bad: that of `save_bad` for this step.
 
         Raises:
             CheckpointError: on every rank, if it is missing or damaged.
             StorageUnavailable, StorageDenied: it could not be read.
         """
+        if is_bad:
+            start = f"bad-step-{step:010d}-"
+            names = sorted(name for name in self.storage.names() if name.startswith(start))
+
+            def read(entry: Entry) -> Part:
+                contents = io.BytesIO(self.storage.read(entry["file"]))
+                return torch.load(contents, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+
+            return assemble([{"file": name} for name in names], read, world, box_of)  # type: ignore[no-any-return]
         name = checkpoint_name(step) + ".json"
         try:
             return self._read(name, world, box_of)

@@ -54,7 +54,9 @@ def prepare_data(recipe: Recipe, source: str, directory: Path, method: str = "pr
         digest.update(f"{name}\0{compute_sha256(str(file))}".encode(errors="surrogateescape"))
     note = {
         "description": redact_url(found),
+        "source": redact_url(source),
         "fingerprint": digest.hexdigest(),
+        "code": {} if is_by_value(type(recipe)) else list_code(type(recipe).__module__),
         "recipe_version": class_version(type(recipe)),
         "license": str(recipe.data_license(source)),
     }
@@ -93,14 +95,25 @@ def recipe_version(module: str) -> str:
     )
 
 
-def describe_data(directory: str | os.PathLike[str]) -> dict[str, str]:
+def list_code(module: str) -> dict[str, str]:
+    """Return a SHA-256 of the library, and of each file of Python that decides besides it what a
+    recipe defined in `module` does.
+    """
+    files = imported_files(module, set(list_packages(module)) - {"flyte_ddp"})
+    return {"flyte_ddp": compute_digest_of_files(source_files(["flyte_ddp"]))} | {
+        name: compute_sha256(str(file)) for name, file in files.items() if file.suffix == ".py"
+    }
+
+
+def describe_data(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the note of `prepare_data`.
 
     Returns:
-        "description": the data, in words; "fingerprint": a SHA-256 of all prepared files;
+        "description": the data, in words; "source": where they were read, as the user gave it;
+        "fingerprint": a SHA-256 of all prepared files; "code": that of `list_code`;
         "recipe_version": a SHA-256 of the code that decides what the recipe does: the library, and
         what the recipe imports of its own package and of the packages of recipes in settings.toml;
         "license": that of the data, or "".
     """
-    note: dict[str, str] = json.loads((Path(directory) / NOTE).read_text(encoding="utf-8"))
+    note: dict[str, Any] = json.loads((Path(directory) / NOTE).read_text(encoding="utf-8"))
     return note

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,22 @@ from flyte_ddp.training.parallel import Parallelism, choose_parallelism
 from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World, process_group
 
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
 # seconds after which an operation that reports no progress counts as a stall, as a function's
 MAX_OPERATION_SECONDS = Program.stall_timeout
 
 
-def main(recipe: str | type[Recipe], config: TrainingConfig) -> None:
+def main(
+    recipe: str | type[Recipe],
+    config: TrainingConfig,
+    work: Callable[[str | type[Recipe], Parallelism, Session], Any] | None = None,
+) -> Any:
     """Join the other ranks of this process's session, and train a recipe. Arguments as of
     `recipe_program`.
+
+    Args:
+        work: done in place of the training; its value is returned.
     """
     current = session.current()
     program = current.process.job.program
@@ -72,7 +81,7 @@ def main(recipe: str | type[Recipe], config: TrainingConfig) -> None:
             stack.enter_context(
                 process_group(world, config.backend, store, config.collective_timeout)
             )
-        train(recipe, parallelism, current)
+        return (work or train)(recipe, parallelism, current)
 
 
 def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
@@ -96,8 +105,10 @@ def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
     return parallelism
 
 
-def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) -> None:
-    """Train the recipe, and report and save its results."""
+def open_trainer(
+    kind: type[TrainerT], name: str | type[Recipe], parallelism: Parallelism, current: Session
+) -> tuple[TrainerT, dict[str, Any]]:
+    """Return this rank's trainer, with fresh weights, and the note about its data."""
     config, world = parallelism.config, parallelism.world
     # Data and model: every rank has the same weights, and its own shard of each batch
     recipe = get_recipe(name, config.recipe_options)
@@ -115,26 +126,36 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
     torch.manual_seed(config.seed)
     model = open_model(recipe, parallelism)
 
-    # Where to start: at the newest checkpoint, if there is one
     peers = Peers(world, current.open_store()) if parallelism.is_collective else None
-    store = current.open_checkpoints(config.checkpoints_to_keep, peers)
-    trainer = Trainer(
-        recipe,
-        parallelism,
-        model,
-        train,
-        test,
-        current,
-        data["fingerprint"],
-        data["recipe_version"],
-        facts,
+    current.open_checkpoints(config.checkpoints_to_keep, peers)
+    origin = {
+        "recipe": current.process.job.program.name,
+        # absent from data that an earlier version has prepared
+        "data": data.get("source", ""),
+        "code": data.get("code", {}),
+        "num_ranks": world.world_size,
+        "num_threads": torch.get_num_threads(),
+    }
+    trainer = kind(
+        *(recipe, parallelism, model, train, test, current),
+        *(data["fingerprint"], data["recipe_version"], facts, origin),
     )
     if config.compile:
         beat_while_compiling(trainer.beat)
+    return trainer, data
+
+
+def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) -> None:
+    """Train the recipe, and report and save its results."""
+    config, world = parallelism.config, parallelism.world
+    trainer, data = open_trainer(Trainer, name, parallelism, current)
+    recipe, model, test, store = trainer.recipe, trainer.model, trainer.test, trainer.store
+
+    # Where to start: at the newest checkpoint, if there is one
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
     if trainer.progress.step == 0:
-        check_contract(recipe, model, train, parallelism, test)
+        check_contract(recipe, model, trainer.train, parallelism, test)
     if parallelism.saves:
         current.emit_start(**_describe(trainer, data, current.process))
         current.emit(

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,12 @@ from flyte_ddp.errors import (
     ConfigError,
     NonFiniteLoss,
     StopRequested,
+    in_one_line,
     log_failures,
 )
 from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, StepFoundBad, find_best
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
-from flyte_ddp.rank.data import Samples, epoch_shards, num_batches
+from flyte_ddp.rank.data import BatchShard, Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_interval import MemoryInterval
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
@@ -84,6 +85,9 @@ class Trainer:
     recipe_version: str = ""  # SHA-256 of the recipe's code, noted likewise
     # of `describe_samples`; noted there as well
     data_facts: Facts = dataclasses.field(default_factory=dict)
+    # what else replays need: "recipe" and "data" as they were given, "code" by file, "num_ranks"
+    # and "num_threads" of each
+    origin: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe, parallelism, model = self.recipe, self.parallelism, self.model
@@ -193,9 +197,7 @@ class Trainer:
             evaluated = progress.epochs[-1].step if progress.epochs else 0
             left = evaluated + config.evaluation_interval - progress.step
             end = progress.batch + max(0, left)
-        shards, planned = itertools.tee(
-            epoch_shards(self.train, config, self.world, progress.epoch, progress.batch, end)
-        )
+        shards, planned = itertools.tee(self._shards(end))
         kept = (
             shard
             for batch, shard in enumerate(planned, progress.batch)
@@ -279,6 +281,11 @@ class Trainer:
         self._update_progress(epoch_sums, earlier)
         return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
 
+    def _shards(self, end: int | None) -> Iterable[BatchShard]:
+        """Return this rank's shards of the batches that are left of the epoch, to before `end`."""
+        epoch, batch = self.progress.epoch, self.progress.batch
+        return epoch_shards(self.train, self.config, self.world, epoch, batch, end)
+
     def evaluate(self) -> Evaluation:
         """Measure the model on the held-out data. What was trained before is saved if that takes
         long, or on a stop.
@@ -336,6 +343,7 @@ class Trainer:
             "data_fingerprint": self.data_fingerprint,
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "data_facts": self.data_facts,
+            "origin": self.origin,
             "progress": self.progress.to_dict(),
             **self.average.state_dicts(),
             "optimizer": self.optimizer.state_dict(),
@@ -369,34 +377,7 @@ class Trainer:
         )
         state, url = loaded.state, loaded.origin
         if state is not None:
-            check_same_run(
-                state,
-                url,
-                self.config,
-                self.data_fingerprint,
-                self.recipe.changeable_options,
-            )
-            ours = [type(self.recipe).__qualname__, self.recipe_version]
-            if state["recipe"] != ours and is_by_value(type(self.recipe)):
-                raise ConfigError(
-                    f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
-                    "other values that it refers to: give other checkpoints"
-                )
-            # it may be a mistake that was corrected
-            if state["recipe"] != ours and self.world.is_first:
-                logger.warning(
-                    "the run of %s goes on with other code: recipe %s %s, before %s %s",
-                    url,
-                    *ours,
-                    *state["recipe"],
-                )
-            if state["config"]["recipe_options"] == redact_values(
-                self.config.recipe_options
-            ):  # augmentation may change
-                read = functools.partial(
-                    describe_samples, self.recipe, self.config, self.train, self.test
-                )
-                check_checkpoint(self.recipe, self.data_facts, read, state, url)
+            self._check(state, url)
             self._load(state)
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
@@ -413,6 +394,38 @@ class Trainer:
             call_together(load, self.world)
             self.average.start()
         return url, loaded.skipped
+
+    def _check(self, state: Mapping[str, Any], url: str) -> None:
+        """Check that a state, read at `url`, is of a run that this one may continue. Raises as
+        `resume`.
+        """
+        check_same_run(
+            state, url, self.config, self.data_fingerprint, self.recipe.changeable_options
+        )
+        ours = [type(self.recipe).__qualname__, self.recipe_version]
+        if state["recipe"] != ours and is_by_value(type(self.recipe)):
+            raise ConfigError(
+                f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
+                "other values that it refers to: give other checkpoints"
+            )
+        # it may be a mistake that was corrected
+        if state["recipe"] != ours and self.world.is_first:
+            before, now = state.get("origin", {}).get("code", {}), self.origin.get("code", {})
+            changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            logger.warning(
+                "the run of %s goes on with other code: recipe %s %s, before %s %s%s",
+                url,
+                *ours,
+                *state["recipe"],
+                f"; changed: {', '.join(changed)}" if before and changed else "",
+            )
+        if state["config"]["recipe_options"] == redact_values(
+            self.config.recipe_options
+        ):  # augmentation may change
+            read = functools.partial(
+                describe_samples, self.recipe, self.config, self.train, self.test
+            )
+            check_checkpoint(self.recipe, self.data_facts, read, state, url)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `_state` has returned."""
@@ -471,19 +484,27 @@ class Trainer:
             logger.warning("%s", bad)
         progress, config, why = self.progress, self.config, ""
         self.optimizer.zero_grad()  # else a save would find the bad gradient
-        if self._takes_back and len(progress.rewinds or progress.left_out) >= config.max_bad_steps:
-            why = f"; max_bad_steps: {config.max_bad_steps} were met before"
-        elif config.on_bad_step == "skip":
+        if self._takes_back:
             with torch.no_grad():
                 for buffer, before in zip(self.model.buffers(), self._buffers, strict=True):
                     buffer.copy_(before)
+        if self._takes_back and len(progress.rewinds or progress.left_out) >= config.max_bad_steps:
+            why = f"; max_bad_steps: {config.max_bad_steps} were met before"
+        elif config.on_bad_step == "skip":
             progress.left_out.append([progress.epoch, progress.batch])
             return
         elif config.on_bad_step == "rewind":
             why = f"; on_bad_step: {self._rewind(bad.step)}"
+        # Where each rank judges for itself, any of them has the whole, and all write the same file.
+        saves = self.parallelism.saves if is_shared else not self.parallelism.is_collective
+        if saves and bad.step > progress.step:  # before its update: what a replay begins with
+            try:
+                self.store.save_bad(self._state(), bad.step, self.beat)
+            except Exception as error:  # the bad step is what is to be reported
+                logger.warning("the state before it is not kept: %s", in_one_line(error))
         if is_shared:  # the first rank that ends would end one that tells no more
             self.world.all_reduce(0.0)
-        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}")
+        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}; flyte-ddp replay shows it")
 
     def _rewind(self, bad_step: int) -> str:
         """Go back to the newest state, and leave out the batches up to that of a step. Every rank

@@ -62,7 +62,9 @@ class LossWatch:
         self.config, self.world, self.samples = config, world, samples
         only_ends = not config.spike_factor and config.on_bad_step == "stop"
         self.is_shared = world.world_size > 1 and not (only_ends and world.device.type == "cpu")
+        self.key = getattr(samples.dataset, "key", lambda _: "")  # of a sample, by its index
         self._waiting: deque[WatchedStep] = deque()
+        self.last: WatchedStep | None = None
 
     def end(self, watched: WatchedStep, num_targets: float | Tensor, progress: Progress) -> None:
         """Take a step whose gradient is computed, and which is to be taken."""
@@ -78,6 +80,7 @@ class LossWatch:
             watched.is_ready.record()
         else:
             watched.total = mean
+        self.last = watched
         self._waiting.append(watched)
 
     def find_bad(self, progress: Progress, may_wait: bool = True) -> StepFoundBad | None:
@@ -114,15 +117,20 @@ class LossWatch:
             return f"the loss is {loss:.4g}, {loss / middle:.3g} x the median of those before"
         return ""
 
-    def _name_samples(self, watched: WatchedStep) -> list[BadSample]:
-        """Return the samples of a step with the largest losses, of all ranks that judge it."""
+    def rank_samples(self, watched: WatchedStep) -> list[tuple[list[float], BadSample]]:
+        """Return this rank's samples of a step, the worst first, each with what it is sorted by:
+        its loss, NaN above all others, and its largest value.
+        """
         found: dict[int, tuple[list[float], BadSample]] = {}
-        key = getattr(self.samples.dataset, "key", lambda _: "")
         for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
             for sample, loss in zip(index.tolist(), split_losses(losses, len(index)), strict=True):
-                size = self._measure(sample, watched.epoch) if math.isnan(loss) else 0.0
-                found[sample] = [*rank_loss(loss), size], BadSample(sample, key(sample), loss)
-        own = sorted(found.values(), key=lambda each: each[0], reverse=True)[:MAX_NAMED]
+                size = self._measure(sample, watched.epoch)
+                found[sample] = [*rank_loss(loss), size], BadSample(sample, self.key(sample), loss)
+        return sorted(found.values(), key=lambda each: each[0], reverse=True)
+
+    def _name_samples(self, watched: WatchedStep) -> list[BadSample]:
+        """Return the samples of a step with the largest losses, of all ranks that judge it."""
+        own = self.rank_samples(watched)[:MAX_NAMED]
         if not self.is_shared:
             return [each for _, each in own]
         packed = [[ranks, each.index, each.key, each.loss] for ranks, each in own]

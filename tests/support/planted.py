@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import dataclass
 
 from tests.support.recipes import NUM_CLASSES, NUM_FEATURES, Tiny
@@ -53,3 +55,28 @@ class Planted(Tiny):
     def plain_losses(self, outputs, targets):
         losses = super().plain_losses(outputs, targets.nan_to_num().clamp(max=2).long())
         return losses + (targets[:, 0] - 2).clamp(min=0)  # as of a number that is to be met
+
+
+@dataclass
+class Recorded(Planted):
+    """Writes this rank's gradient of each step to a directory."""
+
+    directory: str = ""
+
+    def model(self):
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        model, steps = super().model(), itertools.count(1)
+
+        def record(*_):
+            file = f"{self.directory}/{os.environ['RANK']}-{next(steps)}.pt"
+            torch.save([own_part(each.grad) for each in model.parameters()], file)
+
+        register_optimizer_step_pre_hook(record)
+        return model
+
+
+def own_part(tensor):
+    """This rank's part of a tensor, split or not."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

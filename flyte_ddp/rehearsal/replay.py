@@ -1,0 +1,98 @@
+"""`flyte-ddp replay PLACE --step N`: build a step of a recipe's run once more, up to its gradient,
+and show what it is made of. Imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp.config.options import make_parser
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.observers.streams import print_line
+from flyte_ddp.recipes import config_of, get_recipe
+from flyte_ddp.recipes.prepare import prepare_data
+
+OPTIONS = (
+    ("place", "directory or URL of the run's checkpoints", None),
+    ("--step", "its number, from 1", 0),
+    ("--processes", "ranks, all on this machine (default: as many as the run had)", 0),
+    ("--data", "path or URL of the data (default: the run's)", ""),
+    ("--without", "index or key of a sample to leave out of the step", ""),
+    ("--pdb", "stop after the backward pass, with model, batch and losses", False),
+    ("--json", "print what is seen as JSON", False),
+)
+DEBUGGING_TIMEOUT = 86_400.0  # seconds that ranks wait for one that is debugged
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay a step, and print what is seen of it."""
+    from flyte_ddp.training.replay import ReplayCall, find_state
+
+    text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
+    options = make_parser("replay", text, OPTIONS).parse_args(arguments)
+    start, is_bad, state, left_out = find_state(options.place, options.step)
+    print_line(f"from the state after step {start}; steps repeated: {options.step - 1 - start}")
+    origin = state["origin"]
+    recipe, num_ranks = origin["recipe"], options.processes or origin["num_ranks"]
+    # as many samples in a pass as in the run
+    parts = state["config"]["gradient_accumulation"] * origin["num_ranks"] // num_ranks
+    fields = {**state["config"], "gradient_accumulation": max(1, parts), "memory_interval": 0}
+    # a recipe may print while it prepares its data
+    with own_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
+        terminal = f"{directory}/terminal" if options.pdb else ""
+        if terminal:
+            open_terminal(terminal)
+            fields |= dict.fromkeys(("collective_timeout", "stall_timeout"), DEBUGGING_TIMEOUT)
+        config = config_of(recipe, fields)
+        (data := Path(directory, "data")).mkdir()
+        prepare_data(
+            get_recipe(recipe, config.recipe_options), options.data or origin["data"], data
+        )
+        call = ReplayCall(
+            *(recipe, config, options.place, options.step, start, is_bad, left_out),
+            origin["num_threads"] if num_ranks == origin["num_ranks"] else 0,
+            *(options.without, terminal),
+        )
+        # whose initial state may be gone
+        program = dataclasses.replace(
+            recipe_program(recipe, dataclasses.replace(config, initial_model_state="")),
+            call=cloudpickle.dumps(call),
+        )
+        job = Job(program, "", time.time())
+        ended = driver.run(job, LocalPlace(num_ranks), lambda: str(data), (), print_line)
+    assert ended.finished is not None  # else it has raised
+    seen, lines = json.loads(ended.finished.value)
+    sys.stdout.write(f"{json.dumps(seen, indent=2) if options.json else lines}\n")
+    return 0
+
+
+def open_terminal(name: str) -> None:
+    """Connect this process's terminal with the rank that opens the pipes `name`-in and
+    `name`-out.
+    """
+    for pipe, ends in {
+        f"{name}-in": ("/dev/stdin", f"{name}-in"),
+        f"{name}-out": (f"{name}-out", "/dev/stderr"),
+    }.items():
+        os.mkfifo(pipe)
+        threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+
+def pass_on(source: str, target: str) -> None:
+    """Copy what comes to `source`, as it comes. The rank may end before that does."""
+    with contextlib.suppress(OSError), open(source, "rb", 0) as given, open(target, "wb", 0) as got:
+        shutil.copyfileobj(given, got)

@@ -1,0 +1,282 @@
+"""A step of a recipe's run once more: the state that it is built from, the trainer of one rank up
+to its gradient, and what is seen of it.
+
+The steps are those of the ordinary trainer, so that the gradient is the run's to the bit. Nothing
+is written to the run's place.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import pdb
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flyte_ddp.checkpoints import BAD_STEP, stored_steps
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events.history import plain
+from flyte_ddp.rank.data import BatchShard, epoch_shards, num_batches
+from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.session import Session
+from flyte_ddp.recipes import Recipe
+from flyte_ddp.training.main import keep_beating, main, open_trainer
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.passes import gradient_norm
+from flyte_ddp.training.trainer import Trainer
+from flyte_ddp.training.watch import WatchedStep
+
+
+def find_state(place: str, step: int) -> tuple[int, bool, dict[str, Any], list[list[int]]]:
+    """Return the newest state before a step: the steps that it is after, whether it was kept
+    because the step was bad, and its values. And the batches that the run has left out so far.
+
+    Raises:
+        ConfigError: there is no such state, or it is none of a recipe's run; the run never took the
+            step.
+        CheckpointError: it is damaged.
+    """
+    steps = dict.fromkeys(stored_steps(place), False)
+    steps |= {bad - 1: True for bad in stored_steps(place, BAD_STEP) if bad == step}
+    start = max((each for each in steps if each < step), default=None)
+    if start is None:
+        found = f"the first one after step {min(steps)}" if steps else "none"
+        raise ConfigError(f"replay: expected a state before step {step} in {place}, got {found}")
+    store, end = CheckpointStore(place, 1), max(steps)
+    states = {each: store.load(each + steps[each], is_bad=steps[each]) for each in {start, end}}
+    state = states[start]
+    if "position" in state:
+        at = ", ".join(f"{name} {state['position'].get(name)}" for name in ("epoch", "num_samples"))
+        raise ConfigError(
+            "replay: expected a recipe's run, got a function's, whose steps only it can repeat: "
+            f"it has a state after step {start} ({at}), and its log names the samples of a step "
+            "whose loss is not finite"
+        )
+    if not state.get("origin", {}).get("code"):
+        what = "that has a name, with this version of the library or a later one"
+        raise ConfigError(f"replay: expected the run of a recipe {what}, got {place}")
+    config = state["config"]
+    batches = -(-state["data_facts"]["number of training samples"] // config["global_batch_size"])
+    # each epoch leaves a state
+    if step > (last := batches * min(config["epochs"], end // batches + 1)):
+        why = f"because the newest state is that after step {end} of {batches * config['epochs']}"
+        raise ConfigError(f"--step: expected at most {last}, {why}, got {step}")
+    return start, steps[start], state, states[end]["progress"]["left_out"]
+
+
+class _Reached(Exception):
+    """The gradient of the step is there, and its update is not done."""
+
+
+@dataclass(frozen=True)
+class ReplayCall:
+    """The program of the ranks of a replay. Returns what is seen of the step, and that as text.
+
+    Args:
+        step: its number, from 1.
+        start, is_bad, left_out: as of `find_state`.
+        num_threads: of each rank; 0 for as many as its machine has for it.
+        without: index or key of a sample to leave out of the step; "" for none.
+        terminal: what the names of a terminal's pipes begin with; "" for none.
+    """
+
+    recipe: str
+    config: TrainingConfig
+    place: str
+    step: int
+    start: int
+    is_bad: bool
+    left_out: list[list[int]]
+    num_threads: int
+    without: str = ""
+    terminal: str = ""
+
+    def __call__(self) -> bytes:
+        seen = main(self.recipe, self.config, self.replay)
+        return json.dumps([plain(seen), describe(seen)]).encode()
+
+    def replay(
+        self, name: str | type[Recipe], parallelism: Parallelism, current: Session
+    ) -> dict[str, Any]:
+        """Return what is seen of the step, the same on all ranks.
+
+        Raises:
+            ConfigError: the run never took it, or it has no such sample; also as `Trainer.resume`.
+        """
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        trainer, _ = open_trainer(Replay, name, parallelism, current)
+        with keep_beating(trainer.beat):
+            trainer.begin(self)
+        with contextlib.suppress(_Reached):
+            end = trainer.fit().step
+            raise ConfigError(f"--step: expected at most {end}, its last one, got {self.step}")
+        return trainer.describe(self.terminal)
+
+
+@dataclass(eq=False)
+class Replay(Trainer):
+    """A trainer that goes up to the gradient of a step, and saves nothing."""
+
+    step: int = 0
+    place: tuple[int, int] = (0, 0)  # epoch and batch of the step
+    # those of the step that are not left out, on all ranks
+    samples: list[int] = dataclasses.field(default_factory=list)
+    # the first module whose output is not finite
+    first: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def begin(self, call: ReplayCall) -> None:
+        """Go to the state before the step. Every rank calls it. Raises as `ReplayCall.replay`."""
+        state = CheckpointStore(call.place, 1).load(
+            call.start + call.is_bad, self.world, self._boxes(), call.is_bad
+        )
+        self._check(state, call.place)
+        self._load(state)
+        self.step, self.watch.is_shared = call.step, self.world.world_size > 1
+        epoch, batch = divmod(call.step - 1, num_batches(self.train, self.config))
+        self.place, progress = (epoch + 1, batch), self.progress
+        before = [each for each in progress.left_out if each < [progress.epoch, progress.batch]]
+        # what the run met between the state and a step that it left out is met again
+        progress.left_out = before if [*self.place] in call.left_out else call.left_out
+        alone = dataclasses.replace(self.world, rank=0, world_size=1)
+        whole = next(iter(epoch_shards(self.train, self.config, alone, *self.place, batch + 1)))
+        keys = {each: self.watch.key(each) for each in torch.cat([*whole.micro_batches]).tolist()}
+        self.samples = [each for each in keys if call.without not in (str(each), keys[each] or " ")]
+        if call.without and not 0 < len(self.samples) < len(keys):
+            named = ", ".join(keys[each] or str(each) for each in [*keys][:3])
+            raise ConfigError(
+                f"--without: expected index or key of one of several samples of step {self.step}, "
+                f"such as {named}, got {call.without!r}"
+            )
+        # the hooks of a compiled model would change what is compiled
+        for name, module in () if self.config.compile else self.model.named_modules():
+            module.register_forward_hook(functools.partial(self._look, name))
+
+    def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
+        return False
+
+    def _check_loss(self, may_wait: bool = True) -> bool:
+        if self.watch.last and self.watch.last.step == self.step:
+            raise _Reached
+        return super()._check_loss(may_wait)
+
+    def _shards(self, end: int | None) -> Iterable[BatchShard]:
+        samples = torch.tensor(self.samples, device=self.train.index_device)
+        for batch, shard in enumerate(super()._shards(end), self.progress.batch):
+            if (self.progress.epoch, batch) == self.place:
+                # each stays on the rank where it was
+                left = [part[torch.isin(part, samples)] for part in shard.micro_batches]
+                shard = BatchShard(
+                    [part if len(part) else samples[:1] for part in left],
+                    [
+                        weight if len(part) else 0.0
+                        for part, weight in zip(left, shard.weights, strict=True)
+                    ],
+                    self.train.num_targets(torch.cat(left)),
+                    self.train.num_targets(samples),
+                    len(samples),
+                )
+            yield shard
+
+    def _look(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Note the first module whose output is not finite in the step: a hook of all modules."""
+        is_due = self.progress.step == self.step - 1 and torch.is_grad_enabled()
+        if is_due and not self.first and not _is_finite(outputs):
+            self.first = {
+                "name": name,
+                "kind": type(module).__name__,
+                "rank": self.world.rank,
+                "input_is_finite": _is_finite(inputs),
+            }
+
+    def describe(self, terminal: str) -> dict[str, Any]:
+        """Return what is seen of the step. Every rank calls it.
+
+        Args:
+            terminal: gets the rank of the worst sample.
+        """
+        world, watched = self.world, self.watch.last
+        assert watched is not None  # the step was reached
+        own = [
+            [order, each.index, each.key, each.loss, world.rank]
+            for order, each in self.watch.rank_samples(watched)
+        ]
+        every = [
+            world.broadcast_object([own, self.first], rank) for rank in range(world.world_size)
+        ]
+        # one that stands in for none is on its own rank as well
+        rows = {row[1]: row for found, _ in reversed(every) for row in found}
+        worst = sorted(rows.values(), key=lambda row: row[0], reverse=True)
+        parameters = dict(self.model.named_parameters())
+        gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+        scale, norm_of = self.scaler.get_scale(), torch.linalg.vector_norm
+        norms = {  # for which a GPU is waited for
+            name: float(self.parallelism.gather(norm_of(each))) / scale
+            for name, each in gradients.items()
+        }
+        weights = nn.utils.get_total_norm([each.detach() for each in parameters.values()])
+        if terminal:
+            self._debug(watched, terminal, worst[0][-1])
+        return {
+            "step": self.step,
+            "epoch": self.place[0],
+            "num_ranks": world.world_size,
+            "loss": float(watched.total or 0.0),
+            "weights_are_finite": math.isfinite(float(self.parallelism.gather(weights))),
+            "first_not_finite": next((first for _, first in every if first), None),
+            "samples": [
+                {"index": index, "key": key, "rank": rank, "loss": loss, "largest_value": order[-1]}
+                for order, index, key, loss, rank in worst
+            ],
+            "gradient_norm": gradient_norm(self.model, self.parallelism) / scale,
+            "gradient_norms": norms,
+        }
+
+    def _debug(self, watched: WatchedStep, terminal: str, rank: int) -> None:
+        """Let a terminal debug a rank after its backward pass, while the others wait."""
+        if self.world.rank == rank:
+            model, losses = self.model, watched.losses  # noqa: F841 - to be looked at
+            batch = list(self.train.batches(watched.shard.micro_batches, watched.epoch))  # noqa: F841
+            with open(f"{terminal}-in") as stdin, open(f"{terminal}-out", "w") as stdout:
+                with contextlib.suppress(bdb.BdbQuit):
+                    pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True).set_trace()
+                    stdout.flush()  # it stops here: model, batch and losses are those of this rank
+        self.world.all_reduce(0.0)
+
+
+def _is_finite(value: Any) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors_in(value))
+
+
+def describe(seen: dict[str, Any]) -> str:
+    """Return what was seen, as text."""
+    lines = [
+        f"step {seen['step']} (epoch {seen['epoch']}) on {seen['num_ranks']} ranks: loss "
+        f"{seen['loss']:.5g}, gradient's norm {seen['gradient_norm']:.5g}"
+    ]
+    if not seen["weights_are_finite"]:
+        lines.append("the weights were not finite before this step: replay the one before it")
+    if first := seen["first_not_finite"]:
+        lines.append(
+            f"the first output that is not finite: {first['name'] or 'the model'} "
+            f"({first['kind']}) on rank {first['rank']}; its input is "
+            f"{'finite' if first['input_is_finite'] else 'not finite either'}"
+        )
+    samples = [
+        f"{each['index']:<8}{each['rank']:<6}{each['loss']:<12.5g}{each['largest_value']:<15.5g}"
+        f"{each['key']}".rstrip()
+        for each in seen["samples"]
+    ]
+    norms = [f"{norm:<14.5g}{name}" for name, norm in seen["gradient_norms"].items()]
+    head = "sample  rank  loss        largest value  key"
+    return "\n".join([*lines, "", head, *samples, "", "gradient norm parameter", *norms])
