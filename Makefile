@@ -144,13 +144,14 @@ wheel: | $(UV)  ## the library, and what `flyte-ddp new` makes a project of, in 
 	$(UV) build --quiet --wheel --python $(PYTHON) $(addprefix --build-constraints ,$(PINS)) --require-hashes --out-dir dist
 
 # The image and training in a checkout have requirements.txt, tests also requirements-dev.txt: the pins that requirements.txt
-# does not have, constrained to it. uv is in the first, because it installs the others.
+# does not have, constrained to it. uv is in the first, because it installs the others. Flyte 2's SDK goes with one rich-click alone,
+# and flytekit with any.
 PIN := $(UV) pip compile --quiet --no-emit-index-url --generate-hashes --custom-compile-command 'make requirements' $(UPGRADE)
 EVERYWHERE := --universal --python-version 3.10
 
 requirements: UPGRADE ?= --upgrade
 requirements: | $(UV)  ## pin the newest packages that fit pyproject.toml; UPGRADE= keeps the pins that there are
-	echo uv | $(PIN) $(EVERYWHERE) --extra all --output-file requirements.txt pyproject.toml -
+	printf 'uv\nrich-click==1.8.9\n' | $(PIN) $(EVERYWHERE) --extra all --output-file requirements.txt pyproject.toml -
 	$(PIN) $(EVERYWHERE) --all-extras --no-annotate --constraint requirements.txt --output-file requirements-dev.txt pyproject.toml
 	awk 'FNR == NR { if (/^[a-z0-9]/) pinned[$$0]; next } /^[a-z0-9]/ { skip = $$0 in pinned } !skip' \
 	  requirements.txt requirements-dev.txt > .pins && mv .pins requirements-dev.txt

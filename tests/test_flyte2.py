@@ -137,6 +137,25 @@ def test_a_lost_rank_of_a_recipe_goes_on_and_its_report_is_the_tasks(packages, t
     assert "accuracy" in page
 
 
+def test_the_rest_of_the_library_neither_imports_nor_needs_the_sdk(packages, tmp_path):
+    program = """
+import importlib, importlib.util, pkgutil, re, sys
+import flyte_ddp
+
+assert importlib.util.find_spec("flyte")
+for module in pkgutil.walk_packages(flyte_ddp.__path__, "flyte_ddp."):
+    if not re.search("__main__$|[.](integrations|flyte2)[.]", module.name):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            assert error.name.startswith(("flytekit", "flyteidl")), error
+assert "flyte_ddp.launch.train" in sys.modules and "flyte_ddp.flyte2" in sys.modules
+print([name for name in sys.modules if re.match("flyte(idl2)?([.]|$)", name)])
+"""
+    assert run(packages, "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
+    assert "flyte" not in with_dependencies(PROJECT["dependencies"])
+
+
 MISTAKES = """
 import flyte
 from flyte_ddp import flyte2
@@ -197,7 +216,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
     assert "flyte: expected the SDK of Flyte 2, 2.12 or newer, got none: pip install" in output
 
 
-def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path):
+def test_the_installs_of_the_page_and_of_a_project_find_versions_that_go_together(wheel, tmp_path):
     (line,) = re.findall(
         r"^pip install (.*)$", (REPOSITORY / "docs/flyte2.md").read_text(), re.MULTILINE
     )
@@ -209,7 +228,11 @@ def test_the_install_of_the_page_finds_versions_that_go_together(wheel, tmp_path
     )
     command = [uv, "pip", "install", "--dry-run", "--python", str(tmp_path / "v/bin/python")]
     arguments = [each.replace(wheel.name, str(wheel)) for each in shlex.split(line)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert f" + flyte=={VERSION}" in done.stderr
-    assert " + flyte-ddp @ file:" in done.stderr
+    project = REPOSITORY / "examples/project/flyte2/pyproject.toml"
+    # as the Makefile and the Dockerfile of a project have it
+    pinned = ["-c", str(REPOSITORY / "requirements.txt"), "-r", str(project)]
+    for given in (arguments, pinned):
+        done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert f" + flyte=={VERSION}" in done.stderr
+        assert (" + flyte-ddp @ file:" in done.stderr) == (given is arguments)
