@@ -208,6 +208,14 @@ def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_befor
     ) in caplog.text
 
 
+def test_a_node_that_is_gone_before_the_gang_has_ended_for_it_is_named(tmp_path, scripted, caplog):
+    script = scripted([(LOST, 9, 7), ENOUGH])
+    script.num_leaving, script.reason = 1, ""
+    with pytest.raises(TrainingStopped):
+        train(own_place(0), tmp_path)
+    assert f"{LOST}: the gang ended at step 9 and restarts from step 7" in caplog.text
+
+
 class Scripted:
     """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it
     leaves).

@@ -355,7 +355,9 @@ class _Driver:
             start = f"step {ended.kept_step}, because no later one was saved in time"
             logger.warning(
                 "%s: the gang ended %s and restarts from %s",
-                *(attempt.reason, ended.position, start if is_late else "there"),
+                attempt.reason or (failure and first_line(failure)),
+                ended.position,
+                start if is_late else "there",
             )
             return
         assert failure is not None  # only a gang that moves has none
