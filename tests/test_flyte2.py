@@ -4,6 +4,7 @@ is not.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -154,6 +155,28 @@ print([name for name in sys.modules if re.match("flyte(idl2)?([.]|$)", name)])
 """
     assert run(packages, "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
     assert "flyte" not in with_dependencies(PROJECT["dependencies"])
+
+
+def test_the_inputs_of_a_schedule_in_the_settings_fit_the_task(packages, tmp_path):
+    """As `flyte deploy` converts them; its dry run does not."""
+    program = """
+import asyncio
+from flyte._internal.runtime.trigger_serde import to_task_trigger
+from flyte._internal.runtime.types_serde import transform_native_to_typed_interface
+from workflows.flyte2 import retrain
+
+inputs = transform_native_to_typed_interface(retrain.native_interface).inputs
+(trigger,) = retrain.triggers
+made = asyncio.run(to_task_trigger(trigger, retrain.name, inputs, []))
+print(sorted(each.name for each in made.spec.inputs.literals))
+"""
+    (tmp_path / "workflows").mkdir()
+    shutil.copy(REPOSITORY / "examples/project/flyte2/workflows/flyte2.py", tmp_path / "workflows")
+    shutil.copy(REPOSITORY / "settings.toml", tmp_path)
+    given = {"recipe": "wine", "config": {"epochs": 5}, "margin": 0.1, "num_processes": 2}
+    path = [*packages, tmp_path]
+    done = run(path, "-S", "-c", program, cwd=tmp_path, RETRAIN_INPUTS=json.dumps(given))
+    assert done == (0, f"{sorted(given)}\n")
 
 
 MISTAKES = """

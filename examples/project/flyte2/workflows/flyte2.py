@@ -74,7 +74,7 @@ def retrain(
     kickoff_time: datetime | None = None,
     champion: str = "",
     recipe: str = "digits",
-    config: dict | None = None,
+    config: dict = {},  # noqa: B006 - the SDK puts no value of a schedule into `dict | None`
     data: str = "",
     start_from: str = "champion",
     margin: float = 0.01,
