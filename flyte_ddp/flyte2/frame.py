@@ -143,6 +143,10 @@ class Frame:
     publisher: PagePublisher
     listeners: list[Listener]
 
+    def __post_init__(self) -> None:
+        # names a cluster: that of a killed pod of the same attempt may not be gone yet
+        self.pod_id = f"{self.run_id}-{os.urandom(4).hex()}"
+
     @property
     def outputs(self) -> str:
         return self.storage.join("outputs")

@@ -55,6 +55,6 @@ def predict(
             nnodes=nodes.num_nodes if nodes else 1,
             nproc_per_node=num_processes or "auto",
             cluster=nodes,
-            name=frame.run_id,
+            name=frame.pod_id,
         )
     return PredictionOutputs(made.num_rows, Dir.from_existing_remote(url))

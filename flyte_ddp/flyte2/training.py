@@ -160,12 +160,12 @@ def sweep(
         directory = frame.directory / "data"
         directory.mkdir()
         prepare_data(get_recipe(recipe, resolved.recipe_options), data, Path(directory))
-        with connect.open_cluster(nodes, frame.run_id) as client:
+        with connect.open_cluster(nodes, frame.pod_id) as client:
             runner = TrialRunner(
                 *(frame.storage.url, str(directory), client, nodes),
                 search=search,
                 observe=observe,
-                run_name=frame.run_id,
+                run_name=frame.pod_id,
                 run=frame.run_id,
                 runs=report.runs,
             )
