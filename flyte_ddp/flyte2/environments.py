@@ -16,7 +16,6 @@ from flyte_ddp.flyte2.frame import OnMainThread
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 
 OVERRIDES = ("SANDBOX", *VARIABLES)  # of the settings
-KICKOFF_TIME = "kickoff_time"  # the input that a schedule fills in
 
 
 def environment(
@@ -86,8 +85,11 @@ def _secrets() -> list[flyte.Secret]:
 def schedule(name: str = "retrain") -> tuple[flyte.Trigger, ...]:
     """Return the trigger of a retraining, by the schedule and the inputs in the settings; none
     without a schedule. Deploying does not activate it.
+
+    No input is `flyte.TriggerTime`: with one, Flyte 2.0.43 leaves out all others. The run's start
+    is that time.
     """
     if not SETTINGS.schedule:
         return ()
-    inputs = {KICKOFF_TIME: flyte.TriggerTime, **SETTINGS.retrain_inputs}
-    return (flyte.Trigger(name, flyte.Cron(SETTINGS.schedule), inputs=inputs, auto_activate=False),)
+    cron, inputs = flyte.Cron(SETTINGS.schedule), dict(SETTINGS.retrain_inputs)
+    return (flyte.Trigger(name, cron, inputs=inputs, auto_activate=False),)

@@ -83,14 +83,14 @@ def plan_retraining(
     """Prepare the data, and decide if there is a challenger to train, and from which weights.
 
     Args:
-        kickoff_time: when a schedule started it; None for now.
+        kickoff_time: of the data; None for the run's start, which a schedule has set.
         champion: URL; "" for a place that all runs of the project and domain share.
         criteria: of `PromotionCriteria`.
     """
     with flyte_errors():
         check_inputs(recipe, config, data)
         terms, given = PromotionCriteria(**criteria), dict(config or {})
-        begun = kickoff_time or datetime.datetime.now(datetime.timezone.utc)
+        begun = kickoff_time or flyte.ctx().run_start_time
         text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         if not is_local():
             check_urls({"champion": champion}, SETTINGS.allowed)

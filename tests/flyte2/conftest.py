@@ -1,7 +1,8 @@
 """Real runs on the Flyte 2 that FLYTECTL_CONFIG names, with the cluster that KUBECONFIG names.
 
-`make test-flyte2 IMAGE=...` runs them. The nodes have the image; the namespace `flyte` has
-deploy/rbac.yaml.
+`make test-flyte2 IMAGE=...` runs them, from a new project. The image is that project's:
+FLYTE_DDP_TEST_BUILDER names a command that takes the arguments of `docker build` and gives the
+image to the nodes. Without it they have it already. The Dask operator is there.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp.config.project import make_project
 from tests.kubernetes.conftest import eventually
+from tests.support.checkout import REPOSITORY, own_environment
 
-IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
+IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "my-project:dev")
+BUILDER = os.environ.get("FLYTE_DDP_TEST_BUILDER", "")
+BUILD_SECONDS = 2400  # of an image of 7 GB, which goes to two nodes
 NAMESPACE = "flyte"
 OWN = '''
-import os, time
+import tempfile, time
 from pathlib import Path
 import flyte
 from flyte.io import File
@@ -48,15 +51,34 @@ def count(num_steps: int, seconds: float) -> tuple[list[int], File]:
         if is_last:
             break
     dist.destroy_process_group()
-    Path("made.txt").write_text(str(total.item()))
-    return state["starts"], File.from_local_sync("made.txt")
+    file = Path(tempfile.mkdtemp(), "made.txt")  # pods of a cluster write to /tmp alone
+    file.write_text(str(total.item()))
+    return state["starts"], File.from_local_sync(str(file))
 
 one = flyte2.environment("one", SIZE, flyte2.Distributed(nproc_per_node=2))
 
 @one.task(report=True)
 def count_here(num_steps: int, seconds: float) -> tuple[list[int], File]:
     return count(num_steps, seconds)
+
+PODS = {"worker_cpus": 0.5, "worker_memory": "1Gi", "shared_memory": "64Mi", "scheduler_cpus": 0.25}
+CLUSTER = {"start_timeout": 400.0, "kubernetes": PODS}
+two = flyte2.environment("two", SIZE, flyte2.Distributed(nnodes=2, max_restarts=2, cluster=CLUSTER))
+
+@two.task(report=True)
+def count_on_two(num_steps: int, seconds: float) -> tuple[list[int], File]:
+    return count(num_steps, seconds)
 '''
+PACED = """
+import time
+from flyte_ddp.recipes.digits import Digits
+
+
+class Paced(Digits):
+    def losses(self, outputs, targets):
+        time.sleep(0.1)
+        return super().losses(outputs, targets)
+"""
 SETTINGS = '\n[allowed]\nurls = ["s3://flyte-data/*"]\n'
 
 
@@ -78,20 +100,65 @@ def pods(run: str) -> list[dict[str, Any]]:
 
 
 def wait_for_line(pod: str, text: str) -> None:
-    eventually(lambda: text in kubectl("logs", pod, "--all-containers"), 120, text)
+    eventually(lambda: text in kubectl("logs", pod, "--all-containers"), 300, text)
+
+
+def clusters_of(pod: str) -> list[str]:
+    """The Dask clusters that a task's pod owns and nobody has deleted."""
+    found = json.loads(kubectl("get", "daskclusters", "--output", "json"))["items"]
+    return [
+        each["metadata"]["name"]
+        for each in found
+        if "deletionTimestamp" not in each["metadata"]
+        and any(owner["name"] == pod for owner in each["metadata"].get("ownerReferences", []))
+    ]
+
+
+def cluster_pods(cluster: str, component: str = "") -> list[str]:
+    selector = f"dask.org/cluster-name={cluster}"
+    if component:
+        selector += f",dask.org/component={component}"
+    found = kubectl("get", "pods", "--selector", selector, "--output", "name")
+    return [name.removeprefix("pod/") for name in found.split()]
+
+
+def call(project: Path, *command: str, timeout: float = 300, **environment: str) -> str:
+    """The output of a command that a user gives in the project's directory."""
+    done = subprocess.run(
+        command,
+        cwd=project,
+        env={**own_environment(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")
 def project(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of `new`, with tasks of a user's own, which this process can import."""
-    place = tmp_path_factory.mktemp("flyte2") / "project"
-    list(make_project(str(place), wheel=str(wheel), flyte=2))
+    """A project of `new` with its environment, image and rights, as its README has them, and with
+    tasks and a recipe of a user's own, which this process can import.
+    """
+    place = tmp_path_factory.mktemp("flyte2") / "my-project"
+    new = (sys.executable, "-m", "flyte_ddp", "new", str(place), "--flyte", "2")
+    call(REPOSITORY, *new, "--wheel", str(wheel))
+    os.environ |= {"SANDBOX": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1", "IMAGE": IMAGE}
+    call(place, "make", "setup", f"PYTHON={sys.executable}", timeout=900)
+    if BUILDER:
+        call(place, "make", "image", f"BUILDER={BUILDER}", timeout=BUILD_SECONDS)
+    rights = (".venv/bin/flyte-ddp", "deploy", "--namespace", NAMESPACE, "--image", IMAGE)
+    manifests = place / "rights.yaml"
+    manifests.write_text(call(place, *rights))
+    kubectl("apply", "--filename", str(manifests))
+    manifests.unlink()
     (place / "workflows/own.py").write_text(OWN)
-    text = (place / "settings.toml").read_text()
-    (place / "settings.toml").write_text(
-        text.replace('image = ""', f'image = "{IMAGE}"') + SETTINGS
-    )
-    os.environ |= {"SANDBOX": "1", "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1"}
+    (place / "recipes/paced.py").write_text(PACED)
+    # the pods of a task and of the one that calls it fit beside the operator on nodes of two cores
+    settings = (place / "settings.toml").read_text().replace("{ cpus = 2,", "{ cpus = 1,")
+    (place / "settings.toml").write_text(settings + SETTINGS)
     os.chdir(place)
     sys.path.insert(0, str(place))
     import flyte

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.flyte2.conftest import kubectl, pods, wait_for_line
+from tests.flyte2.conftest import (
+    call,
+    cluster_pods,
+    clusters_of,
+    kubectl,
+    pods,
+    wait_for_line,
+)
 from tests.kubernetes.conftest import eventually
+from tests.support.checkout import REPOSITORY, own_environment
 
 KEYS = {
     "endpoint_url": os.environ.get("FLYTE_AWS_ENDPOINT"),
     "key": os.environ.get("FLYTE_AWS_ACCESS_KEY_ID"),
     "secret": os.environ.get("FLYTE_AWS_SECRET_ACCESS_KEY"),
 }
+# Small enough for two nodes of two cores that also run the task's own pod.
+CLUSTER = {
+    "num_nodes": 2,
+    "start_timeout": 400,
+    "kubernetes": {
+        "worker_cpus": 0.5,
+        "worker_memory": "1Gi",
+        "shared_memory": "128Mi",
+        "scheduler_cpus": 0.25,
+        "scheduler_memory": "512Mi",
+    },
+}
+FLYTE_1 = """
+import sys
+from workflows.single_node import single_node_training_wf
+
+outputs = single_node_training_wf(
+    recipe="digits", config={"epochs": 3}, num_processes=2, output=sys.argv[1]
+)
+print("accuracies", outputs.epoch_accuracies)
+"""
+HERE = """
+import json, sys
+import flyte
+from workflows.flyte2 import train
+
+flyte.init()
+outputs = flyte.with_runcontext(mode="local").run(train, **json.loads(sys.argv[1])).outputs()
+print("outputs", json.dumps([outputs[0], outputs[1], outputs[4].path]))
+"""
 flyte = pytest.importorskip("flyte")
+pytest.importorskip("flyte.io")  # whose types outputs have
 
 
 def start(task, **inputs):
@@ -23,37 +68,78 @@ def start(task, **inputs):
 
 
 def end(run):
-    """The run's outputs; that it was one attempt shows that no retry of the user's was used."""
+    """The run's outputs; it was one attempt, so no retry of the user's was used."""
     run.wait(quiet=True)
-    run.sync()
-    assert run.phase == "succeeded", run
+    details = run.details()
+    assert run.phase == "succeeded", details
+    assert details.action_details.attempts == 1
     return run.outputs()
 
 
 def task_pod(run):
+    name = f"{run.name}-a0-0"
     eventually(
-        lambda: any(pod["status"]["phase"] == "Running" for pod in pods(run.name)), 120, "a pod"
+        lambda: any(
+            pod["metadata"]["name"] == name and pod["status"]["phase"] == "Running"
+            for pod in pods(run.name)
+        ),
+        120,
+        "a pod",
     )
-    return f"{run.name}-a0-0"
+    return name
 
 
-def test_a_recipe_trains_as_on_this_machine(project):
+def store():
+    import s3fs
+
+    return s3fs.S3FileSystem(**KEYS)
+
+
+def load(file):
+    import torch
+
+    return torch.load(file, weights_only=True)
+
+
+def assert_equal(one, other):
+    import torch
+
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train_here(project, **inputs):
+    """Accuracies, metrics and weights of the same task in a local run."""
+    output = call(project, ".venv/bin/python", "-c", HERE, json.dumps(inputs))
+    accuracies, metrics, file = json.loads(re.findall(r"^outputs (.*)$", output, re.MULTILINE)[0])
+    return accuracies, metrics, load(file)
+
+
+def is_gone(pod, cluster):
+    return not (clusters_of(pod) or cluster_pods(cluster))
+
+
+def test_a_recipe_trains_as_on_this_machine_and_as_with_flyte_1(project, tmp_path):
     from workflows.flyte2 import train
 
     inputs = {"recipe": "digits", "config": {"epochs": 3}, "num_processes": 2}
     outputs = end(run := start(train, **inputs))
-    here = flyte.with_runcontext(mode="local").run(train, **inputs).outputs()
-    assert outputs[:2] == here[:2]
-    there, local = Path(outputs[4].download_sync()), Path(here[4].path)
-    import torch
-
-    one, other = (torch.load(file, weights_only=True) for file in (there, local))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    import s3fs
-
-    store = s3fs.S3FileSystem(**KEYS)
-    (file,) = store.glob(f"flyte-data/*/*/*/{run.name}/a0/1/report.html")
-    page = store.cat(file).decode()
+    accuracies, metrics, state_here = train_here(project, **inputs)
+    assert outputs[:2] == (accuracies, metrics)
+    state = load(outputs[4].download_sync())
+    assert_equal(state, state_here)
+    done = subprocess.run(
+        [sys.executable, "-c", FLYTE_1, str(tmp_path / "flyte-1")],
+        cwd=REPOSITORY,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert f"accuracies {outputs[0]}" in done.stdout, done.stdout + done.stderr
+    assert_equal(state, load(tmp_path / "flyte-1/model_state.pt"))
+    (file,) = store().glob(f"flyte-data/*/*/*/{run.name}/a0/1/report.html")
+    page = store().cat(file).decode()
     assert ">finished<" in page
 
 
@@ -71,3 +157,119 @@ def test_a_deleted_pod_goes_on_and_uses_no_retry(project, grace):
     assert starts[1] >= 10
     assert grace == 0 or starts[1] >= 12
     assert Path(file.download_sync()).read_text() == "2.0"
+
+
+def test_a_cluster_goes_on_without_a_lost_worker(project):
+    """The same weights as without a loss, and nothing of the cluster is left."""
+    from workflows.flyte2 import train_on_cluster
+
+    inputs = {"recipe": "recipes.paced.Paced", "config": {"epochs": 6, "checkpoint_interval": 20}}
+    run = start(train_on_cluster, cluster=CLUSTER, **inputs)
+    pod = task_pod(run)
+    wait_for_line(pod, "epoch 2/6")
+    (cluster,) = clusters_of(pod)
+    lost = cluster_pods(cluster, "worker")[0]
+    kubectl("delete", "pod", lost, "--grace-period=0", "--force")
+    started = time.monotonic()
+    wait_for_line(pod, "resumed at step")
+    print(f"it went on {time.monotonic() - started:.0f} s after the loss")
+    outputs = end(run)
+    eventually(lambda: is_gone(pod, cluster), 60, "an end to the Dask cluster")
+    accuracies, _, state = train_here(project, num_processes=2, **inputs)
+    assert outputs[0] == accuracies
+    assert_equal(load(outputs[4].download_sync()), state)
+
+
+@pytest.mark.parametrize("grace", [0, 60])
+def test_a_deleted_driver_of_a_cluster_goes_on_and_uses_no_retry(project, grace):
+    from workflows.own import count_on_two
+
+    run = start(count_on_two, num_steps=30, seconds=0.5)
+    pod = task_pod(run)
+    wait_for_line(pod, "did 12.")
+    (cluster,) = clusters_of(pod)
+    options = ["--force"] if grace == 0 else []
+    kubectl("delete", "pod", pod, f"--grace-period={grace}", "--wait=true", *options)
+    starts, file = end(run)
+    assert len(starts) == 2
+    assert starts[1] >= (12 if grace else 10)
+    assert Path(file.download_sync()).read_text() == "2.0"
+    eventually(lambda: is_gone(pod, cluster), 60, "an end to the first Dask cluster")
+
+
+def test_a_deleted_driver_of_a_sweep_goes_on(project):
+    from workflows.flyte2 import sweep
+
+    inputs = {"recipe": "recipes.paced.Paced", "config": {"epochs": 2}, "cluster": CLUSTER}
+    run = start(sweep, grid={"learning_rate": [0.001, 0.003]}, **inputs)
+    pod = task_pod(run)
+    eventually(lambda: clusters_of(pod), 120, "a Dask cluster")
+    wait_for_line(pod, "trial 2/2")
+    kubectl("delete", "pod", pod, "--grace-period=0", "--force", "--wait=true")
+    accuracies, config, state, _ = end(run)
+    assert len(accuracies) == 2
+    assert json.loads(config)["learning_rate"] in (0.001, 0.003)
+    assert load(state.download_sync())
+
+
+def test_an_abort_deletes_the_cluster(project):
+    from workflows.flyte2 import train_on_cluster
+
+    config = {"epochs": 2000}
+    run = start(train_on_cluster, recipe="recipes.paced.Paced", cluster=CLUSTER, config=config)
+    pod = task_pod(run)
+    wait_for_line(pod, "epoch 1/2000")
+    (cluster,) = clusters_of(pod)
+    run.abort("somebody changed their mind")
+    started = time.monotonic()
+    eventually(lambda: is_gone(pod, cluster) and not pods(run.name), 180, "an end to all pods")
+    print(f"the Dask cluster and all pods were gone {time.monotonic() - started:.0f} s after it")
+    run.wait(quiet=True)
+    assert run.phase == "aborted"
+
+
+def test_a_schedule_retrains_and_promotes(project):
+    """By the commands of the project's README."""
+    retraining = {
+        "recipe": "recipes.wine.Wine",
+        "config": {"epochs": 5},
+        "num_processes": 2,
+        "champion": f"s3://flyte-data/champions/{uuid.uuid4().hex}",
+    }
+    settings = {"RETRAIN_SCHEDULE": "* * * * *", "RETRAIN_INPUTS": json.dumps(retraining)}
+    call(project, "make", "deploy", **settings)
+    update = (".venv/bin/flyte", "update", "trigger", "retrain", "planning.retrain")
+
+    def list_runs():
+        return {run.name: run for run in flyte.remote.Run.listall(task_name="planning.retrain")}
+
+    earlier = list_runs().keys()
+    started = time.monotonic()
+    call(project, *update, "--activate")
+    try:
+        names = eventually(lambda: list_runs().keys() - earlier, 150, "a run of the schedule")
+    finally:
+        call(project, *update, "--deactivate")
+    champion, export, metrics, outcome, reason = end(flyte.remote.Run.get(name=names.pop()))
+    print(f"promoted {time.monotonic() - started:.0f} s after the activation: {reason}")
+    assert outcome == "promoted", reason
+    assert champion
+    assert export
+    assert metrics
+    assert store().find(retraining["champion"])
+
+
+def test_a_new_project_trains_by_the_commands_of_its_readme(project):
+    text = (project / "README.md").read_text().replace("\\\n", "")
+    commands = [line for line in text.splitlines() if ".venv/bin/flyte run" in line]
+    assert len(commands) == 2, text
+    call(project, "make", "deploy", "SANDBOX=1")
+    states = []
+    for command in commands:
+        output = call(project, "sh", "-c", command)
+        (name,) = set(re.findall(r"/runs/(\w+)", output))
+        outputs = end(flyte.remote.Run.get(name=name))
+        states.append(load(outputs[4].download_sync()))
+    import torch
+
+    torch.testing.assert_close(*states)
