@@ -221,10 +221,8 @@ class ShardCache:
             with reading(self.source, entry):
                 check_size(path, entry)
             return path
-        size, copy = max(0, entry.size), kind.copy_head
-        if part == HEAD:
-            size = 0
-        elif part != WHOLE:
+        size, copy = max(0, entry.size) if part == WHOLE else 0, kind.copy_head
+        if part >= 0:
             shard = self._open_shard(entry)
             size, copy = int(shard.sizes[part]), functools.partial(shard.make_part, part)
         with _lock(self._lock_of(path)):

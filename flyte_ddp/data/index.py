@@ -227,11 +227,10 @@ def _count(
         for each in entries
     ]
     to_count = [each for each in entries if each.samples < 0]
-    kinds = [find_format(each.name, read) for each in to_count]
     read_whole = sum(
         max(0, each.size)
-        for each, kind in zip(to_count, kinds, strict=True)
-        if kind and not kind.copy_head
+        for each in to_count
+        if (kind := find_format(each.name, read)) and not kind.copy_head
     )
     if to_count:
         logger.warning(

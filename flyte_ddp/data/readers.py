@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -125,8 +126,7 @@ class ByteShard(Shard):
         contents = file.read(end - begin)
         if len(contents) < end - begin:
             raise DataError(f"expected {end} bytes at least, got {begin + len(contents)}")
-        with open(target, "wb") as part:
-            part.write(contents)
+        Path(target).write_bytes(contents)
 
 
 def cut_parts(offsets: NDArray[Any]) -> NDArray[np.int64]:
@@ -237,8 +237,7 @@ def _copy_mds_head(file: Any, target: str) -> None:
     contents = file.read(MDS_HEAD)
     end = int.from_bytes(contents[4:8], "little")  # where the first sample begins
     contents += file.read(max(0, end - len(contents)))
-    with open(target, "wb") as head:
-        head.write(contents[:end])
+    Path(target).write_bytes(contents[:end])
 
 
 def decode_mds(encoding: str, data: bytes) -> Any:

@@ -164,16 +164,15 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
                 shards = places * num_shards // num_rows
                 first = end
                 with reading(source, entry):
+                    read = functools.partial(ParquetFile, metadata=footer, pre_buffer=True)
                     table = source.read_parts(
-                        entry.name, functools.partial(read_group, footer, group)
+                        entry.name,
+                        lambda file: read(file).read_row_group(group),  # noqa: B023
                     )
                 for number in writers.keys() & set(shards.tolist()):
                     writers[number].write_table(table.take(np.flatnonzero(shards == number)))
         for writer in writers.values():
             writer.close()
-
-    def read_group(footer: Any, group: int, file: Any) -> Any:
-        return ParquetFile(file, metadata=footer, pre_buffer=True).read_row_group(group)
 
     def make(missing: Sequence[int]) -> Iterator[tuple[int, bytes, int]]:
         for first in range(0, len(missing), SHARDS_AT_ONCE):
