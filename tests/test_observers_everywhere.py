@@ -25,8 +25,9 @@ from flyte_ddp import session
 for step in range(1, 1000):
     session.report(step=step, loss=1 / step)
     if step == 2 and os.environ["RANK"] == "0" and os.environ.get("SCRAPED"):
-        time.sleep(0.5)  # until the driver has the event
-        page = urllib.request.urlopen(f"http://127.0.0.1:{os.environ['FLYTE_DDP_METRICS_PORT']}/metrics").read()
+        page = b""
+        while b"flyte_ddp_step{" not in page:  # until the driver has the event
+            page = urllib.request.urlopen(f"http://127.0.0.1:{os.environ['FLYTE_DDP_METRICS_PORT']}/metrics").read()
         open(os.environ["SCRAPED"], "wb").write(page)
     if session.stop_requested or step == int(os.environ["STEPS"]):
         break
