@@ -20,7 +20,7 @@ from flyte_ddp.launch.agent import rank_start
 from flyte_ddp.launch.protocol.programs import recipe_program
 from tests.support import browser
 from tests.support.checkout import build_wheel
-from tests.support.runs import new_run
+from tests.support.runs import fork_functions, new_run
 
 # Files of tests that take over half a minute, the longest first.
 LONGEST = (
@@ -197,6 +197,12 @@ def start_server_anew(modules):
     forkserver._forkserver._stop()
     rank_start._variables_of_server = None
     rank_start.start_server(modules)
+
+
+@pytest.fixture
+def forked_functions(monkeypatch):
+    """Ranks of functions are forked, which is faster."""
+    fork_functions(monkeypatch)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
 from tests.support.dask_runs import At, events_of
 from tests.support.gang import session_of
-from tests.support.runs import fork_functions, new_run
+from tests.support.runs import new_run
 
 SIZE, BATCH = 23, 6
 NUMBERS = TensorDataset(torch.arange(SIZE))
@@ -487,8 +487,7 @@ def count_without_looking(directory):
                 session.save({"done": done}, done)
 
 
-def test_a_function_that_does_not_look_loses_no_step_to_a_stop(tmp_path, monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_function_that_does_not_look_loses_no_step_to_a_stop(tmp_path, forked_functions):
     (tmp_path / "slow").touch()
     call = cloudpickle.dumps(_Call(count_without_looking, (str(tmp_path),)))
     job = Job(Program("count", call, ("tests",)), str(tmp_path / "checkpoints"), time.time())

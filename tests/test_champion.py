@@ -61,6 +61,16 @@ def manifest(number=0, **changes):
     return Manifest(**{**values, **changes})
 
 
+@pytest.fixture
+def store(url):
+    return ChampionStore(url)
+
+
+@pytest.fixture
+def local_store(tmp_path):
+    return ChampionStore(str(tmp_path))
+
+
 def promote(store, number):
     return store.promote(state_file(number), manifest(number), store.pointer())
 
@@ -104,8 +114,7 @@ def test_a_champion_may_be_safetensors(url):
 
 
 @pytest.mark.parametrize("cut", ["model_state.pt", "manifest.json", "champion.json"])
-def test_an_interrupted_promotion_changes_nothing(url, cut, monkeypatch):
-    store = ChampionStore(url)
+def test_an_interrupted_promotion_changes_nothing(url, cut, monkeypatch, store):
     first = promote(store, 1).version
 
     def end(function):
@@ -129,8 +138,7 @@ def test_an_interrupted_promotion_changes_nothing(url, cut, monkeypatch):
 # Two promoters at once
 
 
-def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing(url):
-    store = ChampionStore(url)
+def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing(url, store):
     promote(store, 1)
     pointer = store.pointer()
     store.promote(state_file(2), manifest(2), pointer)
@@ -146,8 +154,7 @@ def test_the_second_of_two_promotions_over_one_champion_fails_and_leaves_nothing
 
 @pytest.mark.parametrize("url", ["s3", *KINDS], indirect=True)
 @pytest.mark.parametrize("has_champion", [False, True])
-def test_stores_refuse_a_put_after_another_promotion(url, monkeypatch, has_champion):
-    store = ChampionStore(url)
+def test_stores_refuse_a_put_after_another_promotion(url, monkeypatch, has_champion, store):
     if has_champion:
         promote(store, 1)
     pointer, look = store.pointer(), Storage.read
@@ -235,13 +242,12 @@ def cut(file):
         ),
     ],
 )
-def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, expected):
-    store = ChampionStore(str(tmp_path))
-    promote(store, 1)
-    damage(file_of(store, name))
+def test_a_damaged_champion_is_named_and_not_loaded(tmp_path, name, damage, expected, local_store):
+    promote(local_store, 1)
+    damage(file_of(local_store, name))
     with pytest.raises(ChampionError, match=expected):
         load_champion(str(tmp_path))
-    promote(store, 2)  # which damage does not prevent
+    promote(local_store, 2)  # which damage does not prevent
     assert number_in(load_champion(str(tmp_path))) == 2
 
 
@@ -262,8 +268,7 @@ def test_a_state_that_is_more_than_tensors_is_not_unpickled(tmp_path, monkeypatc
 # Rollback
 
 
-def test_a_rollback_switches_to_the_parent_and_back(url):
-    store = ChampionStore(url)
+def test_a_rollback_switches_to_the_parent_and_back(url, store):
     first, second, third = (promote(store, number).version for number in (1, 2, 3))
 
     for version, number, wanted in ((second, 2, ""), (first, 1, ""), (third, 3, third)):
@@ -272,8 +277,7 @@ def test_a_rollback_switches_to_the_parent_and_back(url):
 
 
 @pytest.mark.parametrize("to", ["parent", "in use"])
-def test_a_promotion_that_was_compared_before_a_rollback_fails(url, to):
-    store = ChampionStore(url)
+def test_a_promotion_that_was_compared_before_a_rollback_fails(to, store):
     versions = [promote(store, number).version for number in (1, 2)]
     compared_with = store.pointer()
     assert not store.in_use(compared_with).held_since
@@ -326,28 +330,27 @@ def test_a_release_while_another_version_is_put_in_use_leaves_the_hold_of_that_o
     assert (store.in_use().version, bool(store.in_use().held_since)) == (first, True)
 
 
-def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path):
-    store = ChampionStore(str(tmp_path))
+def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path, local_store):
     with pytest.raises(NoChampion):
-        store.rollback()
-    first = promote(store, 1).version
+        local_store.rollback()
+    first = promote(local_store, 1).version
     with pytest.raises(
         ConfigError,
         match=f"expected one of {first} in .*, got none, and the one in use has no parent",
     ):
-        store.rollback()
+        local_store.rollback()
     with pytest.raises(ConfigError, match=f"version: expected one of {first} in .*, got '../x'$"):
-        store.rollback("../x")
-    promote(store, 2)
+        local_store.rollback("../x")
+    promote(local_store, 2)
     for name in ("model_state.pt", "manifest.json"):
-        file_of(store, name).unlink()
-    store.rollback()
+        file_of(local_store, name).unlink()
+    local_store.rollback()
     assert number_in(load_champion(str(tmp_path))) == 1
-    file = file_of(store, "model_state.pt")
-    promote(store, 2)
+    file = file_of(local_store, "model_state.pt")
+    promote(local_store, 2)
     flip(file)
     with pytest.raises(ChampionError):
-        store.rollback()
+        local_store.rollback()
     assert number_in(load_champion(str(tmp_path))) == 2
 
 
@@ -379,40 +382,37 @@ def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path
     ],
 )
 def test_status_reports_a_retraining_that_needs_attention(
-    tmp_path, capsys, spoil, arguments, expected
+    capsys, spoil, arguments, expected, local_store
 ):
-    store = ChampionStore(str(tmp_path))
-    promote(store, 1)
-    store.record("last_run.json", "promoted", "f1")
-    store.record("last_run.json", "unchanged", "f2")
-    assert main(["status", store.url, "--max-age", "1m"]) == 0
+    promote(local_store, 1)
+    local_store.record("last_run.json", "promoted", "f1")
+    local_store.record("last_run.json", "unchanged", "f2")
+    assert main(["status", local_store.url, "--max-age", "1m"]) == 0
     assert "the last retraining ended 0.0 h ago" in (line := capsys.readouterr().out)
     assert "f2): unchanged; the last promotion was 20" in line
-    spoil(store)
-    code = main(["status", store.url, *(arguments or ["--max-age", "26h"])])
+    spoil(local_store)
+    code = main(["status", local_store.url, *(arguments or ["--max-age", "26h"])])
     assert code == (2 if arguments else 1)
     assert expected in capsys.readouterr().err
 
 
-def test_the_monitor_in_deploy_uses_valid_arguments(tmp_path, capsys):
-    store = ChampionStore(str(tmp_path))
-    promote(store, 1)
-    store.record("last_run.json", "promoted", "f1")
+def test_the_monitor_in_deploy_uses_valid_arguments(capsys, local_store):
+    promote(local_store, 1)
+    local_store.record("last_run.json", "promoted", "f1")
     deploy = Path(__file__).parents[1] / "deploy"
     cron_job = yaml.safe_load((deploy / "champion-status.yaml").read_text())
     pod = cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     python, _, package, *arguments = (
-        word.replace("CHAMPION_URL", store.url) for word in container["command"]
+        word.replace("CHAMPION_URL", local_store.url) for word in container["command"]
     )
     assert (python, package) == ("python", "flyte_ddp")
     assert command_line.main(arguments) == 0
-    # It reads the store with the identity of the tasks.
+    # It reads the local_store with the identity of the tasks.
     assert f"name: {pod['serviceAccountName']}\n" in (deploy / "rbac.yaml").read_text()
 
 
-def test_pruning_keeps_the_newest_the_current_and_its_parent(url):
-    store = ChampionStore(url)
+def test_pruning_keeps_the_newest_the_current_and_its_parent(url, store):
     versions = [promote(store, number).version for number in range(6)]
     store.rollback(versions[2])
     assert store.prune(2) == [versions[0], versions[3]]
@@ -428,39 +428,37 @@ def test_pruning_keeps_the_newest_the_current_and_its_parent(url):
     assert store.prune(2) == [versions[2]]
 
 
-def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys):
-    store = ChampionStore(str(tmp_path))
+def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys, local_store):
     for number in range(3):
-        promote(store, number)
+        promote(local_store, number)
     (tmp_path / "champion.json").write_text("{")
     for arguments, expected in (
         ([], "champion.json is damaged"),
         (["--keep", "0"], "keep: expected a whole number"),
     ):
-        assert main(["prune", store.url, *(arguments or ["--keep", "1"])])
+        assert main(["prune", local_store.url, *(arguments or ["--keep", "1"])])
         assert expected in capsys.readouterr().err
-    assert len(store.versions()) == 3
+    assert len(local_store.versions()) == 3
 
 
-def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
-    store = ChampionStore(str(tmp_path))
-    first, second = promote(store, 1), promote(store, 2)
-    store.record("last_challenge.json", "not_better", "f1")
+def test_the_command_lists_shows_and_rolls_back(capsys, local_store):
+    first, second = promote(local_store, 1), promote(local_store, 2)
+    local_store.record("last_challenge.json", "not_better", "f1")
 
-    assert main(["list", store.url]) == 0
+    assert main(["list", local_store.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line[0] for line in lines) == [" ", "*"]
     assert next(line for line in lines if line[0] == "*").startswith(
         f"* {second.version}  digits  test_loss 2"
     )
-    main(["show", store.url])
+    main(["show", local_store.url])
     shown = json.loads(capsys.readouterr().out)
     assert shown["champion"]["version"] == second.version
     assert shown["last_challenge"]["outcome"] == "not_better"
-    main(["rollback", store.url])
+    main(["rollback", local_store.url])
     assert capsys.readouterr().out == f"{first.version} is in use again, until `release`\n"
-    store.record("last_run.json", "held", "")
-    main(["status", store.url, "--max-age", "1h"])
+    local_store.record("last_run.json", "held", "")
+    main(["status", local_store.url, "--max-age", "1h"])
     assert re.search(
         (
             rf"held; .*; {first.version} is in use, held by a rollback since "
@@ -469,5 +467,5 @@ def test_the_command_lists_shows_and_rolls_back(tmp_path, capsys):
         capsys.readouterr().out,
     )
     for told in ("retrainings promote again", "no rollback holds a version"):
-        main(["release", store.url])
+        main(["release", local_store.url])
         assert capsys.readouterr().out == f"{told}\n"

@@ -22,7 +22,6 @@ from flyte_ddp.launch.nodes.dask.placement import assign_nodes
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from tests.support.dask_runs import worker
-from tests.support.runs import fork_functions
 
 
 class FakeNvml:
@@ -133,8 +132,7 @@ def compute():
         pass
 
 
-def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch):
-    fork_functions(monkeypatch)
+def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch, forked_functions):
     monkeypatch.setattr(supervisor, "MIN_INTERVAL", 0.01)
     monkeypatch.setattr(utilization, "SAMPLE_SECONDS", 0.1)
     seen = []

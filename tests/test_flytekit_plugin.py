@@ -25,7 +25,6 @@ from flyte_ddp.flyte.distributed import DistributedTask, _check_places
 from flyte_ddp.flyte.failures import TaskFailed
 from flyte_ddp.flytekit_plugin import Distributed
 from tests.support import distributed_tasks as tasks
-from tests.support.runs import fork_functions
 
 SETTINGS = SerializationSettings(
     ImageConfig(Image("default", "image", "tag")), "project", "domain", "version"
@@ -72,8 +71,9 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     assert "SIGKILL" in shown
 
 
-def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retried(
+    forked_functions,
+):
     with pytest.raises(TaskFailed) as caught:
         tasks.fail(kind="bug")
 
@@ -88,8 +88,7 @@ def test_a_bug_is_reported_with_its_rank_and_the_users_frames_alone_and_not_retr
     assert [frame.split('"')[1] for frame in frames] == [tasks.__file__]
 
 
-def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(monkeypatch):
-    fork_functions(monkeypatch)
+def test_flytes_recoverable_exception_and_its_subclasses_stay_recoverable(forked_functions):
     with pytest.raises(
         FlyteRecoverableException, match="rank 1 failed: .*NotReady: the data is not there yet"
     ) as found:

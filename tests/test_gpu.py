@@ -30,20 +30,16 @@ def gpu():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_gpu_learns_the_digits_and_its_state_loads_without_one(tmp_path, precision):
+def test_one_gpu_learns_the_digits_and_its_state_loads_without_one(gpu, tmp_path, precision):
     import torch
 
-    if num_gpus() < 1:
-        pytest.skip("needs a GPU")
     run = new_run(tmp_path, DIGITS).train(num_processes=1, epochs=5, precision=precision)
     assert run.result.epochs[-1].metrics["accuracy"] > 0.95
     assert run.started.device == torch.cuda.get_device_name(0)
     assert all(value.device.type == "cpu" for value in run.state().values())
 
 
-def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
-    if num_gpus() < 1:
-        pytest.skip("needs a GPU")
+def test_a_gpu_and_the_cpu_learn_the_same(gpu, tmp_path, monkeypatch):
     on_gpu = new_run(tmp_path / "gpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
     monkeypatch.setattr("flyte_ddp.launch.nodes.local.num_gpus", lambda: 0)
     on_cpu = new_run(tmp_path / "cpu", DIGITS).train(num_processes=1, epochs=1, deterministic=True)
@@ -53,9 +49,9 @@ def test_a_gpu_and_the_cpu_learn_the_same(tmp_path, monkeypatch):
     assert gpu.test_loss == pytest.approx(cpu.test_loss, abs=0.02)
 
 
-def test_a_bad_loss_on_a_gpu_ends_the_run_before_a_checkpoint_is_spoiled(tmp_path, monkeypatch):
-    if num_gpus() < 1:
-        pytest.skip("needs a GPU")
+def test_a_bad_loss_on_a_gpu_ends_the_run_before_a_checkpoint_is_spoiled(
+    gpu, tmp_path, monkeypatch
+):
     from flyte_ddp.errors import RankFailure
 
     monkeypatch.setenv("FAULT", "nan 0 3")

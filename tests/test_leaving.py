@@ -27,7 +27,7 @@ from flyte_ddp.launch.run import _Call
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import At, events_of, front_of, start_scheduler
 from tests.support.promises import NUM_STEPS, count
-from tests.support.runs import REPOSITORY, fork_functions, new_run
+from tests.support.runs import REPOSITORY, new_run
 
 RECIPE = "tests.support.promises.Steady"
 STEADY = {"checkpoint_interval": 5, "recipe_options": {"faults": ""}}
@@ -111,10 +111,9 @@ def slow(*values):
     ],
 )
 def test_a_worker_that_is_told_to_go_costs_no_step_and_no_restart(
-    pair, tmp_path, kind, notice, step, monkeypatch, caplog
+    pair, tmp_path, kind, notice, step, caplog, forked_functions
 ):
     config, nannies = pair
-    fork_functions(monkeypatch)
     faults = tmp_path / "faults"
     faults.mkdir()
     (faults / "9-kill-1000").touch()  # of no rank: steps take their time

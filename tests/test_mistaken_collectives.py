@@ -17,7 +17,6 @@ from flyte_ddp.launch.control.stalls import Suspicion, suspect
 from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
-from tests.support.runs import fork_functions
 
 
 def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
@@ -122,9 +121,8 @@ PLACE = r"at test_mistaken_collectives\.py:\d+ in"
     ],
 )
 def test_it_is_named_in_one_line_and_nothing_starts_again(
-    function, rank, expected, caplog, monkeypatch
+    function, rank, expected, caplog, forked_functions
 ):
-    fork_functions(monkeypatch)
     with pytest.raises(RankFailure, match=f"^{expected}") as caught:
         run(function, left_timeout=60.0 if rank == 1 else 1.0)
     assert "\n" not in str(caught.value)
@@ -143,8 +141,9 @@ def test_a_rank_that_leaves_on_another_node_is_named_too(client):
     assert (caught.value.rank, caught.value.is_user_error) == (0, True)
 
 
-def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_alone(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_alone(
+    forked_functions,
+):
 
     def train():
         import torch
@@ -254,8 +253,7 @@ def test_a_crash_in_the_same_line_without_progress_is_a_bug(first, second, expec
     )
 
 
-def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_program_that_crashes_twice_in_the_same_line_is_named(caplog, forked_functions):
 
     def crash():
         os.abort()

@@ -17,7 +17,6 @@ from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.observers.metrics import PORT_VARIABLE
 from tests.support.ports import free_port
-from tests.support.runs import fork_functions
 
 SCRIPT = """
 import os, time, urllib.request
@@ -112,8 +111,7 @@ def recorded() -> str:
     return session.checkpoints
 
 
-def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_functions_task_is_recorded_as_a_recipes_is(environment, monkeypatch, forked_functions):
     monkeypatch.setenv("STEPS", "3")
     context = FlyteContextManager.current_context()
     params = context.user_space_params.with_enable_deck(True).build()
@@ -133,8 +131,7 @@ def limited() -> None:
     exec(compile(SCRIPT, "train.py", "exec"), {})
 
 
-def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch):
-    fork_functions(monkeypatch)
+def test_max_hours_ends_a_functions_task_for_good(environment, monkeypatch, forked_functions):
     monkeypatch.setenv("STEPS", "1000")
     monkeypatch.delenv("SCRAPED")
     with pytest.raises(UserError, match=r"max_hours: the run has taken 0\.0006 h"):

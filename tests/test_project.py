@@ -80,8 +80,10 @@ def with_dependencies(requirements):
     return {name for name, _ in found}
 
 
-def run(path, *arguments, cwd, **variables):
-    """Run Python where `path` is all that is installed besides, and return what it printed."""
+def run(path, *arguments, cwd, status=0, **variables):
+    """Run Python where `path` is all that is installed besides, until it ends with `status`, and
+    return what it printed.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -92,18 +94,20 @@ def run(path, *arguments, cwd, **variables):
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
-    return done.returncode, done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    return output
 
 
-def flyte_ddp(installed, *arguments, cwd):
-    return run([installed], str(installed / "bin/flyte-ddp"), *map(str, arguments), cwd=cwd)
+def flyte_ddp(installed, *arguments, cwd, status=0):
+    program = str(installed / "bin/flyte-ddp")
+    return run([installed], program, *map(str, arguments), cwd=cwd, status=status)
 
 
 @pytest.fixture(scope="module")
 def project(installed, tmp_path_factory):
     place = tmp_path_factory.mktemp("made") / "my-project"
-    status, output = flyte_ddp(installed, "new", place, cwd=place.parent)
-    assert status == 0, output
+    output = flyte_ddp(installed, "new", place, cwd=place.parent)
     assert output == f"made {place} with flyte-ddp 0.1.0\ntry: cd {place} && make train\n"
     return place
 
@@ -156,8 +160,7 @@ for act in (
         print(error)
 print(*Report().draw([Panel("a", "b", "c")]))
 """  # noqa: E501
-    status, output = run([core], "-S", "-c", program, cwd=tmp_path)
-    assert status == 0, output
+    output = run([core], "-S", "-c", program, cwd=tmp_path)
     assert output.replace(str(tmp_path), "HERE").splitlines() == [
         (
             "data: scikit-learn carries the digits: expected the package sklearn: pip install "
@@ -188,8 +191,7 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
     ):
         (tmp_path / "mine.py").write_text(f"import {package}\n")
         program = "from flyte_ddp.recipes import get_recipe\nget_recipe('mine.Mine', {})"
-        status, output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path)
-        assert status == 1
+        output = run([core, tmp_path], "-S", "-c", program, cwd=tmp_path, status=1)
         place = f"{tmp_path / 'mine.py'}:1: "
         assert output.splitlines()[-1].endswith(
             f"recipe: 'mine.Mine' cannot be imported: {place}{expected}"
@@ -200,8 +202,7 @@ def test_a_recipe_whose_package_is_missing_is_one_line_with_what_installs_it(cor
 def test_a_project_without_extras_registers(installed, core, tmp_path):
     """Such as the one of an image with fewer packages than the settings and the inputs ask for."""
     project = tmp_path / "project"
-    made = flyte_ddp(installed, "new", project, "--with", "sweep,retrain", cwd=tmp_path)
-    assert made[0] == 0, made
+    flyte_ddp(installed, "new", project, "--with", "sweep,retrain", cwd=tmp_path)
     settings = {
         "IMAGE": "registry.example.com/mine:7",
         "RETRAIN_INPUTS": '{"recipe": "digits"}',
@@ -210,8 +211,7 @@ def test_a_project_without_extras_registers(installed, core, tmp_path):
     }
     command = ("-S", "-m", "flytekit.clis.sdk_in_container.pyflyte", "register", "--dry-run")
     command += ("--image", settings["IMAGE"], "--version", "7", "--copy", "none", "workflows")
-    status, output = run([core, project], *command, cwd=project, **settings)
-    assert status == 0, output
+    output = run([core, project], *command, cwd=project, **settings)
     assert "Launch Plan: retrain" in output
 
 
@@ -235,8 +235,7 @@ def test_a_function_trains_with_the_core_dependencies_alone(core, tmp_path):
         "report.html",
         "train.py",
     ]
-    status, output = run([core], "-S", *command, cwd=tmp_path)
-    assert status == 0, output
+    output = run([core], "-S", *command, cwd=tmp_path)
     assert {"[rank 0] rank 0 of 2", "[rank 1] rank 1 of 2"} <= set(output.splitlines())
     page = (tmp_path / "report.html").read_text()
     assert "flyte-ddp[reports]" in page
@@ -249,7 +248,7 @@ import sys
 import flyte_ddp.flytekit_plugin
 print([name for name in ("torch", "distributed", "wandb", "kubernetes", "kr8s", "matplotlib") if name in sys.modules])
 """  # noqa: E501
-    assert run([core], "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
+    assert run([core], "-S", "-c", program, cwd=tmp_path) == "[]\n"
 
 
 def test_the_extras_are_those_of_the_messages():
@@ -280,19 +279,16 @@ def test_parts_are_added_at_once_or_later_and_touch_no_file_of_the_users(
     installed, wheel, tmp_path
 ):
     made = ("new", "one", "--with", "sweep,script", "--wheel", wheel)
-    status, output = flyte_ddp(installed, *made, cwd=tmp_path)
-    assert status == 0, output
+    flyte_ddp(installed, *made, cwd=tmp_path)
     (tmp_path / "one/settings.toml").write_text("recipes = []\n")
     assert flyte_ddp(installed, "new", "one", "--with", "scaling,retrain", cwd=tmp_path) == (
-        0,
         "added tasks/study.py\nadded workflows/scaling.py\nadded tasks/retrain.py\n"
-        "added workflows/retrain.py\n",
+        "added workflows/retrain.py\n"
     )
     assert (tmp_path / "one/settings.toml").read_text() == "recipes = []\n"
     (tmp_path / "one/tasks/generate.py").write_text("mine\n")
-    assert flyte_ddp(installed, "new", "one", "--with", "text", cwd=tmp_path) == (
-        2,
-        "error: --with: expected no file of your own at tasks/generate.py, got one\n",
+    assert flyte_ddp(installed, "new", "one", "--with", "text", cwd=tmp_path, status=2) == (
+        "error: --with: expected no file of your own at tasks/generate.py, got one\n"
     )
     assert (tmp_path / "one/tasks/generate.py").read_text() == "mine\n"
 
@@ -300,10 +296,8 @@ def test_parts_are_added_at_once_or_later_and_touch_no_file_of_the_users(
 @pytest.mark.long
 def test_a_project_with_a_function_passes_its_test(installed, wheel, tmp_path):
     made = ("new", tmp_path / "function", "--function", "--wheel", wheel)
-    status, output = flyte_ddp(installed, *made, cwd=tmp_path)
-    assert status == 0, output
-    status, output = run([installed], "-m", "pytest", "-q", "tests", cwd=tmp_path / "function")
-    assert status == 0, output
+    flyte_ddp(installed, *made, cwd=tmp_path)
+    run([installed], "-m", "pytest", "-q", "tests", cwd=tmp_path / "function")
 
 
 @pytest.mark.long
@@ -315,8 +309,7 @@ def test_a_project_trains_from_anywhere_and_bad_settings_fail_the_run_alone(
     command = ("-m", "flytekit.clis.sdk_in_container.pyflyte", "run")
     command += (str(copy / "workflows/single_node.py"), "single_node_training_wf")
     command += ("--recipe", "recipes.wine.Wine", "--config", '{"epochs": 1}')
-    status, output = run([installed], *command, cwd=tmp_path)
-    assert status == 0, output
+    output = run([installed], *command, cwd=tmp_path)
     assert "model state" in output
     settings = copy / "settings.toml"
     for text, expected in (
@@ -325,12 +318,10 @@ def test_a_project_trains_from_anywhere_and_bad_settings_fail_the_run_alone(
         ("", "settings.toml: expected one with `recipes` in the project's directory"),
     ):
         settings.write_text(text)
-        status, output = run([installed], *command, cwd=tmp_path)
-        assert status == 2, output
+        output = run([installed], *command, cwd=tmp_path, status=2)
         assert expected in " ".join(re.sub(r"[│╭╰─╮╯]", " ", output).split())
         assert "Traceback" not in output
-        imported = run([installed, copy], "-c", "import workflows.single_node", cwd=tmp_path)
-        assert imported == (0, "")
+        run([installed, copy], "-c", "import workflows.single_node", cwd=tmp_path)
 
 
 def test_a_project_of_another_kind_has_none_of_its_settings_read(installed, tmp_path):
@@ -344,7 +335,7 @@ from flyte_ddp.cluster.admission import load_allowed
 from flyte_ddp.config.source_code import find_project, recipe_packages
 print(find_project(), recipe_packages(), load_allowed().images)
 """
-    assert run([installed, tmp_path], "-c", program, cwd=tmp_path) == (0, "None [] ('*',)\n")
+    assert run([installed, tmp_path], "-c", program, cwd=tmp_path) == "None [] ('*',)\n"
 
 
 def test_the_commands_of_a_project_are_those_of_its_readme(project):
@@ -368,8 +359,7 @@ def test_deploy_prints_what_a_namespace_needs(installed, tmp_path, is_installed)
     path, command = ([installed], str(installed / "bin/flyte-ddp"))
     if not is_installed:
         path, command = ([REPOSITORY], "-mflyte_ddp")
-    status, output = run(path, command, *options, cwd=tmp_path)
-    assert status == 0, output
+    output = run(path, command, *options, cwd=tmp_path)
     found = {
         (each["kind"], each["metadata"].get("namespace")) for each in yaml.safe_load_all(output)
     }
@@ -435,18 +425,16 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
             "pip download --no-deps flyte-ddp==0.1.0 fetches it\n",
         ),
     ):
-        assert flyte_ddp(installed, *arguments, cwd=tmp_path) == (2, expected)
+        assert flyte_ddp(installed, *arguments, cwd=tmp_path, status=2) == expected
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
     away = ("-m", "flyte_ddp", "new", "other", "--wheel", "away.whl")
-    status, output = run([REPOSITORY], *away, cwd=tmp_path)
-    assert status == 2
+    output = run([REPOSITORY], *away, cwd=tmp_path, status=2)
     assert output.endswith("got 'away.whl'; make wheel builds it\n")
 
 
 def test_a_checkout_makes_the_project_that_its_wheel_makes(project, wheel, tmp_path):
     command = ("-m", "flyte_ddp", "new", "my-project", "--wheel", str(wheel))
-    status, output = run([REPOSITORY], *command, cwd=tmp_path)
-    assert status == 0, output
+    run([REPOSITORY], *command, cwd=tmp_path)
     made, expected = (
         {file.relative_to(top): file.read_bytes() for file in top.rglob("*") if file.is_file()}
         for top in (tmp_path / "my-project", project)

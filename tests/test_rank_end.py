@@ -18,7 +18,6 @@ import pytest
 import flyte_ddp
 from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError, RankFailure
-from tests.support.runs import fork_functions
 from tests.test_run import OURS, SCRIPTS, environment
 
 FILES = {"log": "log", "csv": "a,1\r\n", "local": "local", "atexit": "exit"}
@@ -89,8 +88,7 @@ def test_a_rank_that_ends_its_process_itself_is_judged_by_its_code(tmp_path, lin
         assert "rank 1 exited with code 7" in done.stderr
 
 
-def test_a_function_that_ends_its_process_returns_nothing(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_function_that_ends_its_process_returns_nothing(forked_functions):
     assert flyte_ddp.run(os._exit, 0) is None
 
 
@@ -120,9 +118,8 @@ def fail(error):
     ],
 )
 def test_an_error_of_a_function_keeps_its_class_and_frames(
-    error, expected, is_user_error, monkeypatch
+    error, expected, is_user_error, forked_functions
 ):
-    fork_functions(monkeypatch)
     with pytest.raises(RankFailure) as raised:
         flyte_ddp.run(fail, error)
     assert expected in str(raised.value)

@@ -29,7 +29,6 @@ from flyte_ddp.launch.protocol.messages import Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.rank import session as rank_session
 from tests.support.gang import session_of
-from tests.support.runs import fork_functions
 
 
 def session_with(directory):
@@ -102,9 +101,8 @@ def files_below(directory):
 
 
 def test_what_ranks_sent_is_there_when_the_run_returns_and_the_newest_attempts_wins(
-    tmp_path, monkeypatch
+    tmp_path, forked_functions
 ):
-    fork_functions(monkeypatch)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/both").write_text("of an earlier run")
     seen = Seen()
@@ -131,8 +129,7 @@ def fail_on_rank_1():
     time.sleep(60)
 
 
-def test_a_failure_is_in_the_result_where_errors_are_not_raised(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_failure_is_in_the_result_where_errors_are_not_raised(monkeypatch, forked_functions):
     has_ended, given, seen = threading.Event(), {}, Seen()
 
     def handle(path, data):  # a slow one: all is passed on after the end of the ranks
@@ -155,8 +152,7 @@ def send_and_return(value):
     return value
 
 
-def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_value_is_in_the_result_beside_a_file_that_was_refused(monkeypatch, forked_functions):
     options = {"progress": False, "results": lambda path, data: 1 / 0, "raise_errors": False}
     result = flyte_ddp.run(send_and_return, 5, **options)
     assert result.value == 5

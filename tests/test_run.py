@@ -30,7 +30,7 @@ from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.run import Gang, run_program, script_program
-from tests.support.runs import fork_functions, hear_hangups, new_run
+from tests.support.runs import hear_hangups, new_run
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = REPOSITORY / "tests/support/scripts"
@@ -206,12 +206,11 @@ def test_a_session_without_a_run_does_nothing(ours, monkeypatch):
 
 
 def test_only_a_function_that_has_reported_is_ended_by_the_stall_timeout_with_the_stacks_of_all(
-    monkeypatch,
+    forked_functions,
 ):
     """A signal asks for them only where no thread can answer: its handler has crashed ranks with
     running threads.
     """
-    fork_functions(monkeypatch)
 
     def function():
         time.sleep(2.5)  # more than the stall timeout, without a report
@@ -323,8 +322,7 @@ def make_lock():
         ),
     ],
 )
-def test_a_value_that_cannot_be_returned_is_one_clear_error(function, expected, monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_value_that_cannot_be_returned_is_one_clear_error(function, expected, forked_functions):
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(function)
 
@@ -334,8 +332,7 @@ class _Unreadable:
         return int, ("x",)
 
 
-def test_a_value_that_cannot_be_read_is_a_clear_error(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_value_that_cannot_be_read_is_a_clear_error(forked_functions):
     with pytest.raises(
         ConfigError,
         match="^_Unreadable: expected a value that can be unpickled here, got ValueError",
@@ -358,8 +355,7 @@ def test_an_exception_that_cannot_be_pickled_is_the_ranks_error_on_several_nodes
         flyte_ddp.run(fail_with_a_lock, nnodes=2, client=client)
 
 
-def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none(monkeypatch):
-    fork_functions(monkeypatch)
+def test_one_rank_alone_returns_and_an_exit_with_code_0_is_none(forked_functions):
     assert flyte_ddp.run(lambda *numbers: sum(numbers), 1, 2, 3) == 6
     assert flyte_ddp.run(lambda: sys.exit(0)) is None
 
@@ -670,9 +666,8 @@ def test_a_plain_script_runs_its_own_functions_and_tasks_on_several_nodes(tmp_pa
 
 
 def test_an_exception_that_names_a_connection_is_the_ranks_own_where_no_node_can_be_lost(
-    monkeypatch,
+    forked_functions,
 ):
-    fork_functions(monkeypatch)
 
     def read_from_a_server():
         raise ConnectionResetError("Connection reset by peer")

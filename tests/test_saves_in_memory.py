@@ -69,10 +69,9 @@ MEMORY = "this node's memory"
 
 @pytest.mark.long
 def test_a_killed_rank_costs_nothing_that_was_saved_in_memory(
-    tmp_path, undisturbed, monkeypatch, caplog
+    tmp_path, undisturbed, caplog, forked_functions
 ):
     """Without a place for checkpoints, too."""
-    fork_functions(monkeypatch)
     (tmp_path / "orders").mkdir()
     for number, order in enumerate(("rank-1-0", "rank-1-3")):
         (tmp_path / "orders" / f"{number}-{order}").touch()
@@ -141,9 +140,8 @@ def save_and_load(splits):
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_load_in_the_same_attempt_finds_the_newest_save_wherever_it_is(
-    splits, tmp_path, monkeypatch
+    splits, tmp_path, forked_functions
 ):
-    fork_functions(monkeypatch)
     ranks = flyte_ddp.run(save_and_load, splits, nproc_per_node=2, checkpoints=str(tmp_path))
     assert ranks == [[(step, [float(step)] * 4) for step in range(1, 6)]] * 2
 
@@ -159,9 +157,8 @@ def save_split_after_whole():
     session.save({"weights": split}, 1, in_memory=True)
 
 
-def test_a_split_state_after_a_whole_one_in_memory_is_one_line(monkeypatch):
+def test_a_split_state_after_a_whole_one_in_memory_is_one_line(forked_functions):
     session.save({"step": 1}, 1, in_memory=True)  # in a process without a run
-    fork_functions(monkeypatch)
     expected = "save: state: expected whole tensors, as in memory before, got split ones"
     with pytest.raises(RankFailure, match=expected):
         flyte_ddp.run(save_split_after_whole)

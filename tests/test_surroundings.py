@@ -24,7 +24,6 @@ from flyte_ddp.rank import entry
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.storage import Storage
 from tests.support.emulators import s3  # noqa: F401 - a fixture
-from tests.support.runs import fork_functions
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -33,8 +32,9 @@ def train():
     return "trained"
 
 
-def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch):
-    fork_functions(monkeypatch)
+def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(
+    monkeypatch, forked_functions
+):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
     with pytest.raises(
         RankFailure,
