@@ -16,6 +16,7 @@ from flyte_ddp.config import source_code
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import list_code, recipe_version
+from tests.support.errors import raises_one_line
 
 RECIPE = """
 from tests.support.mistakes import Line
@@ -122,9 +123,8 @@ def test_an_edit_that_cannot_be_imported_is_one_line_until_it_is_corrected(
     else:
         (package / file).write_text(text)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=rf"^recipe: .*({expected})") as caught:
+        with raises_one_line(ConfigError, match=rf"^recipe: .*({expected})"):
             config_of("edited.Edited", {})
-        assert "\n" not in str(caught.value)
     write(package, 4)
     assert config_of("edited.Edited", {}).epochs == 4
 

@@ -13,6 +13,7 @@ from flyte_ddp.config import Monitor
 from flyte_ddp.errors import ConfigError, SweepFailed, TrainingStopped
 from flyte_ddp.studies import sweep
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY
+from tests.support.errors import raises_one_line
 from tests.support.swept_functions import count_ranks, count_to_four, misbehave, train
 
 EXPERIMENTS = [(32, 0.001), (32, 0.1), (64, 0.001), (64, 0.1)]
@@ -124,9 +125,8 @@ def test_a_sweep_that_was_stopped_goes_on_in_the_middle_of_a_trial(client, tmp_p
     ],
 )
 def test_bad_input_of_a_sweep_is_one_line_before_anything_starts(grid, options, expected):
-    with pytest.raises(ConfigError, match=f"^{expected}") as caught:
+    with raises_one_line(ConfigError, match=f"^{expected}"):
         flyte_ddp.sweep(count_ranks, grid, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_sweep_in_which_all_trials_fail_raises_with_their_errors(client, tmp_path):

@@ -24,6 +24,7 @@ from flyte_ddp.recipes.image_folder.index import read_index
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.world import World
+from tests.support.errors import raises_one_line
 from tests.support.image_store import (
     COLOURS,
     image_bytes,
@@ -332,9 +333,8 @@ def test_an_error_in_a_loader_process_is_the_same_line(tmp_path, prepared):
     recipe, train, _, _ = _prepare_broken(tmp_path, prepared, "no image")
     (samples,) = open_samples([train], recipe, TrainingConfig(data_workers=1), ALONE)
 
-    with pytest.raises(DataError) as caught:
+    with raises_one_line(DataError) as caught:
         list(samples.batches(torch.arange(12).split(6), epoch=1))
 
     assert str(caught.value).startswith("data: ")
     assert "train/green/001.png is no image" in str(caught.value)
-    assert "\n" not in str(caught.value)

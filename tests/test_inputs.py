@@ -33,6 +33,7 @@ from flyte_ddp.recipes.text.corpus import Corpus
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
+from tests.support.errors import raises_one_line
 from tests.support.image_store import (
     COLOURS,
     image_bytes,
@@ -581,10 +582,9 @@ def test_labels_that_are_no_classes_are_named_first(recipe, expected):
     if expected is None:
         check(recipe)
         return
-    with pytest.raises(DataError) as caught:
+    with raises_one_line(DataError) as caught:
         check(recipe)
     assert str(caught.value).startswith(expected)
-    assert "\n" not in str(caught.value)
 
 
 class WithLambda:

@@ -17,6 +17,7 @@ from flyte_ddp.launch.control.stalls import Suspicion, suspect
 from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
+from tests.support.errors import raises_one_line
 
 
 def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
@@ -123,9 +124,8 @@ PLACE = r"at test_mistaken_collectives\.py:\d+ in"
 def test_it_is_named_in_one_line_and_nothing_starts_again(
     function, rank, expected, caplog, forked_functions
 ):
-    with pytest.raises(RankFailure, match=f"^{expected}") as caught:
+    with raises_one_line(RankFailure, match=f"^{expected}") as caught:
         run(function, left_timeout=60.0 if rank == 1 else 1.0)
-    assert "\n" not in str(caught.value)
     assert rank in (None, caught.value.rank)
     assert caught.value.is_user_error
     assert not [line for line in caplog.messages if "restarts" in line]

@@ -29,6 +29,7 @@ from flyte_ddp.storage import (
     storage_environment,
 )
 from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
+from tests.support.errors import raises_one_line
 from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).parents[1]
@@ -119,14 +120,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch, url, package, extra
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError) as caught:
+    with raises_one_line(ConfigError) as caught:
         Storage(url, "data")
     assert str(caught.value).startswith(
         f"data: expected a path or a URL that fsspec knows, got '{url}': "
     )
     assert str(caught.value).endswith(f"; pip install 'flyte-ddp[{extra}]'")
     assert package in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # The store is away
@@ -236,9 +236,8 @@ def test_a_mistake_is_refused_at_once_in_one_line_with_the_remedy(
     monkeypatch.setattr(store, "fault", "" if mistake.startswith("no ") else mistake)
     place = Storage("s3://no-such-bucket/run" if mistake == "no bucket" else url, "champion")
     for action in (place.check_access, lambda: place.read("a"), place.names):
-        with pytest.raises(StorageDenied, match=f"champion: .*{remedy}") as caught:
+        with raises_one_line(StorageDenied, match=f"champion: .*{remedy}"):
             action()
-        assert "\n" not in str(caught.value)
 
 
 def test_credentials_that_worked_and_are_gone_are_waited_for(

@@ -24,6 +24,7 @@ from flyte_ddp.rank import entry
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.storage import Storage
 from tests.support.emulators import s3  # noqa: F401 - a fixture
+from tests.support.errors import raises_one_line
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -200,11 +201,8 @@ def test_a_permission_that_a_bucket_s_policy_denies_is_named(
         return await call(method, *arguments, **options)
 
     monkeypatch.setattr(place.file_system, "_call_s3", deny)
-    with pytest.raises(
-        StorageDenied, match=f"give their owner the permission {permission}"
-    ) as caught:
+    with raises_one_line(StorageDenied, match=f"give their owner the permission {permission}"):
         action(place)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.search import NUM_RANDOM, Search, Trial, build_trials, expand_grid
 from tasks.study import check_sweep
+from tests.support.errors import raises_one_line
 
 SWEPT = "tests.support.sweep_recipes.Swept"
 RANGE = {"low": 0.0001, "high": 0.1, "log": True}
@@ -180,11 +181,10 @@ def test_the_same_seed_draws_the_same_models_and_another_seed_others():
 )
 def test_a_bad_grid_is_refused_in_one_line_before_anything_starts(grid, num_models, expected):
     cluster = ClusterInput(kind="existing", processes_per_node=2)
-    with pytest.raises(InputError, match=expected) as caught:
+    with raises_one_line(InputError, match=expected):
         check_sweep.task_function(
             "digits", TrainingOverrides(), grid, num_models, 0, "random", "none", cluster
         )
-    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_rule_or_sampler_is_refused():
