@@ -502,47 +502,6 @@ def test_a_gang_that_cannot_be_is_refused(values, expected):
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["missing.py"],
-            "error: script: expected a file, or a directory with __main__.py, got 'missing.py'",
-        ),
-        (
-            ["-m", "no_such_module"],
-            "error: script: expected a module that Python finds here, got 'no_such_module'",
-        ),
-        (["--nnodes", "2:1", __file__], "error: nnodes: expected a number of machines"),
-        (
-            ["--cluster", "{", __file__],
-            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got '{'",
-        ),
-        (
-            ["--cluster", "no.json", __file__],
-            (
-                "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got "
-                "'no.j"
-            ),
-        ),
-        (
-            ["--cluster", __file__, __file__],
-            "error: --cluster: expected a JSON object or the name of a JSON or YAML file, got",
-        ),
-        (
-            ["--nproc-per-node=gpu", __file__],
-            "error: nproc_per_node: expected a number or cpu on a machine without",
-        ),
-    ],
-)
-def test_a_command_that_cannot_be_is_refused_in_one_line(arguments, expected, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command_line.main(["run", *arguments]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith(expected)
-    assert output.count("\n") == 1
-
-
 # On a Dask cluster
 
 
