@@ -208,7 +208,7 @@ def forked_functions(monkeypatch):
 @pytest.fixture
 def survivors():
     """survivors(): the living processes started in this test, those included whose parents have
-    died.
+    died, of which none may be left at its end.
     """
 
     def started():
@@ -230,8 +230,10 @@ def survivors():
         return sorted(started() - before, key=lambda process: process.pid)
 
     yield get
-    for process in get():  # a failed test leaves nothing behind
+    left = get()
+    for process in left:
         process.kill()
+    assert left == []
 
 
 @pytest.fixture

@@ -4,17 +4,15 @@ key.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from flytekit.bin.entrypoint import get_traceback_str
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager
+from flytekit.core.context_manager import ExecutionState
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.types.directory import FlyteDirectory
 from torch._utils import ExceptionWrapper
@@ -34,6 +32,7 @@ from flyte_ddp.recipes.prepare import prepare_data
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster, train_on_one_node
 from tests.support import mistakes
+from tests.support.task_context import executing
 
 TINY = "tests.support.recipes.Tiny"
 RANK_TRACEBACK = "Traceback (most recent call last):\n" + "\n".join(
@@ -43,15 +42,6 @@ RANK_TRACEBACK = "Traceback (most recent call last):\n" + "\n".join(
 
 def rank_failure(cause: str, kind: str = "exception") -> errors.RankFailure:
     return errors.RankFailure(f"rank 1 failed: {cause}\n{RANK_TRACEBACK}\n{cause}", 1, kind, cause)
-
-
-@contextlib.contextmanager
-def executing(mode: ExecutionState.Mode) -> Iterator[None]:
-    """Be in a task of a local run or of a pod."""
-    context = FlyteContextManager.current_context()
-    state = context.execution_state.with_params(mode=mode)
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        yield
 
 
 def shown_by_flyte(error: BaseException) -> tuple[BaseException, str]:
@@ -215,7 +205,7 @@ def test_only_the_task_keeps_the_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "key-of-mlflow")
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
     with (
-        executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION),
+        executing(),
         open_frame(Report(), TINY, str(tmp_path)) as frame,
     ):
         assert frame.keys["WANDB_API_KEY"] == "key-of-wandb"
@@ -239,7 +229,7 @@ def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "nan 0 3")
     config = config_of(TINY, {})
     with (
-        executing(ExecutionState.Mode.LOCAL_TASK_EXECUTION),
+        executing(),
         pytest.raises(UserError, match="the loss is nan"),
     ):
         train_on_one_node.task_function(

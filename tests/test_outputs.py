@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from safetensors import safe_open
 
 import flyte_ddp
@@ -25,6 +24,7 @@ from flyte_ddp.training import main as rank_main
 from flyte_ddp.training.main import export_model
 from tests.support.runs import to_safetensors
 from tests.support.short_run import run_finished, started
+from tests.support.task_context import executing
 from tests.support.text_recipe import prepared
 
 TINY = "tests.support.recipes.Tiny"
@@ -180,9 +180,7 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
     state = RunState()
     for event in [started(), replace(run_finished(), **results)]:
         state.handle(event)
-    context = FlyteContextManager.current_context()
-    local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(local)):
+    with executing():
         # the second run with the same output
         for files in (results["exported"], ["model_state.safetensors"]):
             finished = replace(state.finished, exported=files)

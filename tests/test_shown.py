@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp import events
@@ -36,6 +35,7 @@ from flyte_ddp.studies.results import FINISHED, TrialRun
 from flyte_ddp.studies.search import Trial
 from tasks.train import train_on_one_node
 from tests.support.short_run import epoch_finished, loaded, run_finished, started, whole_run
+from tests.support.task_context import executing
 
 NAMES = {  # a name that a user gives, and what a page shows of it
     "a formula": ("^cat$|^$", "^cat$|^$"),
@@ -210,9 +210,7 @@ def test_a_training_is_whole_where_a_part_of_what_is_shown_fails(
 
     monkeypatch.setattr(driver, "run", drive)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    context = FlyteContextManager.current_context()
-    local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(local)):
+    with executing():
         outputs = train_on_one_node.task_function(
             recipe="tests.support.recipes.Tiny", config=TrainingConfig(), data=FlyteDirectory(str(tmp_path)),  # noqa: E501
             checkpoints=str(tmp_path / "c"), output=str(tmp_path / "out"),

@@ -10,20 +10,18 @@ from pathlib import Path
 
 
 def main() -> None:
-    from flytekit.core.context_manager import ExecutionState, FlyteContextManager
     from flytekit.types.directory import FlyteDirectory
 
     from flyte_ddp.recipes import config_of, get_recipe
     from flyte_ddp.recipes.prepare import prepare_data
     from tasks.train import train_on_one_node
+    from tests.support.task_context import executing
 
     directory, recipe = Path(sys.argv[1]), "tests.support.recipes.Tiny"
     (directory / "data").mkdir()
     with contextlib.redirect_stdout(None):  # what the recipe itself prints in this process
         prepare_data(get_recipe(recipe), "", directory / "data")
-    context = FlyteContextManager.current_context()
-    local = context.execution_state.with_params(mode=ExecutionState.Mode.LOCAL_TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(local)):
+    with executing():
         outputs = train_on_one_node.task_function(
             recipe=recipe,
             config=config_of(recipe, {"epochs": 2}),
