@@ -121,27 +121,6 @@ def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch)
     check_allowed(ClusterConfig(kind="local", kubernetes={"image": "evil:1"}), DEFAULTS)
 
 
-def test_a_pattern_allows_what_it_matches_and_no_more():
-    allowed = Allowed(
-        images=("registry.example.com/*",), secrets=("storage",), pod_template=("volumes.data",)
-    )
-    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
-    fields = {
-        "image": "registry.example.com/a:1",
-        "env_from_secrets": ["storage"],
-        "pod_template": {"volumes": volumes},
-    }
-    check_allowed(kubernetes(**fields), allowed)
-    check_allowed(kubernetes(pod_template={**HOST, "hostPID": True}), Allowed(pod_template=("*",)))
-    for wrong in (
-        {"image": "registry.example.com.evil/a:1"},
-        {"env_from_secrets": ["storage2"]},
-        {"pod_template": HOST},
-    ):
-        with pytest.raises(ConfigError):
-            check_allowed(kubernetes(**{**fields, **wrong}), allowed)
-
-
 @pytest.fixture
 def pod(monkeypatch, tmp_path):
     """Be in a task that Flyte has started, in a pod."""

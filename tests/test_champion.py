@@ -92,19 +92,6 @@ def file_of(store, name):
 # Promotion
 
 
-def test_load_champion_returns_the_promoted_model(url):
-    written = promote(ChampionStore(url), 1)
-    state, read = load_champion(url)
-
-    assert torch.equal(state["weight"], torch.ones(1000))
-    assert read == written
-    assert read == manifest(
-        1, **{name: getattr(read, name) for name in ("version", "created_at", "sha256", "bytes")}
-    )
-    assert read.bytes == len(state_file(1))
-    assert read.created_at.endswith("Z")
-
-
 def test_a_champion_may_be_safetensors(url):
     contents = to_safetensors({"x": torch.ones(2)})
     promoted = ChampionStore(url).promote(contents, manifest(), b"")

@@ -71,19 +71,6 @@ def _cut(file):
 # The store
 
 
-def test_a_saved_state_is_loaded(tmp_path):
-    store, saved = _store(tmp_path, 3), _state(12)
-    expected_url = store.save(saved, 12, best=False)
-    saved["model"]["weight"].zero_()  # it was copied
-    store.wait()
-    state, url, skipped = store.load_latest()
-
-    assert torch.equal(state["model"]["weight"], _state(12)["model"]["weight"])
-    assert state["progress"] == _state(12)["progress"]
-    assert (url, skipped) == (expected_url, [])
-    assert store.load(3)["progress"]["step"] == 3
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 def test_the_thread_that_writes_yields_its_core_to_the_training(tmp_path):
     before = set(threading.enumerate())

@@ -23,7 +23,6 @@ from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
-from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import ALONE
 from tests.support.recipes import Dropping, Restarting, Tiny
 from tests.support.runs import new_run
@@ -127,17 +126,6 @@ def test_a_model_without_a_copy_is_not_refused_for_its_memory():
     model = torch.nn.Linear(2, 2)
     model.lock = threading.Lock()
     assert count_state_bytes(Tiny(), model, TrainingConfig()) == 0
-
-
-def test_the_best_checkpoint_of_a_version_without_averages_is_returned(tmp_path, monkeypatch):
-    def without(self):
-        return {key: each for key, each in state(self).items() if key != "average"}
-
-    state = Trainer._state
-    monkeypatch.setattr(Trainer, "_state", without)
-    trainer = new_trainer(new_run(tmp_path), model_state="best", learning_rate=30.0)
-    trainer.fit()
-    assert trainer.load_model_state() is trainer.best is not trainer.progress.epochs[-1]
 
 
 def test_a_run_with_averaged_weights_does_not_go_on_from_a_state_without(tmp_path):

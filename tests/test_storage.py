@@ -164,13 +164,13 @@ def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fa
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        place = Storage(f"s3://away-and-{fault}/run", timeout=2.5)
+        place = Storage(f"s3://away-and-{fault}/run", timeout=0.5)
         began = time.monotonic()
         for action in (lambda: place.read("a"), lambda: place.write("a", b""), place.names):
             with pytest.raises(StorageUnavailable) as caught:
                 action()
             place.timeout = 0
-        assert time.monotonic() - began > 2
+        assert time.monotonic() - began >= 0.5
     assert str(caught.value).startswith(
         f"checkpoints: s3://away-and-{fault}/run could not be reached for 0 s: "
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import random
 import sys
@@ -31,37 +29,12 @@ def write(path, contents, piece=1 << 20):
         return bool(fcntl.fcntl(file, fcntl.F_GETFL) & DIRECT)
 
 
-def num_cached(path):
-    """The number of a file's pages that are in the kernel's cache. To ask by a read would bring
-    some there.
-    """
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        start = ctypes.c_ubyte.from_buffer(mapped)
-        failed = ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(len(mapped)), pages)
-        del start  # else the file stays mapped
-    assert not failed
-    return sum(page & 1 for page in pages)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("piece", [1 << 20, 9 << 20])
 def test_what_was_written_is_in_the_file(tmp_path, size, piece):
     contents = random.Random(1).randbytes(size)
     write(tmp_path / "file", contents, piece)
     assert (tmp_path / "file").read_bytes() == contents
-
-
-def test_a_large_file_does_not_fill_the_cache(tmp_path):
-    contents = random.Random(1).randbytes(5 * BLOCK)
-    is_direct = write(tmp_path / "file", contents)
-    (tmp_path / "usual").write_bytes(contents)
-    with open(tmp_path / "usual", "r+b") as usual:
-        os.fsync(usual.fileno())
-        os.posix_fadvise(usual.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if not is_direct or num_cached(tmp_path / "usual"):
-        pytest.skip("this file system has no direct writes, or is in memory")
-    assert num_cached(tmp_path / "file") == 0
 
 
 @pytest.mark.parametrize(

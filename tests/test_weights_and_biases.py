@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -291,18 +290,6 @@ def test_online_run_is_continued_by_the_next_attempt(tmp_path: Path, server: Wan
     assert server.exit_codes == [1, 0]
     assert KEY not in "".join(server.requests)
     assert_nowhere(KEY, tmp_path)
-
-
-def test_values_that_are_not_finite_do_not_end_the_reporting(tmp_path: Path) -> None:
-    lines: list[str] = []
-    step = replace(reported(5), values={"loss": math.nan, "gradient_norm": math.inf})
-    listener = Wandb("project", "run-1", tmp_path, say=lines.append)
-    secret = started(data="https://me:hunter2@host/data.zip")
-    replay(listener, [secret, epoch_finished(1), step, replace(step, step=6)])
-    assert len(lines) == 1
-    assert_nowhere("hunter2", tmp_path)
-    rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
 
 
 def test_a_model_that_cannot_be_read_ends_the_recording_and_the_message_hides_the_key(

@@ -336,16 +336,6 @@ def clusters_of(pod: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{"GPUS": "4", "SANDBOX": "0"}, {"WANDB_MODE": "disabled"}])
-def test_the_same_code_with_other_settings_is_another_version(
-    checkout: Checkout, trained: Execution, aborted: list[Execution], settings: dict[str, str]
-) -> None:
-    other = checkout.train("--recipe", "digits", **settings)
-    aborted.append(other)
-    versions = [each.sync().spec.launch_plan.version for each in (trained, other)]
-    assert versions[0] != versions[1]
-
-
 def test_a_launch_plan_starts_by_hand_as_in_the_readme(
     checkout: Checkout, version: str, aborted: list[Execution]
 ) -> None:
