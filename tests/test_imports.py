@@ -191,36 +191,27 @@ def _broken(rule):
     return lines
 
 
-def test_imports_go_from_upper_layers_to_lower_ones_only():
-    def rule(module, imported, in_function):
-        if _within(imported, PACKAGES) and _layer(imported) > _layer(module):
-            return f"{module} lies below it"
-        return ""
-
-    assert _broken(rule) == []
+def lower_layers_only(module, imported, in_function):
+    if _within(imported, PACKAGES) and _layer(imported) > _layer(module):
+        return f"{module} lies below it"
+    return ""
 
 
 def _folder(module):
     return max((name for name in PICTURE if _within(module, [name])), key=len, default="")
 
 
-def test_the_folder_says_in_which_process_a_line_runs():
-    def rule(module, imported, in_function):
-        own, other = _folder(module), _folder(imported)
-        if not own or not other or own == other or _within(other, PICTURE[own]):
-            return ""
-        return f"{own} imports of the others only {PICTURE[own]}"
-
-    assert _broken(rule) == []
+def process_of_the_folder(module, imported, in_function):
+    own, other = _folder(module), _folder(imported)
+    if not own or not other or own == other or _within(other, PICTURE[own]):
+        return ""
+    return f"{own} imports of the others only {PICTURE[own]}"
 
 
-def test_what_crosses_processes_does_nothing_by_itself():
-    def rule(module, imported, in_function):
-        package, _, name = module.rpartition(".")
-        is_bound = package == "flyte_ddp.launch.protocol" and name not in MAY_DO_IO
-        return "protocol/ holds values" if is_bound and _within(imported, DOES_IO) else ""
-
-    assert _broken(rule) == []
+def values_without_io(module, imported, in_function):
+    package, _, name = module.rpartition(".")
+    is_bound = package == "flyte_ddp.launch.protocol" and name not in MAY_DO_IO
+    return "protocol/ holds values" if is_bound and _within(imported, DOES_IO) else ""
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -284,12 +275,9 @@ def test_no_code_asks_which_kind_a_program_is():
     assert asked == []
 
 
-def test_libraries_are_imported_only_where_they_belong():
-    def rule(module, imported, in_function):
-        homes = HOMES.get(imported.split(".")[0])
-        return f"only {', '.join(homes)} may" if homes and not _within(module, homes) else ""
-
-    assert _broken(rule) == []
+def home_of_the_library(module, imported, in_function):
+    homes = HOMES.get(imported.split(".")[0])
+    return f"only {', '.join(homes)} may" if homes and not _within(module, homes) else ""
 
 
 def test_every_library_that_is_imported_is_declared():
@@ -318,14 +306,26 @@ def test_every_library_that_is_imported_is_declared():
     assert _broken(rule) == []
 
 
-def test_wandb_is_imported_inside_functions_only():
-    def rule(module, imported, in_function):
-        return (
-            "it takes a second, so only functions import it"
-            if _within(imported, ["wandb"]) and not in_function
-            else ""
-        )
+def wandb_inside_functions(module, imported, in_function):
+    return (
+        "it takes a second, so only functions import it"
+        if _within(imported, ["wandb"]) and not in_function
+        else ""
+    )
 
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lower_layers_only,
+        process_of_the_folder,
+        values_without_io,
+        home_of_the_library,
+        wandb_inside_functions,
+    ],
+    ids=lambda rule: rule.__name__,
+)
+def test_every_import_keeps_to_the_rules_of_the_rooms(rule):
     assert _broken(rule) == []
 
 
