@@ -356,8 +356,8 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Shards are cut into parts of a few samples."""
-    monkeypatch.setattr("flyte_ddp.data.readers.PART_BYTES", 200)
+    """Shards are cut into parts of a sample or a row group."""
+    monkeypatch.setattr("flyte_ddp.data.readers.PART_BYTES", 30)
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "mds", "parquet"])

@@ -26,11 +26,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from flyte_ddp.data import readers
 from flyte_ddp.data.offsets import fetch_offsets
 from flyte_ddp.data.readers import (
     HEAD,
     MAX_OPEN,
-    PART_BYTES,
     WHOLE,
     Format,
     Read,
@@ -190,7 +190,9 @@ class ShardCache:
         if shard is None:
             whole, kind, is_copy = self._place(entry, WHOLE)
             is_whole = kind.unpack is not None or not is_copy or os.path.exists(whole)
-            is_whole = is_whole or (kind.has_whole and not self.source.has_ranges(entry.name))
+            is_one_part = 0 <= entry.size <= readers.PART_BYTES
+            if kind.has_whole and (is_one_part or not self.source.has_ranges(entry.name)):
+                is_whole = True
             try:
                 path = self._file(entry, WHOLE if is_whole else HEAD)
             except FileNotFoundError:  # no offsets
@@ -314,7 +316,7 @@ def _find_place(
         return local, kind, False
     # a local file has no version in the index
     version = str(os.stat(local).st_mtime_ns) if os.path.exists(local) else entry.version
-    facts = [source.join(entry.name), entry.size, version, part, PART_BYTES]
+    facts = [source.join(entry.name), entry.size, version, part, readers.PART_BYTES]
     facts += [columns if not kind.has_whole else None, read and _source_of(read)]
     return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
 
