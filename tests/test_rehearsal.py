@@ -17,13 +17,39 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs/rehearse.md").read_text()
 CARELESS = re.search(r"# careless.py\n(.*?)```", PAGE, re.S)[1]
 
+# Of a function, and of a recipe: they save after each step, or after each epoch of four.
+FUNCTION = """
+import torch
+from flyte_ddp import session
+
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, state = torch.randn(8, 16, 4), session.load() or {"step": 0}
+    if state["step"]:
+        model.load_state_dict(state["model"])
+    for step in range(state["step"], 8):
+        optimizer.zero_grad()
+        model(data[step]).pow(2).mean().backward()
+        optimizer.step()
+        session.save({"model": model.state_dict(), "step": step + 1}, step + 1)
+"""
+SHORT = """
+import sys
+from flyte_ddp.__main__ import main
+from flyte_ddp.rehearsal import runs
+runs.TITLES = {name: runs.TITLES[name] for name in ("undisturbed", "again", "kill")}
+sys.exit(main(["rehearse", "--json", "--nproc-per-node", "1", *sys.argv[1:]]))
+"""
+
 FAILING = ("raise RuntimeError('No CUDA GPUs are available')", "input()", "")
 
 
-def rehearse(directory, *arguments):
+def rehearse(directory, *arguments, command=("-m", "flyte_ddp", "rehearse")):
     """Return the exit code and what was printed, without the lines of progress."""
     done = subprocess.run(
-        [sys.executable, "-m", "flyte_ddp", "rehearse", *arguments],
+        [sys.executable, *command, *arguments],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -62,6 +88,34 @@ def test_mistakes_are_named_with_their_lines(tmp_path):
         "learning rate": lines[16],
         "checkpoint in place": "torch.save(state, checkpoint)",
     }
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["trains:main"],
+        ["tests.support.recipes.Tiny", "--epochs", "2", "--checkpoint-interval", "2"],
+    ],
+    ids=["function", "recipe"],
+)
+def test_a_function_and_a_recipe_are_rehearsed(tmp_path, program):
+    (tmp_path / "trains.py").write_text(FUNCTION)
+    code, printed = rehearse(tmp_path, *program, command=("-c", SHORT))
+    verdict = json.loads(printed[printed.index("{") :])
+    assert (code, verdict["right"], verdict["causes"]) == (0, True, []), printed
+    rows = {row["fault"]: row for row in verdict["rows"]}
+    assert [row["verdict"] for row in rows.values()] == ["right"] * 3
+    assert (rows["kill"]["restarts"], rows["kill"]["weights_difference"] < 1e-6) == (1, True)
+    assert rows["undisturbed"]["steps"] >= 3
+
+
+def test_a_shorter_run_has_two_epochs_of_whole_batches():
+    assert runs.shorten(num_steps=9, num_samples=9 * 48) == (6, 3 * 48)
+    assert runs.shorten(num_steps=100, num_samples=1000) == (66, 330)
+    for num_steps in range(40):
+        shorter, length = runs.shorten(num_steps, 10 * num_steps)
+        assert shorter <= num_steps * 2 / 3
+        assert 2 * length == 10 * shorter
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,8 @@ class Rehearsal:
         share = self.seconds / (len(TITLES) + 1)
         run = self._start("undisturbed", seconds=share)
         if run.is_cut:
-            # Two epochs, so that what happens between epochs is seen.
-            num_steps = len(run.steps) * 2 // 3 // 2 * 2
             samples = sum(len(step.samples) for step in run.steps)
-            self.length = samples * num_steps // 2 // max(1, len(run.steps))
-            self.num_steps = num_steps
+            self.num_steps, self.length = shorten(len(run.steps), samples)
             os.rename(self.directory / "undisturbed", self.directory / "cut")
             run = self._start("undisturbed")
         if run.exit_code:
@@ -259,6 +256,14 @@ class Rehearsal:
         run.is_resized = num_ranks != self.num_ranks
         self.log(f"{TITLES[run.name]}: {took:.1f} s")
         return run
+
+
+def shorten(num_steps: int, num_samples: int) -> tuple[int, int]:
+    """Return the steps of a run, and the samples of an epoch, for two thirds of the time that these
+    steps have taken: two epochs, so that what happens between epochs is seen.
+    """
+    shorter = num_steps * 2 // 3 // 2 * 2
+    return shorter, num_samples * shorter // 2 // max(1, num_steps)
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -190,8 +190,11 @@ def _find_causes(row: Row, attempt: Attempt, clean: Run, is_seeded: bool) -> Ite
         yield Cause("trained again", save)
     if not attempt.steps or base >= len(clean.steps):
         return
-    if not base and run.name != "again":  # after which what is saved may be for others
-        is_saved = run.attempts[0].calls("save")
+    is_saved = run.attempts[0].calls("save")
+    # what was saved was not in the store yet
+    is_pending = is_saved and not loads and attempt.calls("look")
+    # after the end what is saved may be for others
+    if not base and run.name != "again" and not is_pending:
         yield Cause("not loaded", save) if is_saved else Cause("no checkpoint", "")
     if row.run.is_resized and len(attempt.steps[0].samples) != len(clean.steps[base].samples):
         yield Cause("batch size", attempt.first("pass"))

@@ -191,6 +191,7 @@ class Watch:
         _wrap(Tensor, "backward", self.note_loss)
         _wrap(LRScheduler, "__init__", lambda *_, **__: self.note_call("schedule"))
         _wrap(session, "save", lambda *_, **__: self.note_call("save"))
+        _wrap(session, "load", lambda *_, **__: self.note_call("look"))
         _wrap(torch, "load", self.note_load)
         self.refusal.reach_storage(lambda: self.is_due)
 
