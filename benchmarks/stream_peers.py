@@ -2,7 +2,8 @@
 BATCHES`.
 
 Each system has the same samples in its own format, shuffles as many of them with each other, and
-has one loader process. The interpreter needs webdataset, mosaicml-streaming and datasets.
+has one loader process. The interpreter needs webdataset, mosaicml-streaming, datasets, litdata and
+lancedb. LanceDB and litData, whose samples lie on the disk, are compared in exactness alone.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ def write(directory: Path) -> Iterator[Any]:
     """Write the samples in the format of each system."""
     import pyarrow.parquet
     import webdataset as wds
+    from lancedb import connect
+    from litdata.streaming import Cache
     from streaming import MDSWriter
 
     columns = {"number": "int", "bin": "bytes"}
     draw, size = np.random.default_rng(0), NUM_SAMPLES // NUM_SHARDS
+    chunks, tables = Cache(f"{directory}/litdata", chunk_size=size), []
     for name in ("tar", "parquet"):
         (directory / name).mkdir()
     with MDSWriter(
@@ -52,6 +56,11 @@ def write(directory: Path) -> Iterator[Any]:
                     mds.write(row)
                     key, number = f"{row['number']:06d}", str(row["number"])
                     tar.write({"__key__": key, "number": number, "bin": row["bin"]})
+                    chunks[row["number"]] = row
+            tables.append(pyarrow.Table.from_pylist(rows))
+    connect(f"{directory}/lance").create_table("samples", pyarrow.concat_tables(tables))
+    chunks.done()
+    chunks.merge()
     yield from ()
 
 
@@ -67,31 +76,62 @@ def ours(directory: Path) -> Iterator[Any]:
         window=SHUFFLED // LANES,
         cache_dir=f"{directory}/ours",
     )
-    for batch, _, _ in EpochBatches(data, BATCH_SIZE, 0, 0, 1, None, first=first):
+    try:
+        for batch, _, _ in EpochBatches(data, BATCH_SIZE, 0, 0, 1, None, first=first):
+            yield batch
+    finally:
         (directory / STATE).touch()
-        yield batch
 
 
 def mosaic(directory: Path) -> Iterator[Any]:
     from streaming import StreamingDataLoader, StreamingDataset
 
-    share = BATCH_SIZE // dist.get_world_size()
     data = StreamingDataset(
         remote="s3://bucket/mds",
         local=f"{directory}/mosaic",
-        batch_size=share,
+        batch_size=share_of_batch(),
         shuffle=True,
         shuffle_block_size=SHUFFLED,
         num_canonical_nodes=1,
     )
-    loader = StreamingDataLoader(data, batch_size=share, num_workers=1, collate_fn=collate)
-    if (directory / STATE).exists():
-        loader.load_state_dict(json.loads((directory / STATE).read_text()))
+    loader = StreamingDataLoader(
+        data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate
+    )
+    return go_on(directory, loader, loader)
+
+
+def litdata(directory: Path) -> Iterator[Any]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    data = StreamingDataset(f"{directory.parent}/litdata", shuffle=True, drop_last=False)
+    loader = StreamingDataLoader(
+        data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate
+    )
+    return go_on(directory, loader, loader)
+
+
+def lancedb(directory: Path) -> Iterator[Any]:
+    import lancedb as lance
+    from lancedb.streaming import StreamingDataset
+
+    table = lance.connect(f"{directory.parent}/lance").open_table("samples")
+    data = StreamingDataset(
+        table, num_splits=6, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    batches = DataLoader(data, batch_size=share_of_batch(), collate_fn=collate)
+    return go_on(directory, batches, data)
+
+
+def go_on(directory: Path, batches: Any, source: Any, rank: int = 0) -> Iterator[Any]:
+    """Yield the batches behind those of the state that `source` had in a run before."""
+    file = directory / f"{STATE}-{rank}"
+    if file.exists():
+        source.load_state_dict(json.loads(file.read_text()))
     try:
-        yield from loader
+        yield from batches
     finally:
-        if dist.get_rank() == 0:
-            (directory / STATE).write_text(json.dumps(loader.state_dict()))
+        if dist.get_rank() == rank:
+            file.write_text(json.dumps(source.state_dict()))
 
 
 def webdataset(directory: Path) -> Iterator[Any]:
@@ -104,22 +144,28 @@ def webdataset(directory: Path) -> Iterator[Any]:
         workersplitter=wds.split_by_worker,
         seed=0,
     )
-    return load(data.shuffle(SHUFFLED).map(to_sample))
+    data = data.shuffle(SHUFFLED).map(to_sample)
+    return iter(DataLoader(data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate))
 
 
 def datasets(directory: Path) -> Iterator[Any]:
     from datasets import load_dataset
     from datasets.distributed import split_dataset_by_node
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     files = [f"s3://bucket/parquet/{shard:04d}.parquet" for shard in range(NUM_SHARDS)]
     data = load_dataset("parquet", data_files=files, split="train", streaming=True)
     data = data.shuffle(seed=0, buffer_size=SHUFFLED)
-    return load(split_dataset_by_node(data, dist.get_rank(), dist.get_world_size()))
+    rank = dist.get_rank()
+    data = split_dataset_by_node(data, rank, dist.get_world_size())
+    loader = StatefulDataLoader(
+        data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate
+    )
+    return go_on(directory, loader, loader, rank)
 
 
-def load(data: Any) -> Iterator[Any]:
-    size = BATCH_SIZE // dist.get_world_size()
-    yield from DataLoader(data, batch_size=size, num_workers=1, collate_fn=collate)
+def share_of_batch() -> int:
+    return BATCH_SIZE // dist.get_world_size()
 
 
 def to_sample(fields: dict[str, Any]) -> tuple[int, Any]:
@@ -133,7 +179,9 @@ def collate(rows: list[Any]) -> Any:
     )
 
 
-SYSTEMS = {each.__name__: each for each in (write, ours, mosaic, webdataset, datasets)}
+SYSTEMS = {
+    each.__name__: each for each in (write, ours, mosaic, webdataset, datasets, litdata, lancedb)
+}
 
 
 def main() -> None:
@@ -147,6 +195,7 @@ def main() -> None:
     for found, _ in itertools.islice(batches, num_batches or None):
         numbers += found.tolist()
     seconds = time.perf_counter() - started
+    dist.barrier()  # before there is a state that a rank which begins late could take for its own
     batches.close()
     (directory / f"{dist.get_world_size()}-{dist.get_rank()}").write_text(
         json.dumps([seconds, numbers])

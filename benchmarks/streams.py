@@ -4,40 +4,47 @@ Counts, times and memory need no store. The last row trains a small model on dig
 were written in a random order or class by class, and on the same samples shuffled whole.
 
 `--peers PYTHON` compares an epoch from a slow S3 server with other systems. PYTHON is the
-interpreter of an environment with webdataset, mosaicml-streaming and datasets beside what is
-required here.
+interpreter of an environment with webdataset, mosaicml-streaming, datasets, litdata and lancedb
+beside what is required here.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow
 import s3fs
 import torch
 from moto.server import ThreadedMotoServer
+from pyarrow.parquet import write_table
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from benchmarks.stream_peers import NUM_SAMPLES, SPLIT
 from flyte_ddp import session
-from flyte_ddp.data import Shards
+from flyte_ddp.data import Shards, readers
 from flyte_ddp.data.order import EpochOrder
 from flyte_ddp.data.source import CONCURRENT_READS
+from flyte_ddp.data.write import encode_mds
 
 EPOCHS, BATCH_SIZE, NUM_SHARDS, NUM_SEEDS = 10, 32, 140, 16
 SAMPLE, SHARD = 1 << 16, 1 << 21  # bytes, of the data whose memory is measured
@@ -47,13 +54,16 @@ STORE = {
     "AWS_SECRET_ACCESS_KEY": "key",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+FORMATS = "tar", "jsonl", "mds", "parquet"
+served: Counter[str] = Counter()  # bytes of the store's answers, by method
 PROCESS = 48 << 20  # bytes of a process without samples, index and places
 
 
 def main() -> int:
     torch.set_num_threads(1)
     parts: list[Callable[[], Iterator[tuple[str, str]]]]
-    parts = [measure_order, measure_resume, measure_bytes, measure_bounds, measure_loss]
+    parts = [measure_order, measure_resume, measure_bytes, measure_parts, measure_bounds]
+    parts += [measure_loss]
     if sys.argv[1:2] == ["--peers"]:
         parts = [functools.partial(measure_peers, sys.argv[2])]
     for measure in parts:
@@ -106,6 +116,55 @@ def measure_bytes() -> Iterator[tuple[str, str]]:
                 shards.update((part // 180).tolist())
         most = max(map(len, needed)) * num_ranks / 1000
         yield f"bytes of the busiest of {num_ranks} ranks / their equal part", f"{most:.2f}"
+
+
+def measure_parts() -> Iterator[tuple[str, str]]:
+    """Read from the middle of windows on, on one of two ranks, by whole shards and by parts."""
+    with tempfile.TemporaryDirectory(prefix="streams-") as name, slow_store() as url:
+        os.environ.update(STORE, AWS_ENDPOINT_URL=url)
+        files = s3fs.S3FileSystem()
+        files.mkdir("parts")
+        write_formats(Path(name))
+        for kind in FORMATS:
+            files.put(f"{name}/{kind}", f"parts/{kind}", recursive=True)
+            Shards(f"s3://parts/{kind}").prepare()
+            found = []
+            for part_bytes in (1 << 40, SHARD // 8):  # of 64 MiB a part is a sixteenth
+                readers.PART_BYTES = part_bytes
+                data = Shards(
+                    f"s3://parts/{kind}",
+                    lanes=8,
+                    window=48,
+                    cache_dir=f"{name}/{part_bytes}-{kind}",
+                )
+                before, count = served["GET"], 0
+                for batch in data.batches(64, 0, 0, len(data) // 2, lambda batch: batch[:32], 2):
+                    count += sum(1 for sample in batch[:32] if data[sample])
+                read = data._index.num_bytes / len(data) * count
+                found.append(f"{(served['GET'] - before) / read:.2f}")
+            yield f"{kind}, bytes fetched after a resume, by shards; by parts", "; ".join(found)
+
+
+def write_formats(place: Path) -> None:
+    """Write the same samples in each of `FORMATS`."""
+    for kind in FORMATS:
+        (place / kind).mkdir()
+    for shard in range(24):
+        rows = np.random.default_rng(shard).integers(
+            0, 256, (2 * SHARD // SAMPLE, SAMPLE), np.uint8
+        )
+        files = {kind: place / kind / f"{shard:04d}.{kind}" for kind in FORMATS}
+        files["mds"].write_bytes(encode_mds(rows, "bin"))
+        contents = [row.tobytes() for row in rows]
+        files["jsonl"].write_text(
+            "\n".join(json.dumps({"bin": base64.b64encode(each).decode()}) for each in contents)
+        )
+        write_table(pyarrow.table({"bin": contents}), files["parquet"], row_group_size=4)
+        with tarfile.open(files["tar"], "w") as tar:
+            for number, each in enumerate(contents):
+                member = tarfile.TarInfo(f"{number:06d}.bin")
+                member.size = SAMPLE
+                tar.addfile(member, io.BytesIO(each))
 
 
 def measure_bounds() -> Iterator[tuple[str, str]]:
@@ -161,11 +220,13 @@ def measure_peers(python: str) -> Iterator[tuple[str, str]]:
                 ratio = paces["ours"] / paces[system]
                 value = f"{paces[system]:,.0f} samples/s; ours / it {ratio:.2f}; {exact}"
                 yield f"{system}, an epoch on {ranks} ranks", value
-        for system in systems[:2]:
+        for system in (*systems, "litdata", "lancedb"):
             run = place / f"{system}-resumed"
-            halves = [run_ranks(python, 2, system, run, SPLIT)]
-            halves.append(run_ranks(python, 1, system, run, 0))
-            yield f"{system}, {SPLIT} batches on 2 ranks, the rest on 1", count_wrong(halves)
+            halves = [
+                run_ranks(python, size, system, run, batches)
+                for size, batches in ((3, SPLIT), (2, 0))
+            ]
+            yield f"{system}, {SPLIT} batches on 3 ranks, the rest on 2", count_wrong(halves)
 
 
 def count_wrong(runs: list[Any]) -> str:
@@ -196,6 +257,7 @@ def slow_store() -> Iterator[str]:
         nonlocal free_at
         time.sleep(LATENCY if environ["REQUEST_METHOD"] in ("GET", "HEAD") else 0)
         contents = memoryview(b"".join(app(environ, start_response)))
+        served[environ["REQUEST_METHOD"]] += len(contents)
         for first in range(0, len(contents), PART):
             free_at = max(time.monotonic(), free_at) + PART / BANDWIDTH
             time.sleep(max(0.0, free_at - time.monotonic()))
