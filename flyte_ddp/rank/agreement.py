@@ -1,5 +1,4 @@
-"""Facts that all ranks must have in common: the samples, the names of the classes, the
-configuration.
+"""Facts that all ranks must have in common: the samples and the names of the classes.
 
 A split that each rank draws for itself, or class numbers in the order of a set, train the wrong
 thing without an error. So the facts are compared before the first step of every attempt, and with
@@ -8,7 +7,6 @@ those of the checkpoint that it resumes from.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -80,10 +78,8 @@ def describe_samples(
     return facts
 
 
-def check_ranks(
-    recipe: Recipe, config: TrainingConfig, facts: Facts, read: Read, world: World
-) -> None:
-    """Check that this rank has the configuration and the data of rank 0. Every rank calls it.
+def check_ranks(recipe: Recipe, facts: Facts, read: Read, world: World) -> None:
+    """Check that this rank has the data of rank 0. Every rank calls it.
 
     Args:
         facts: of the recipe's data.
@@ -91,11 +87,9 @@ def check_ranks(
     Raises:
         ConfigError: it has not; names the field and the rank.
     """
-    fields = {f"config.{name}": repr(value) for name, value in dataclasses.asdict(config).items()}
-    first_fields, first_facts = world.broadcast_object([fields, facts])
     ranks = " on all ranks, as on rank 0", f" on rank {world.rank}"
-    compare(first_fields, fields, read, "", *ranks, "")
-    compare(first_facts, facts, read, f"{locate(recipe, 'datasets')}: ", *ranks)
+    place = f"{locate(recipe, 'datasets')}: "
+    compare(world.broadcast_object(facts), facts, read, place, *ranks)
 
 
 def check_in_store(

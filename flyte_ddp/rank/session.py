@@ -527,10 +527,6 @@ class Session:
             events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known)
         )
 
-    def wait_for_data(self) -> Path:
-        """Return the directory of the prepared data, as soon as this node has it."""
-        return self._link.wait_for_data()
-
     def open_checkpoints(
         self, num_kept: int = NUM_KEPT, peers: Peers | None = None
     ) -> CheckpointStore:

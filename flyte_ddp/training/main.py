@@ -112,7 +112,7 @@ def open_trainer(
     config, world = parallelism.config, parallelism.world
     # Data and model: every rank has the same weights, and its own shard of each batch
     recipe = get_recipe(name, config.recipe_options)
-    directory = current.wait_for_data()
+    directory = current.process.link.wait_for_data()
     data = describe_data(directory)
     train_data, test_data = open_datasets(recipe, directory, config)
     train_data = take_sample(train_data, config)
@@ -121,7 +121,7 @@ def open_trainer(
     read = functools.partial(describe_samples, recipe, config, train, test)
     with unchanged(nn.Module(), recipe, train.dataset, test.dataset):
         facts = read()
-        check_ranks(recipe, config, facts, read, world)
+        check_ranks(recipe, facts, read, world)
     current.beat(0)
     torch.manual_seed(config.seed)
     model = open_model(recipe, parallelism)

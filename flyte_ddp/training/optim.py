@@ -205,10 +205,6 @@ class Schedule:
         for step in range(0, num_steps, max(1, num_steps // 100)):
             self._rates_at(step)
 
-    @property
-    def _is_by_epoch(self) -> bool:
-        return isinstance(self._scheduler, ReduceLROnPlateau)
-
     def begin_step(self, step: int) -> float:
         """Set the rates of optimizer step `step`, from 0; return that of the first group.
 
@@ -222,7 +218,7 @@ class Schedule:
 
     def end_step(self) -> None:
         """Let a scheduler know that the optimizer has taken a step."""
-        if self._scheduler and not self._is_by_epoch:
+        if self._scheduler and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
 
     def end_evaluation(self, finished: EpochFinished) -> None:
