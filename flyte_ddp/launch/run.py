@@ -241,7 +241,7 @@ def run(
 
     Raises:
         ConfigError: bad input, before anything is started, such as a function that cannot be
-            pickled; or, at last, a value that cannot be unpickled here.
+            pickled.
         RankFailure: a rank raised, with its number and traceback, or was killed, or hung.
         GangLost, ClusterError: machines were lost, or never came.
         TrainingStopped: SIGINT or SIGTERM ended the run.
@@ -259,12 +259,7 @@ def run(
         if raise_errors or isinstance(error, TrainingStopped):
             raise
         failure = error
-    try:
-        value: Any = cloudpickle.loads(returned_value(state))
-    except Exception as error:
-        raise ConfigError(
-            f"{program.name}: expected a value that can be unpickled here, got {error!r}"
-        ) from error
+    value: Any = cloudpickle.loads(returned_value(state))
     if not raise_errors:
         value = RunResult(value, failure)
     return value  # type: ignore[no-any-return]
@@ -372,9 +367,7 @@ def command_program(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a function, whose value is pickled on rank 0. Raises ConfigError if it cannot
-    be.
-    """
+    """A call of a function, whose value is pickled on rank 0."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -385,16 +378,7 @@ class _Call:
         value = _call_to_exit(call)
         if os.environ["RANK"] != "0":
             return b""
-        try:
-            return bytes(cloudpickle.dumps(value))
-        except Exception as error:
-            name, kind = (
-                getattr(self.function, "__qualname__", repr(self.function)),
-                type(value).__name__,
-            )
-            raise ConfigError(
-                f"{name}: expected a value that can be pickled, got {kind}: {error}"
-            ) from error
+        return bytes(cloudpickle.dumps(value))
 
 
 @dataclass(frozen=True)
