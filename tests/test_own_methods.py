@@ -276,7 +276,6 @@ SPLIT = "flyte_ddp.training.optim.is_split"
     [
         (lambda: None, "an optimizer of torch's, got a NoneType$"),
         (lambda: [None], "an optimizer of torch's, got .*: a function or a script trains several"),
-        (lambda: torch.optim.LBFGS(MODEL.parameters()), "that steps without a closure, got LBFGS"),
         (lambda: torch.optim.Adam(torch.nn.Linear(3, 3).parameters()), "every trained parameter"),
         (
             lambda: torch.optim.Adam([*MODEL.parameters(), torch.zeros(5, requires_grad=True)]),

@@ -16,7 +16,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
@@ -95,23 +94,13 @@ def open_datasets(
 
 
 def check_model(recipe: Recipe, found: Any) -> nn.Module:
-    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none, or not
-    whole.
-    """
+    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none."""
     place = locate(recipe, "model")
     if not isinstance(found, nn.Module):
         several = isinstance(found, (tuple, list, dict))
         raise ConfigError(
             f"{place}: expected an nn.Module, got {describe_kind(found)}"
             f"{OF_FUNCTIONS if several else ''}"
-        )
-    tensors = [*found.named_parameters(), *found.named_buffers()]
-    if lazy := [name for name, each in tensors if is_lazy(each)]:
-        raise ConfigError(
-            f"{place}: expected parameters with a shape, got none yet for "
-            f"{abbreviate(lazy, MAX_NAMES)}: give each layer the number of its inputs, as "
-            "nn.Linear for nn.LazyLinear, "
-            "or call the model on a sample before it is returned"
         )
     return found
 

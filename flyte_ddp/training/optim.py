@@ -46,15 +46,7 @@ def open_optimizer(
             f"{place}: expected an optimizer of torch's, got {describe_kind(optimizer)}"
             f"{OF_FUNCTIONS if several else ''}"
         )
-    if not all("lr" in group for group in optimizer.param_groups):
-        raise ConfigError(f"{place}: expected an lr in each group, got one without")
     name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure and closure.default is closure.empty:
-        raise ConfigError(
-            f"{place}: expected an optimizer that steps without a closure, got {name}, which "
-            "computes the loss again"
-        )
     _check_parameters(model, optimizer.param_groups, place)
     if name in OF_WHOLE_MATRICES and any(map(is_split, model.parameters())):
         raise ConfigError(
@@ -161,11 +153,6 @@ def _check_group(group: Any) -> None:
                 "optimizer_groups: expected settings of torch.optim in a group, got "
                 f"{name!r}{suggest(name, settings)}"
             )
-    rate = group.get("lr", 0.0)
-    if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
-        raise ConfigError(
-            f"optimizer_groups: lr: expected a finite number of at least 0, got {rate!r}"
-        )
 
 
 class Schedule:
