@@ -237,8 +237,6 @@ class Wrapped(torch.Tensor):
     pass
 
 
-CYCLE = [1]
-CYCLE.append(CYCLE)
 UNREADABLE = {
     "namespace": (argparse.Namespace(a=1), "Namespace"),
     "dataclass": (Settings(), "Settings"),
@@ -263,15 +261,14 @@ UNREADABLE = {
     # of a library, such as a DTensor in a whole state
     "wrapped": (torch.ones(2).as_subclass(Wrapped), "Wrapped .*: save whole tensors"),
     "a key": ({Color.RED: 1}, "a Color"),
-    "cycle": (CYCLE, "contains itself"),
 }
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_what_could_not_be_read_back_is_refused_with_its_place_and_type(tmp_path, kind):
     value, name = UNREADABLE[kind]
-    place = "" if kind == "cycle" else r"\['best'\]\[1\]"
-    with pytest.raises(ConfigError, match=rf"^save: state{place}: expected [^\n]*{name}[^\n]*$"):
+    place = r"state\['best'\]\[1\]"
+    with pytest.raises(ConfigError, match=rf"^save: {place}: expected [^\n]*{name}[^\n]*$"):
         save(tmp_path, {"best": [0, value]})
     assert list(tmp_path.iterdir()) == []
 
