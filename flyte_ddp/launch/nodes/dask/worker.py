@@ -331,9 +331,7 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
 
 def supervise(plugin: str, attempt: str, job: bytes) -> str:
     """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
-    node: NodePlugin | None = get_worker().plugins.get(plugin)
-    if node is None:
-        raise RuntimeError("this worker is not the one that was admitted to the attempt")
+    node: NodePlugin = get_worker().plugins[plugin]
     return node.supervise(attempt, job)
 
 
