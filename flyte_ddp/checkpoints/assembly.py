@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -103,14 +104,17 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: Wo
     return part
 
 
+@dataclass(eq=False)
 class _Assembly:
     """A state that is being put together."""
 
-    def __init__(self, values: Any, world: World, box_of: BoxOf, is_mapped: bool) -> None:
-        self._values = values
-        self._world = world
-        self._is_mapped = is_mapped
-        found = [(place, each) for place, each in find_tensors(values) if each.is_meta]
+    values: Any
+    world: World
+    box_of: InitVar[BoxOf]
+    is_mapped: bool
+
+    def __post_init__(self, box_of: BoxOf) -> None:
+        found = [(place, each) for place, each in find_tensors(self.values) if each.is_meta]
         self._tensors = [tensor for _, tensor in found]  # of which only shapes and types are known
         boxes = [box_of(place, tensor) for place, tensor in found]
         self._boxes = [
@@ -123,7 +127,7 @@ class _Assembly:
 
     def add(self, pieces: Sequence[Piece], source: int) -> None:
         """Add the pieces of a file that rank `source` has read."""
-        world = self._world
+        world = self.world
         table = world.broadcast_object(
             [(number, starts, list(piece.shape)) for number, starts, piece in pieces], source
         )
@@ -150,7 +154,7 @@ class _Assembly:
             if num_readers[index]:
                 world.broadcast(piece, source)
             if all(common[index]):
-                may_keep = world.rank != source or not self._is_mapped
+                may_keep = world.rank != source or not self.is_mapped
                 self._keep(number, piece, boxes[index], common[index], may_keep)
 
     def _keep(self, number: int, piece: Tensor, box: Box, common: Box, may_keep: bool) -> None:
@@ -183,7 +187,7 @@ class _Assembly:
             self._new(number, self._boxes[number]) if kept is None else kept
             for number, kept in enumerate(self._kept)
         )
-        return map_tensors(self._values, lambda each: next(found) if each.is_meta else each)
+        return map_tensors(self.values, lambda each: next(found) if each.is_meta else each)
 
 
 def slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:

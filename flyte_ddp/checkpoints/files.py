@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -177,21 +178,21 @@ def check_file(path: str) -> tuple[int, str]:
     return size, checksum.hexdigest()
 
 
+@dataclass(eq=False)
 class _ChecksumStream:
     """A file for `torch.save` that takes the checksum of what is written to it."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.size = 0
-        self.checksum = xxhash.xxh3_128()
-        self.error: OSError | None = None  # of the file
-        self._file = file
+    file: BinaryIO
+    size: int = 0
+    checksum: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    error: OSError | None = None  # of the file
 
     def write(self, data: Any) -> int:
         # the core's cache still has a piece for the checksum
         for begin in range(0, len(data), READ_SIZE):
             piece = data[begin : begin + READ_SIZE]
             try:
-                self._file.write(piece)
+                self.file.write(piece)
             except OSError as error:
                 self.error = error
                 raise
@@ -200,4 +201,4 @@ class _ChecksumStream:
         return len(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        self.file.flush()

@@ -25,7 +25,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
@@ -126,13 +126,14 @@ class Part:
         return self.step, self.attempt, self.turn
 
 
+@dataclass(eq=False)
 class NodeMemory:
     """The parts of states in the memory of a node, from one attempt to the next."""
 
-    def __init__(self) -> None:
-        self._attempt = 0
-        self._slots: dict[int, list[MemoryFile]] = {}  # of this attempt, by rank
-        self._parts: dict[tuple[int, int, int], Part] = {}  # by attempt, rank and slot
+    _attempt: int = 0
+    _slots: dict[int, list[MemoryFile]] = field(default_factory=dict)  # of this attempt, by rank
+    # by attempt, rank and slot
+    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict)
 
     def begin(self, attempt: int, ranks: Iterable[int]) -> list[Part]:
         """Make files for the parts of an attempt's ranks, and return the parts that earlier
@@ -194,34 +195,26 @@ class NodeMemory:
             self._parts = {key: each for key, each in self._parts.items() if each is not part}
 
 
+@dataclass(eq=False)
 class Slots:
-    """The two files in memory that a rank writes its parts of states to, in turn.
+    """The two files in memory that a rank writes its parts of states to, in turn."""
 
-    Args:
-        send: sends the fields of a `Part`, but for file and attempt, to the agent.
-        is_copied: another node gets each part, too.
-        open_store: returns the store where the ranks meet. Called where there is another node.
-    """
+    files: InitVar[Iterable[MemoryFile]]
+    rank: int
+    # sends the fields of a `Part`, but for file and attempt, to the agent
+    send: Callable[[dict[str, Any]], None]
+    is_copied: bool  # another node gets each part, too
+    # returns the store where the ranks meet, where there is another node
+    open_store: Callable[[], Store]
+    # by file: what was sent of the part in it
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _turn: int = 0
+    _complete_turn: int = 0  # the newest of which the part is here and where it is copied to
+    # parts that are to be copied
+    _written: queue.SimpleQueue[dict[str, Any]] | None = None
 
-    def __init__(
-        self,
-        files: Iterable[MemoryFile],
-        rank: int,
-        send: Callable[[dict[str, Any]], None],
-        is_copied: bool,
-        open_store: Callable[[], Store],
-    ) -> None:
+    def __post_init__(self, files: Iterable[MemoryFile]) -> None:
         self._files = [MappedFile(file) for file in files]
-        self._rank = rank
-        self._send = send
-        self._is_copied = is_copied
-        self._open_store = open_store
-        self._turn = 0
-        self._complete_turn = 0  # the newest of which the part is here and where it is copied to
-        # parts that are to be copied
-        self._written: queue.SimpleQueue[dict[str, Any]] | None = None
-        # by file: what was sent of the part in it
-        self.written: dict[int, dict[str, Any]] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -240,14 +233,14 @@ class Slots:
         part = {
             "turn": self._turn,
             "step": step,
-            "number": self._rank,
+            "number": self.rank,
             "num_parts": num_parts,
             "num_bytes": num_bytes,
             "checksum": checksum,
         }
         self.written[self._turn % NUM_FILES] = part
-        self._send(part)
-        if not self._is_copied:
+        self.send(part)
+        if not self.is_copied:
             self._complete_turn = self._turn
             return
         if self._written is None:
@@ -261,9 +254,9 @@ class Slots:
         import torch
 
         try:
-            store = self._open_store().clone()  # other threads use the connection of the first one
-            store.set(_name_copies(self._rank), "")
-            group = _connect(self._rank, 0, store)
+            store = self.open_store().clone()  # other threads use the connection of the first one
+            store.set(_name_copies(self.rank), "")
+            group = _connect(self.rank, 0, store)
             while True:
                 part = written.get()
                 header = bytearray(pickle.dumps(part).ljust(HEADER_BYTES, b"\0"))

@@ -101,28 +101,29 @@ class CheckpointStore:
     # who save a state together; all of them make the same calls then
     peers: Peers = field(default_factory=lambda: Peers(ALONE))
     slots: Slots | None = None  # take states in memory
+    returns_to_best: bool = False  # the run ends with the best state
+    # nothing resumes any more: on a full disk the model counts more than checkpoints
+    has_finished: bool = False
+    staging: StagingMemory = field(default_factory=StagingMemory)
+    _queue: list[_Write] = field(default_factory=list)
+    _num_saves: int = 0
+    _current: _Write | None = None  # what is being written
+    _stuck_since: float = 0.0  # monotonic: when the state being written was begun; 0 while idle
+    # Progress of an upload: the most bytes that any try has stored since the last complete
+    # checkpoint, and when.
+    _most_stored: int = 0
+    _stored_at: float = 0.0
+    _outage: str = ""  # why the last try failed
+    _failure: Exception | None = None  # final
+    _num_in_memory: int = 0  # states that are being written to the memory of the node
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.url, timeout=self.timeout)
-        self.returns_to_best = False  # the run ends with the best state
-        # nothing resumes any more: on a full disk the model counts more than checkpoints
-        self.has_finished = False
         # a failed try must not keep a newer state waiting
         self._sink = Storage(self.url, timeout=0)
         self.retention = Retention(self._sink, self.num_kept, self.owner)
-        self._queue: list[_Write] = []
-        self._num_saves = 0
-        self._current: _Write | None = None  # what is being written
-        self._stuck_since = 0.0  # monotonic: when the state being written was begun; 0 while idle
-        # Progress of an upload: the most bytes that any try has stored since the last complete
-        # checkpoint, and when.
-        self._most_stored, self._stored_at = 0, 0.0
-        self._outage = ""  # why the last try failed
-        self._failure: Exception | None = None  # final
-        self._num_in_memory = 0  # states that are being written to the memory of the node
-        self._changed = threading.Condition()
-        self.staging = StagingMemory()
-        self._thread: threading.Thread | None = None
 
     def share_with(self, peers: Peers) -> None:
         """Save every state together with `peers` from now on. Nothing may be waiting to be

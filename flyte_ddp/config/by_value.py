@@ -16,6 +16,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -87,6 +88,7 @@ def _package(value: Any) -> str:
     return str(value.__module__).partition(".")[0]
 
 
+@dataclass(eq=False)
 class Checksum:
     """SHA-256 of values, and of the code of classes and functions that travel by value.
 
@@ -98,11 +100,10 @@ class Checksum:
         modules: those of `packages` that the values refer to, by name: their files count.
     """
 
-    def __init__(self, packages: Collection[str]) -> None:
-        self.modules: set[str] = set()
-        self._packages = packages
-        # by id, with the value, so that no other one gets its id
-        self._known: dict[int, tuple[object, bytes]] = {}
+    packages: Collection[str]
+    modules: set[str] = field(default_factory=set)
+    # by id, with the value, so that no other one gets its id
+    _known: dict[int, tuple[object, bytes]] = field(default_factory=dict)
 
     def of(self, value: object) -> bytes:
         """Return the checksum of `value`. Raises an error of any kind if it cannot be reduced to
@@ -150,7 +151,7 @@ class Checksum:
         return [list(each) if isinstance(each, Iterator) else each for each in reduced]
 
     def _name(self, module: str) -> str:
-        if module.partition(".")[0] in self._packages:
+        if module.partition(".")[0] in self.packages:
             self.modules.add(module)
         return module
 

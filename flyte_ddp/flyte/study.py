@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from flytekit.types.directory import FlyteDirectory
@@ -253,14 +254,16 @@ def _train(
         return make_outputs(observer)
 
 
+@dataclass(eq=False)
 class _Observer:
     """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
 
-    def __init__(self, frame: Frame, report: StudyReport) -> None:
-        self.frame = frame
-        self.report = report
-        self.group = frame.run_id()
-        self.lines = TrialLines(frame.say, report.runs)
+    frame: Frame
+    report: StudyReport
+
+    def __post_init__(self) -> None:
+        self.group = self.frame.run_id()
+        self.lines = TrialLines(self.frame.say, self.report.runs)
 
     def observe(self, run: TrialRun, event: Event | None) -> None:
         """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""

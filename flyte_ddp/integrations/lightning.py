@@ -10,6 +10,7 @@ step, stay the same at any number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +26,7 @@ from flyte_ddp.rank.batches import Batches, rank_and_world_size
 SAVE_STEPS = 100  # optimizer steps
 
 
+@dataclass(eq=False, repr=False)
 class SessionCallback(Callback):  # type: ignore[misc]
     """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
     torchrun it is idle.
@@ -43,12 +45,11 @@ class SessionCallback(Callback):  # type: ignore[misc]
             ranks do not share evenly.
     """
 
-    def __init__(self, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None) -> None:
-        self.save_steps = save_steps
-        self.global_batch_size = global_batch_size
-        # of the checkpoint that the training goes on from
-        self._found: dict[str, Any] | None = None
-        self._num_samples: int | None = None  # of the training data
+    save_steps: int = SAVE_STEPS
+    global_batch_size: int | None = None
+    # of the checkpoint that the training goes on from
+    _found: dict[str, Any] | None = None
+    _num_samples: int | None = None  # of the training data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not session.is_in_run():

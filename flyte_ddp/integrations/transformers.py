@@ -35,6 +35,7 @@ BOOKKEEPING = re.compile(
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Reports to the run, keeps its checkpoints, resumes from them and stops when it has to. Under
     torchrun it is idle.
@@ -53,18 +54,17 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             parts are not whole batches of `per_device_train_batch_size`.
     """
 
-    def __init__(
-        self, trainer: Trainer, save_steps: int = SAVE_STEPS, global_batch_size: int | None = None
-    ) -> None:
-        self.trainer = trainer
-        self.save_steps = save_steps
-        self.global_batch_size = global_batch_size
-        # of the checkpoint that the training goes on from
-        self._found: dict[str, Any] | None = None
-        self._train = trainer.train
+    trainer: Trainer
+    save_steps: int = SAVE_STEPS
+    global_batch_size: int | None = None
+    # of the checkpoint that the training goes on from
+    _found: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._train = self.trainer.train
         if session.is_in_run():
-            check_split(trainer.accelerator)
-            trainer.train = self.train
+            check_split(self.trainer.accelerator)
+            self.trainer.train = self.train
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
         """Train as `Trainer.train`, from the session's newest checkpoint on if there is one."""

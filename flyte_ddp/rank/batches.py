@@ -284,20 +284,17 @@ class EpochBatches:
 Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
 
 
+@dataclass(eq=False)
 class Batches(IterableDataset[tuple[Any, float]]):
     """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's
     data module has.
 
     Each pass over it begins where `track` says. It has no state, because that is the session's.
-
-    Args:
-        track: notes how far a pass is, and leaves out what was done before a restart; None where
-            nobody asks.
     """
 
-    def __init__(self, batches: EpochBatches, track: Track | None) -> None:
-        self.batches = batches
-        self._track = track
+    batches: EpochBatches
+    # notes how far a pass is, and leaves out what was done before a restart; None where nobody asks
+    track: Track | None
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         if get_worker_info() is not None:
@@ -305,8 +302,8 @@ class Batches(IterableDataset[tuple[Any, float]]):
                 "expected 0 of a DataLoader around it: session.batches has its own num_workers"
             )
             raise ConfigError(f"session.batches: num_workers: {expected}")
-        if self._track is not None:
-            yield from self._track(self.batches)
+        if self.track is not None:
+            yield from self.track(self.batches)
         else:
             for batch, weight, _ in self.batches:
                 yield batch, weight
@@ -346,14 +343,14 @@ class _IsolatedDataset(SeededDataset):
             return super().__getitems__(places)
 
 
+@dataclass(eq=False)
 class _SeededStream(IterableDataset[Any]):
     """Draws the same on every rank, in a loader process or not: each rank takes its part of the
     same samples.
     """
 
-    def __init__(self, samples: Iterable[Any], seed: int) -> None:
-        self.samples = samples
-        self.seed = seed
+    samples: Iterable[Any]
+    seed: int
 
     def __iter__(self) -> Iterator[Any]:
         seed_generators(self.seed)

@@ -345,6 +345,7 @@ def message_of(error: DataError) -> str:
 Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
 
 
+@dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
     """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who
     loads it or when.
@@ -353,18 +354,12 @@ class SeededDataset(Dataset[Any]):
     middle of an epoch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        seed: int,
-        collate: Callable[[list[Any], bool], Any] | None = None,
-        num_unreadable: Tensor | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate = collate  # of samples, and whether they are trained on
-        # samples that were ignored, of this process and its loader processes
-        self.num_unreadable = num_unreadable
+    dataset: Any
+    seed: int
+    # of samples, and whether they are trained on
+    collate: Callable[[list[Any], bool], Any] | None = None
+    # samples that were ignored, of this process and its loader processes
+    num_unreadable: Tensor | None = None
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """A batch: what a DataLoader calls where there is such a method."""
@@ -379,7 +374,7 @@ class SeededDataset(Dataset[Any]):
 
     def _keep_readable(self, samples: Part, places: Sequence[tuple[int, int]]) -> Part:
         """Return the samples without those that are ignored, or another one where all are."""
-        readable = Part(each for each in samples if each is not self.dataset.UNREADABLE)  # type: ignore[attr-defined]
+        readable = Part(each for each in samples if each is not self.dataset.UNREADABLE)
         readable.share = len(readable) / len(samples)
         if self.num_unreadable is not None:
             info = get_worker_info()
@@ -388,8 +383,8 @@ class SeededDataset(Dataset[Any]):
         for following in range(sample + 1, sample + MAX_FOLLOWING):
             if readable:
                 return readable
-            other = self[epoch, following % len(self.dataset)]  # type: ignore[arg-type]
-            readable.extend([other] * (other is not self.dataset.UNREADABLE))  # type: ignore[attr-defined]
+            other = self[epoch, following % len(self.dataset)]
+            readable.extend([other] * (other is not self.dataset.UNREADABLE))
         raise DataError(
             f"data: expected a sample that can be read, got none of {MAX_FOLLOWING} from sample "
             f"{sample} on"

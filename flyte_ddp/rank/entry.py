@@ -30,6 +30,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -243,19 +244,22 @@ def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> No
     )
 
 
+@dataclass(eq=False)
 class _Store:
     """The store where the ranks meet: served by rank 0's process, from a thread, until the last
     rank has ended.
     """
 
-    def __init__(self, process: RankProcess, is_for_others: bool) -> None:
-        self._process = process
-        self._lock = threading.Lock()
-        self._is_needed = threading.Event()  # now, even if that imports torch
-        # processes below this one's use it, and this one imports no torch itself
-        self._is_for_others = is_for_others
-        self._store: Store | None = None
-        if process.rank == 0:
+    process: RankProcess
+    # processes below this one's use it, and this one imports no torch itself
+    is_for_others: bool
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # now, even if that imports torch
+    _is_needed: threading.Event = field(default_factory=threading.Event)
+    _store: Store | None = None
+
+    def __post_init__(self) -> None:
+        if self.process.rank == 0:
             threading.Thread(target=self._serve, name="store", daemon=True).start()
 
     def open(self) -> Store:
@@ -263,16 +267,16 @@ class _Store:
         self._is_needed.set()
         with self._lock:
             if self._store is None:
-                self._store = self._process.open_store()
+                self._store = self.process.open_store()
         return self._store
 
     def wait_until_all_ended(self) -> None:
         """Wait, on rank 0, for the functions of all ranks: they may use the store until they
         return.
         """
-        node, link = self._process.node, self._process.link
+        node, link = self.process.node, self.process.link
         link.position.has_ended = True
-        if self._process.rank > 0:
+        if self.process.rank > 0:
             if node.first_rank > 0:
                 with contextlib.suppress(RuntimeError):  # rank 0 has ended already, by os._exit
                     self.open().add(ENDED, 1)
@@ -283,9 +287,9 @@ class _Store:
             time.sleep(POLL_INTERVAL)
 
     def _is_asked_for(self) -> bool:
-        listener = self._process.listener
+        listener = self.process.listener
         return (
-            self._is_for_others
+            self.is_for_others
             and listener is not None
             and bool(select.select([listener], [], [], 0)[0])
         )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SAVE_SHARE = 0.5
 
 
+@dataclass(eq=False)
 class AgentLink:
     """The rank's end of the pipe to its agent, and its place in the memory that they share.
 
@@ -46,23 +47,24 @@ class AgentLink:
     kills this process and everything it started, because no other process can.
     """
 
-    def __init__(
-        self, pipe: Connection, beats: Sequence[RankBeat], local_rank: int, stacks: TextIO
-    ) -> None:
-        self._pipe = pipe
-        self._stacks = stacks  # takes the stacks of all threads
-        self._sending = threading.Lock()  # the thread that writes checkpoints sends as well
-        self._beats = beats
+    pipe: Connection
+    beats: Sequence[RankBeat]
+    local_rank: int
+    stacks: TextIO  # takes the stacks of all threads
+    # by which a function that does not ask learns of a stop
+    stop_signal: signal.Signals = signal.SIGTERM
+    saves_until: float = math.inf  # monotonic: half of the time that a stop leaves is over then
+    # called when this rank is asked to end the run
+    on_stop: Callable[[], None] = lambda: None
+    # the thread that writes checkpoints sends as well
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _has_data: threading.Event = field(default_factory=threading.Event)
+    _data: str = ""
+
+    def __post_init__(self) -> None:
         # in the memory that it shares with the agent: its session and loop write their fields there
-        self.position = beats[local_rank]
-        self._stop = threading.Event()
-        # by which a function that does not ask learns of a stop
-        self.stop_signal = signal.SIGTERM
-        self.saves_until = math.inf  # monotonic: half of the time that a stop leaves is over then
-        # called when this rank is asked to end the run
-        self.on_stop: Callable[[], None] = lambda: None
-        self._has_data = threading.Event()
-        self._data = ""
+        self.position = self.beats[self.local_rank]
         threading.Thread(target=self._listen, name="agent-link", daemon=True).start()
 
     @property
@@ -87,12 +89,12 @@ class AgentLink:
     @property
     def all_ended(self) -> bool:
         """True once the function of each rank of this node has ended."""
-        return all(each.has_ended for each in self._beats)
+        return all(each.has_ended for each in self.beats)
 
     def send(self, message: Any) -> None:
         """Send one of messages.py to the agent."""
         with self._sending:
-            self._pipe.send(message)
+            self.pipe.send(message)
 
     def wait_for_data(self) -> Path:
         """Return the directory of the prepared data, as soon as the agent has it."""
@@ -102,7 +104,7 @@ class AgentLink:
     def _listen(self) -> None:
         while True:
             try:
-                message = self._pipe.recv()
+                message = self.pipe.recv()
             except (EOFError, OSError):
                 os.killpg(0, signal.SIGKILL)
             match message:
@@ -113,8 +115,8 @@ class AgentLink:
                     # No thread runs meanwhile. A signal's handler would read the frames of those
                     # that do, and may crash.
                     # else a signal was necessary, and came first
-                    if not os.fstat(self._stacks.fileno()).st_size:
-                        faulthandler.dump_traceback(self._stacks)
+                    if not os.fstat(self.stacks.fileno()).st_size:
+                        faulthandler.dump_traceback(self.stacks)
                     self.send(Entered(entered_collectives() or []))
                 case Stop(reason, seconds):
                     self.stop_signal = find_signal(reason)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 
 from flyte_ddp.checkpoints.memory import NUM_FILES
@@ -23,35 +24,33 @@ MIN_CHANGE = 1.25
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MemoryInterval:
     """The optimizer steps between two states in memory, the same on every rank.
 
     An automatic one is as short as `MAX_SHARE` allows. For that the first states are kept one step
     after another: the first `NUM_FILES` of them take new memory, and so are not measured.
 
-    Args:
-        interval: the configured one, negative for automatic.
-        count_bytes: returns the bytes of what the ranks of this node save of a state.
     """
 
-    def __init__(
-        self, interval: int, process: RankProcess, world: World, count_bytes: Callable[[], int]
-    ) -> None:
-        self.is_automatic = interval < 0
-        self.steps = interval  # 0: there are none
+    steps: int  # 0: there are none; as configured, negative for automatic
+    process: RankProcess
+    world: World
+    # returns the bytes of what the ranks of this node save of a state
+    count_bytes: Callable[[], int]
+    is_on: bool = False  # the first one was due, and they fit into memory
+    _num_steps: int = 0  # of this process
+    _num_kept: int = 0
+    # number of the step after which one was due, and when it was over
+    _previous: tuple[int, float] = 0, 0.0
+    # for which a state held the loop
+    _copy_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
+
+    def __post_init__(self) -> None:
+        self.is_automatic = self.steps < 0
         if self.is_automatic:
-            self.steps = 0 if process.job.ran_out_of_memory else 1
-        self.is_on = False  # the first one was due, and they fit into memory
-        self._process = process
-        self._world = world
-        self._count_bytes = count_bytes
-        self._num_steps = 0  # of this process
-        self._num_kept = 0
-        # number of the step after which one was due, and when it was over
-        self._previous: tuple[int, float] = 0, 0.0
-        # for which a state held the loop
-        self._copy_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
-        self._step_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
+            self.steps = 0 if self.process.job.ran_out_of_memory else 1
 
     def is_due(self, step: int) -> bool:
         """Return whether a state is kept after this step. Every rank calls it, after each step.
@@ -63,9 +62,7 @@ class MemoryInterval:
         if not self.steps or step % self.steps or self._num_steps == 1:
             return False
         if not self.is_on:
-            self.is_on = has_memory(
-                "memory_interval", self._count_bytes(), self._process, self._world
-            )
+            self.is_on = has_memory("memory_interval", self.count_bytes(), self.process, self.world)
             self.steps = self.steps if self.is_on else 0
         return self.is_on
 
@@ -89,7 +86,7 @@ class MemoryInterval:
                 found = math.ceil(
                     median(self._copy_seconds) / (MAX_SHARE * median(self._step_seconds))
                 )
-        found = max(self._world.all_gather(found))
+        found = max(self.world.all_gather(found))
         if found > MIN_CHANGE * self.steps or 0 < MIN_CHANGE * found < self.steps:
             self.steps = int(found)
         self._previous = self._num_steps, time.perf_counter()

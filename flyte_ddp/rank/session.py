@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -52,58 +53,63 @@ SAVE_TIMEOUT_SHARE = 0.5
 NO_PLACE = "memory://flyte-ddp"
 WRITTEN = ", with which the checkpoint was written"
 MAX_NAME = 100  # characters of a picture's name
-MAX_CHECKED = 4  # data sets of `batches` that are known to be alike on all ranks
+MAX_CHECKED = 4  # data sets of `batches` that a session remembers
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The session of one rank's call. The module's functions and names are those of the current
     one.
     """
 
-    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
-        self.process = process
-        self.checkpoints = process.job.checkpoints
-        # figures of the whole run by their names in `events.RunFinished`, on rank 0
-        self.results: dict[str, Any] = {}
-        # the function was sent a signal, because it does not ask for a stop
-        self.was_terminated = False
-        self.step = 0  # the last one that was reported
-        self._link = process.link
-        self.open_store = open_store
-        self.stop = StopAgreement(process, open_store)
-        self.has_trainer = False  # a framework's loop has begun, which the checkpoints are of
-        self._store: CheckpointStore | None = None
-        self._warnings: set[str] = set()
-        self._num_loads = 0
-        self._num_split_saves = 0
-        self._stored_step = 0  # the newest that this rank has saved for the store
-        self._has_memory: bool | None = None  # for a function's states; None before the first
-        # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when
-        # the rank resumed.
-        self._position: dict[str, Any] = {}
-        self._resumed: dict[str, Any] = {}
-        self._saved_position: dict[str, Any] | None = None  # that of the last save
-        self._is_tracking = False  # in an epoch of `batches`
-        self._has_begun = False  # with the first batch
-        self._epoch: int | None = None  # of `batches`
-        # the data sets of that epoch so far, in the order of their calls
-        self._sets: list[dict[str, Any]] = []
-        self._num_sets = 0  # of the epoch before it; 0 if that is not known
-        # the batch that the loop is at: of which data, and its first and last place in the epoch
-        self._given: tuple[EpochBatches, int, int] | None = None
-        self._is_bad = False  # the last loss that was reported
-        self._checked: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_CHECKED)
+    process: RankProcess
+    open_store: Callable[[], Store]
+    # figures of the whole run by their names in `events.RunFinished`, on rank 0
+    results: dict[str, Any] = field(default_factory=dict)
+    # the function was sent a signal, because it does not ask for a stop
+    was_terminated: bool = False
+    step: int = 0  # the last one that was reported
+    has_trainer: bool = False  # a framework's loop has begun, which the checkpoints are of
+    _store: CheckpointStore | None = None
+    _warnings: set[str] = field(default_factory=set)
+    _num_loads: int = 0
+    _num_split_saves: int = 0
+    _stored_step: int = 0  # the newest that this rank has saved for the store
+    _has_memory: bool | None = None  # for a function's states; None before the first
+    # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when the
+    # rank resumed.
+    _position: dict[str, Any] = field(default_factory=dict)
+    _resumed: dict[str, Any] = field(default_factory=dict)
+    _saved_position: dict[str, Any] | None = None  # that of the last save
+    _is_tracking: bool = False  # in an epoch of `batches`
+    _has_begun: bool = False  # with the first batch
+    _epoch: int | None = None  # of `batches`
+    # the data sets of that epoch so far, in the order of their calls
+    _sets: list[dict[str, Any]] = field(default_factory=list)
+    _num_sets: int = 0  # of the epoch before it; 0 if that is not known
+    # the batch that the loop is at: of which data, and its first and last place in the epoch
+    _given: tuple[EpochBatches, int, int] | None = None
+    _is_bad: bool = False  # the last loss that was reported
+    # data sets that are known to be alike on all ranks, and the facts of their samples
+    _checked: deque[tuple[Any, dict[str, Any]]] = field(
+        default_factory=lambda: deque(maxlen=MAX_CHECKED)
+    )
+    _timer: StepTimer | None = None  # of a function's steps, from report to report
+    # of another rank than 0, to be sent
+    _reports: deque[events.Reported] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))
+    # files that may still be on this node, and what they cost
+    _submitted: deque[tuple[Path, int]] = field(default_factory=deque)
+    _file_numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.checkpoints = self.process.job.checkpoints
+        self._link = self.process.link
         self._link.on_stop = self._terminate
-        self._timer: StepTimer | None = None  # of a function's steps, from report to report
-        # of another rank than 0, to be sent
-        self._reports: deque[events.Reported] = deque(maxlen=MAX_REPORTS)
-        # files that may still be on this node, and what they cost
-        self._submitted: deque[tuple[Path, int]] = deque()
-        self._file_numbers = itertools.count()
+        self.stop = StopAgreement(self.process, self.open_store)
         # There is a checkpoint, or will be one whenever the run is asked to stop.
-        self.can_resume = process.job.program.kind is Kind.RECIPE
+        self.can_resume = self.process.job.program.kind is Kind.RECIPE
 
     @property
     def stop_requested(self) -> bool:

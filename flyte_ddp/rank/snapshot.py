@@ -13,6 +13,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -74,15 +75,18 @@ def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
                 restore()
 
 
+@dataclass(eq=False)
 class _Snapshot:
     """The calls that put back objects and what they refer to."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
-        self.undo: list[Callable[[], object]] = []
-        # objects by their ids, which no others get while these are here
-        self.seen: dict[int, Any] = {}
-        self.weights = {id(each) for each in weights}
-        num_bytes = sum(each.numel() * each.element_size() for each in weights if each.is_cuda)
+    given: InitVar[list[Tensor]]  # the weights
+    undo: list[Callable[[], object]] = field(default_factory=list)
+    # objects by their ids, which no others get while these are here
+    seen: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self, given: list[Tensor]) -> None:
+        self.weights = {id(each) for each in given}
+        num_bytes = sum(each.numel() * each.element_size() for each in given if each.is_cuda)
         self.uses_cpu = bool(num_bytes) and 2 * num_bytes > torch.cuda.mem_get_info()[0]
 
     def take(self, values: Iterable[Any]) -> None:

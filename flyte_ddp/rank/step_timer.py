@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,17 +35,17 @@ class StepTimer:
     device: torch.device
     # phases in which waits for other ranks cannot be told from work: not published
     waiting: Collection[int] = ()
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    num_steps: int = 0
+    _phase: int = -1
+    _since: Any = 0.0
+    # phases on the GPU that may not have ended
+    _pending: deque[tuple[int, Any, Any]] = field(default_factory=deque)
+    _is_watching: bool = False
+    _gradient_at: Any = None
 
     def __post_init__(self) -> None:
-        self.seconds = [0.0] * len(PHASES)
-        self.num_steps = 0
         self._on_gpu = self.device.type == "cuda"
-        self._phase = -1
-        self._since: Any = 0.0
-        # phases on the GPU that may not have ended
-        self._pending: deque[tuple[int, Any, Any]] = deque()
-        self._is_watching = False
-        self._gradient_at: Any = None
         _count_waits()
 
     def watch(self, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 CAN_RESUME = "flyte_ddp/can_resume"  # the store's key for: rank 0 has saved
 
 
+@dataclass(eq=False)
 class StopAgreement:
     """One rank's part of it."""
 
-    def __init__(self, process: RankProcess, open_store: Callable[[], Store]) -> None:
-        self.num_polls = 0  # calls so far, and ends of batches of a function that does not ask
-        self.is_asked = False  # the function itself has called
-        self.is_reached = False  # a call has been told to stop
-        self._process = process
-        self._open_store = open_store
-        self._is_stoppable = False  # the agents know, or another rank tells them
-        self._num_refused = -1  # calls that may have been told to go on; -1 before the stop
-        self._stop_at = 0  # number of the call that is told to stop, once that is agreed
-        self._is_agreed = threading.Event()
-        self._agreeing = threading.Lock()
+    process: RankProcess
+    open_store: Callable[[], Store]
+    num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
+    is_asked: bool = False  # the function itself has called
+    is_reached: bool = False  # a call has been told to stop
+    _is_stoppable: bool = False  # the agents know, or another rank tells them
+    _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
+    _stop_at: int = 0  # number of the call that is told to stop, once that is agreed
+    _is_agreed: threading.Event = field(default_factory=threading.Event)
+    _agreeing: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self, can_resume: bool) -> bool:
         """Return whether the call stops, the same call in every rank if all call it in the same
@@ -63,14 +64,14 @@ class StopAgreement:
         """
         if not self._poll(can_resume):
             return False
-        key, link = f"flyte_ddp/ends-before-{self.num_polls}", self._process.link
-        if self._process.rank > 0:
-            store = self._open_store().clone()  # other threads use the connection of the first one
+        key, link = f"flyte_ddp/ends-before-{self.num_polls}", self.process.link
+        if self.process.rank > 0:
+            store = self.open_store().clone()  # other threads use the connection of the first one
             self.is_reached = store.get(key) == b"1"
             return self.is_reached
         self.is_reached = is_saved or time.monotonic() > link.saves_until
-        if self._process.node.world_size > 1:
-            self._open_store().set(key, str(int(self.is_reached)))
+        if self.process.node.world_size > 1:
+            self.open_store().set(key, str(int(self.is_reached)))
         return self.is_reached
 
     def _poll(self, can_resume: bool) -> bool:
@@ -78,7 +79,7 @@ class StopAgreement:
         number = self.num_polls
         if not self._is_stoppable:
             self._is_stoppable = self._announce(can_resume)
-        if not self._process.link.stop_requested:
+        if not self.process.link.stop_requested:
             return False
         self._refuse_no_more(number - 1)
         self._is_agreed.wait()
@@ -91,15 +92,15 @@ class StopAgreement:
         The latter only where rank 0, which alone may have called, has saved or loaded: else it
         could not go on later.
         """
-        if self.is_asked or not self.num_polls or self._process.node.world_size == 1:
+        if self.is_asked or not self.num_polls or self.process.node.world_size == 1:
             return self.is_asked or (bool(self.num_polls) and can_resume)
-        store = self._open_store().clone()  # the function's own connection may be waiting for a key
+        store = self.open_store().clone()  # the function's own connection may be waiting for a key
         return can_resume or bool(store.check([CAN_RESUME]))
 
     def note_saved(self) -> None:
         """Tell the other ranks that rank 0 has a checkpoint to go on from. For rank 0."""
-        if self._process.node.world_size > 1:
-            self._open_store().set(CAN_RESUME, "1")
+        if self.process.node.world_size > 1:
+            self.open_store().set(CAN_RESUME, "1")
 
     def begin(self) -> None:
         """Tell the other ranks that this one was asked to stop. For a rank that has polled."""
@@ -109,11 +110,11 @@ class StopAgreement:
         """Tell the other ranks that this one has ended, so that none waits for it, nor stops
         alone.
         """
-        if self.num_polls and self._process.node.world_size > 1:
+        if self.num_polls and self.process.node.world_size > 1:
             with self._agreeing:
                 if self._num_refused < 0:
                     self._num_refused = self.num_polls
-            self._publish(self._open_store())
+            self._publish(self.open_store())
 
     def _announce(self, can_resume: bool) -> bool:
         """Announce, once, that the run can be stopped and resumed, so that its gang may end in
@@ -123,15 +124,15 @@ class StopAgreement:
         that does not read it would be sent a SIGTERM. Returns True when this rank has announced
         what it knows.
         """
-        others = self._process.node.world_size - 1
-        if self._process.rank > 0:
-            self._open_store().add("flyte_ddp/num_polling", 1)
+        others = self.process.node.world_size - 1
+        if self.process.rank > 0:
+            self.open_store().add("flyte_ddp/num_polling", 1)
         elif not can_resume or (
-            others and self._open_store().add("flyte_ddp/num_polling", 0) < others
+            others and self.open_store().add("flyte_ddp/num_polling", 0) < others
         ):
             return False
         else:
-            self._process.link.position.is_stoppable = True
+            self.process.link.position.is_stoppable = True
         return True
 
     def _refuse_no_more(self, num_refused: int) -> None:
@@ -154,11 +155,11 @@ class StopAgreement:
         """
         # rank 0 has died, and with it the store: its agent ends the run
         with contextlib.suppress(RuntimeError):
-            world_size = self._process.node.world_size
+            world_size = self.process.node.world_size
             refused = [str(self._num_refused)]
             if world_size > 1:
                 # the function's own waits for a key would keep it
-                store = self._open_store().clone()
+                store = self.open_store().clone()
                 self._publish(store)
                 refused = [
                     store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)
@@ -167,4 +168,4 @@ class StopAgreement:
             self._is_agreed.set()
 
     def _publish(self, store: Store) -> None:
-        store.set(f"flyte_ddp/stop-{self._process.rank}", str(self._num_refused))
+        store.set(f"flyte_ddp/stop-{self.process.rank}", str(self._num_refused))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.rank.sharding import part_like, reshard
 
 
+@dataclass(eq=False)
 class WeightAverage:
     """The exponential moving average of a model's weights and floating-point buffers, in single
     precision; split as the model is.
@@ -21,12 +23,13 @@ class WeightAverage:
     fresh weights are soon forgotten, as in TensorFlow's `ExponentialMovingAverage`.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Begin with the weights of `model`; a decay of 0 averages nothing."""
-        self.model, self.decay = model, decay
-        self.values: dict[str, Tensor] = {}  # by their names in the model
-        # those of the training, while the averages have their place
-        self._trained: dict[str, Tensor] = {}
+    model: nn.Module
+    decay: float  # 0 averages nothing
+    values: dict[str, Tensor] = field(default_factory=dict)  # by their names in the model
+    # those of the training, while the averages have their place
+    _trained: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ RESERVED = (
 )
 
 
+@dataclass(eq=False)
 class HeldOutMetrics:
     """The metrics of one evaluation.
 
@@ -47,11 +49,15 @@ class HeldOutMetrics:
         ConfigError: `Recipe.metrics` returns something else.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe = recipe
-        self.functions: dict[str, Any] = {}  # that return a value for each sample, by name
-        self.objects: dict[str, Any] = {}  # of torchmetrics, by name, on the rank's device
-        found: Any = recipe.metrics()
+    recipe: Recipe
+    device: InitVar[torch.device]
+    # that return a value for each sample, by name
+    functions: dict[str, Any] = field(default_factory=dict)
+    # of torchmetrics, by name, on the rank's device
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self, device: torch.device) -> None:
+        found: Any = self.recipe.metrics()
         if not isinstance(found, (Mapping, nn.ModuleDict)):  # the latter for a MetricCollection
             raise ConfigError(f"expected a dict of metrics by name, got a {type(found).__name__}")
         for name, metric in _flatten(found).items():

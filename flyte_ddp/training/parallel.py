@@ -12,6 +12,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def choose_parallelism(config: TrainingConfig, world: World) -> Parallelism:
     return Parallelism(config, world)
 
 
+@dataclass(eq=False)
 class Parallelism:
     """One rank that holds and trains the whole model; kinds of several ranks override what differs.
 
@@ -57,11 +59,13 @@ class Parallelism:
     is_collective = False  # a pass of the bare model, and a save, need all ranks at once
     has_fused_sgd = True  # torch has a kernel of one launch for these tensors
 
-    def __init__(self, config: TrainingConfig, world: World) -> None:
-        self.config = config
-        self.world = world
+    config: TrainingConfig
+    world: World
+
+    def __post_init__(self) -> None:
         # of fp16's losses, whose gradients would else be rounded to zero
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+        is_fp16 = self.config.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=is_fp16)
 
     @property
     def half(self) -> torch.dtype | None:

@@ -88,6 +88,12 @@ class Trainer:
     # what else replays need: "recipe" and "data" as they were given, "code" by file, "num_ranks"
     # and "num_threads" of each
     origin: dict[str, Any] = dataclasses.field(default_factory=dict)
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    first_step_at: float = 0.0  # seconds since the epoch
+    # the run goes on from the state of the best epoch, which the store lacks
+    _best_is_unsaved: bool = False
+    _buffers: list[Tensor] = dataclasses.field(default_factory=list)  # as they were before the step
+    _num_unreadable: int = 0  # before the current epoch, of this rank
 
     def __post_init__(self) -> None:
         recipe, parallelism, model = self.recipe, self.parallelism, self.model
@@ -96,7 +102,6 @@ class Trainer:
         self.store = self.session.open_checkpoints()
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
-        self.progress = Progress()
         self.evaluated_model, self.replica = parallelism.shard(model, recipe)
         self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
         self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
@@ -106,15 +111,10 @@ class Trainer:
         self.watch = LossWatch(config, world, self.train)
         # a bad step is to be known before its update, for which each step waits
         self._takes_back = config.on_bad_step != "stop"
-        self._buffers: list[Tensor] = []  # as they were before the step
         self.sample_utilization = sample_utilization(recipe, model, config, world)
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
         )
-        # the run goes on from the state of the best epoch, which the store lacks
-        self._best_is_unsaved = False
-        self.first_step_at = 0.0  # seconds since the epoch
-        self._num_unreadable = 0  # before the current epoch, of this rank
 
     def fit(self) -> Progress:
         """Train the epochs that are not done yet.

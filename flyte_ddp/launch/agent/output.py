@@ -6,11 +6,13 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from flyte_ddp.config.waits import LINE_INTERVAL
 
 
+@dataclass(eq=False)
 class LogTail:
     """The lines that are appended to a growing file.
 
@@ -18,11 +20,10 @@ class LogTail:
     and from time to time while it is incomplete.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.position = 0
-        self.rest = b""
-        self._next_redrawn = 0.0  # monotonic
+    path: str
+    position: int = 0
+    rest: bytes = b""
+    _next_redrawn: float = 0.0  # monotonic
 
     def new_lines(self, at_end: bool = False) -> list[str]:
         """Return the new complete lines; `at_end`, also what no line break follows."""
@@ -49,7 +50,7 @@ class LogTail:
     def last_lines(self, count: int) -> str:
         try:
             return "\n".join(
-                self.path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+                Path(self.path).read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
             )
         except FileNotFoundError:
             return ""

@@ -52,13 +52,13 @@ class LocalPlace:
         "memory: expected a larger limit of the task (training.memory_gib in settings.toml)"
     )
     is_cluster = False
+    memory: NodeMemory = field(default_factory=NodeMemory)
+    results: str = ""  # directory for files that ranks submit
+    notice_seconds: float = field(default_factory=stop_grace)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         self.num_processes = self.num_processes or default_num_processes()
-        self.notice_seconds = stop_grace()
-        self.memory = NodeMemory()
-        self.results = ""  # directory for files that ranks submit
-        self._stack = contextlib.ExitStack()
 
     def check(self, job: Job) -> None:
         num_processes = self.num_processes
