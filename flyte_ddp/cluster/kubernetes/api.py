@@ -106,8 +106,6 @@ def call(
         except ConfigException as error:
             raise ApiRefused(str(error)) from error
         except (HTTPError, OSError) as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise ApiRefused(_describe(error)) from error
             failure = error
         if time.monotonic() + BEAT_INTERVAL > deadline:
             raise ClusterError(
