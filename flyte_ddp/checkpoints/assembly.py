@@ -104,7 +104,7 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: Wo
     return part
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Assembly:
     """A state that is being put together."""
 

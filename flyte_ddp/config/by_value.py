@@ -88,7 +88,7 @@ def _package(value: Any) -> str:
     return str(value.__module__).partition(".")[0]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Checksum:
     """SHA-256 of values, and of the code of classes and functions that travel by value.
 

@@ -284,7 +284,7 @@ class EpochBatches:
 Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batches(IterableDataset[tuple[Any, float]]):
     """An epoch's (batch of this rank, weight): for a loop, or as what a DataLoader or a framework's
     data module has.
@@ -343,7 +343,7 @@ class _IsolatedDataset(SeededDataset):
             return super().__getitems__(places)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _SeededStream(IterableDataset[Any]):
     """Draws the same on every rank, in a loader process or not: each rank takes its part of the
     same samples.

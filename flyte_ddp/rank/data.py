@@ -345,7 +345,7 @@ def message_of(error: DataError) -> str:
 Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SeededDataset(Dataset[Any]):
     """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who
     loads it or when.

@@ -75,7 +75,7 @@ def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
                 restore()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Snapshot:
     """The calls that put back objects and what they refer to."""
 

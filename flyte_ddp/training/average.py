@@ -14,7 +14,7 @@ from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.rank.sharding import part_like, reshard
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WeightAverage:
     """The exponential moving average of a model's weights and floating-point buffers, in single
     precision; split as the model is.
