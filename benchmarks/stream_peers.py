@@ -145,7 +145,7 @@ def webdataset(directory: Path) -> Iterator[Any]:
         seed=0,
     )
     data = data.shuffle(SHUFFLED).map(to_sample)
-    return iter(DataLoader(data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate))
+    yield from DataLoader(data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate)
 
 
 def datasets(directory: Path) -> Iterator[Any]:
