@@ -107,7 +107,7 @@ test-flyte: $(TESTED)  ## real executions on the Flyte that FLYTECTL_CONFIG name
 
 SDK := build/flyte2
 test-flyte2: IMAGE = my-project:dev
-test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto's); FLYTE_DDP_TEST_BUILDER builds its image for the nodes (KUBECONFIG), or they have it as IMAGE
+test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto: FLYTE_AWS_ENDPOINT and its keys); FLYTE_DDP_TEST_BUILDER builds its image for the nodes (KUBECONFIG), or they have it as IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/flyte2
 
 $(SDK):  # whose SDK is installed beside what the library needs
