@@ -79,6 +79,13 @@ def pytest_configure(config):
     multiprocessing.util.Finalize(None, shutil.rmtree, [tempfile.tempdir, True], exitpriority=-200)
 
 
+def pytest_sessionstart():
+    """Let the sockets of loader processes lie in the session's directory: made by the first test
+    that has such processes, theirs would be in its own TMPDIR, and go with it.
+    """
+    multiprocessing.util.get_temp_dir()
+
+
 def pytest_collection_modifyitems(items):
     """Start with the files that take longest, so that no long one runs alone at the end of a
     parallel session.

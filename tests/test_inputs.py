@@ -307,7 +307,6 @@ def test_a_long_image_takes_no_more_memory_and_is_torchvisions_middle(size, monk
     monkeypatch.setattr(Image.Image, "resize", watch)
     image, _ = Images(
         images=_OneImage(),
-        classes=["a"],
         reader=_Reader(saved(picture, "PNG")),
         image_size=32,
         augments=False,
