@@ -107,28 +107,25 @@ def packages(installed, tmp_path_factory):  # noqa: F811
 
 
 def test_a_recipe_and_a_function_train_without_flytekit(packages, tmp_path):
-    status, output = run(packages, "-S", str(REPOSITORY / "examples/flyte2.py"), cwd=tmp_path)
-    assert status == 0, output
+    output = run(packages, "-S", str(REPOSITORY / "examples/flyte2.py"), cwd=tmp_path)
     lines = [line for line in output.splitlines() if line.startswith("ActionOutputs")]
     assert lines[0] == "ActionOutputs(o0=15.0)"
     assert ["model_state.pt" in line for line in lines] == [False, True, True]
     # one machine, and two nodes
     assert lines[1].partition("o2=")[0] == lines[2].partition("o2=")[0]
-    assert run(packages, "-S", "-c", "import flytekit", cwd=tmp_path)[0] == 1
+    run(packages, "-S", "-c", "import flytekit", cwd=tmp_path, status=1)
 
 
 def test_a_retry_of_flyte_2_goes_on_from_the_last_checkpoint(packages, tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
-    status, output = run(packages, "-S", "lost.py", cwd=tmp_path)
-    assert status == 0, output
+    output = run(packages, "-S", "lost.py", cwd=tmp_path)
     assert "resumed [0, 4]" in output
 
 
 def test_a_lost_rank_of_a_recipe_goes_on_and_its_report_is_the_tasks(packages, tmp_path):
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "lost.py").write_text(LOST_RECIPE)
-    status, output = run([*packages, tmp_path], "-S", "lost.py", cwd=tmp_path)
-    assert status == 0, output
+    output = run([*packages, tmp_path], "-S", "lost.py", cwd=tmp_path)
     assert "epochs [0, 1, 2]" in output
     (resumed,) = re.findall(r"resumed at step (\d+) of 69", output)
     assert int(resumed) >= 23  # an epoch's steps
@@ -153,7 +150,7 @@ for module in pkgutil.walk_packages(flyte_ddp.__path__, "flyte_ddp."):
 assert "flyte_ddp.launch.train" in sys.modules and "flyte_ddp.flyte2" in sys.modules
 print([name for name in sys.modules if re.match("flyte(idl2)?([.]|$)", name)])
 """
-    assert run(packages, "-S", "-c", program, cwd=tmp_path) == (0, "[]\n")
+    assert run(packages, "-S", "-c", program, cwd=tmp_path) == "[]\n"
     assert "flyte" not in with_dependencies(PROJECT["dependencies"])
 
 
@@ -178,7 +175,7 @@ print(made.automation_spec.schedule.kickoff_time_input_arg or "no time")
     given = {"recipe": "wine", "config": {"epochs": 5}, "margin": 0.1, "num_processes": 2}
     path = [*packages, tmp_path]
     done = run(path, "-S", "-c", program, cwd=tmp_path, RETRAIN_INPUTS=json.dumps(given))
-    assert done == (0, f"{sorted(given)}\nno time\n")
+    assert done == f"{sorted(given)}\nno time\n"
 
 
 MISTAKES = """
@@ -223,8 +220,7 @@ tell(lambda: flyte.run(outside))
 
 def test_mistakes_are_one_line_each(packages, tmp_path):
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    status, output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
-    assert status == 0, output
+    output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("said ")]
     wanted = (
         "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
@@ -235,9 +231,8 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
     )
     assert len(said) == len(wanted)
     assert all(text in line for text, line in zip(wanted, said, strict=True)), said
-    status, output = run(
-        packages[1:], "-S", "-c", "import flyte_ddp.flyte2 as f; f.train", cwd=tmp_path
-    )
+    program = "import flyte_ddp.flyte2 as f; f.train"
+    output = run(packages[1:], "-S", "-c", program, cwd=tmp_path, status=1)
     assert "flyte: expected the SDK of Flyte 2, 2.12 or newer, got none: pip install" in output
 
 
