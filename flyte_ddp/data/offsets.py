@@ -1,4 +1,4 @@
-"""Where the samples of tar files and JSON lines begin, so that parts of these can be fetched: a
+"""Offsets of the samples of tar files and JSON lines, so that parts of these can be fetched: a
 file beside the index for each shard.
 
 It has the numbers in eight bytes each, after a checksum of them and of the shard that they are of.
