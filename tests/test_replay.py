@@ -34,7 +34,7 @@ def planted(bad, kind, mixes=False):
 
 
 def replay(capsys, run, step, *options):
-    """What is seen of a step."""
+    """Return what a replay has seen of a step."""
     capsys.readouterr()
     assert main([str(run.checkpoints), "--step", str(step), "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
@@ -164,7 +164,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     trainer = new_trainer(run, epochs=1)
     trainer.save_checkpoint(best=False)
     trainer.session.wait()
-    refuse(run.checkpoints, 0, "before step 0 in .*, got the first one after step 0")
+    refuse(run.checkpoints, 0, "--step: expected a whole number of at least 1, got 0")
     refuse(run.checkpoints, 1, "expected the run of a recipe that has a name, with this")
     trainer.origin = {"code": {"recipe.py": "1"}}
     trainer.data_facts = {"number of training samples": len(trainer.train)}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from flyte_ddp.config.fields import whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
     text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
     options = make_parser("replay", text, OPTIONS).parse_args(arguments)
+    whole_number("--step", options.step, minimum=1)
     start, is_bad, state, left_out = find_state(options.place, options.step)
     print_line(f"from the state after step {start}; steps repeated: {options.step - 1 - start}")
     origin = state["origin"]

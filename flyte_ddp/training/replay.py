@@ -261,7 +261,8 @@ def _is_finite(value: Any) -> bool:
 def describe(seen: dict[str, Any]) -> str:
     """Return what was seen, as text."""
     lines = [
-        f"step {seen['step']} (epoch {seen['epoch']}) on {seen['num_ranks']} ranks: loss "
+        f"step {seen['step']} (epoch {seen['epoch']}) on {seen['num_ranks']} "
+        f"rank{'s' * (seen['num_ranks'] > 1)}: loss "
         f"{seen['loss']:.5g}, gradient's norm {seen['gradient_norm']:.5g}"
     ]
     if not seen["weights_are_finite"]:

@@ -30,6 +30,7 @@ from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecutio
 
 from tests.kubernetes.conftest import eventually
 from tests.support.checkout import copy_repository
+from tests.support.clusters import SMALL_CLUSTER
 
 BIN = Path(sys.executable).parent
 IMAGE = os.environ.get("FLYTE_DDP_TEST_IMAGE", "flyte-ddp:dev")
@@ -38,20 +39,6 @@ NAMESPACE = f"{PROJECT}-{DOMAIN}"
 SETTINGS = {"SANDBOX": "1", "WANDB_MODE": "offline"}
 
 PROBLEM = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Unclosed|not provided")
-
-# Small enough for two nodes of two cores that also run the task's own pod.
-SMALL_CLUSTER = {
-    "kind": "kubernetes",
-    "num_nodes": 2,
-    "start_timeout": 400,
-    "kubernetes": {
-        "worker_cpus": 0.5,
-        "worker_memory": "1Gi",
-        "shared_memory": "128Mi",
-        "scheduler_cpus": 0.25,
-        "scheduler_memory": "512Mi",
-    },
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -271,7 +258,7 @@ class Checkout:
         """Start `multi_node_training_wf` on a small cluster of two nodes, with values of its
         configuration.
         """
-        given = ("--cluster", json.dumps({**SMALL_CLUSTER, **cluster}))
+        given = ("--cluster", json.dumps({"kind": "kubernetes", **SMALL_CLUSTER, **cluster}))
         return self.run("workflows/multi_node.py", "multi_node_training_wf", *given, *inputs)
 
     def started(self, done: subprocess.CompletedProcess[str]) -> Execution:

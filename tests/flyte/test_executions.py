@@ -19,7 +19,6 @@ from tests.flyte.conftest import (
     IMAGE,
     NAMESPACE,
     PROJECT,
-    SMALL_CLUSTER,
     Checkout,
     Execution,
     assert_quiet,
@@ -28,6 +27,7 @@ from tests.flyte.conftest import (
     kubectl,
 )
 from tests.support.checkout import REPOSITORY, copy_repository
+from tests.support.clusters import SMALL_CLUSTER
 
 PACED = """
 import time
@@ -159,7 +159,11 @@ def test_a_script_runs_on_several_nodes_with_the_file_beside_it(
     (tmp_path / "helper.py").write_text("GREETING = 'hello'\n")
     script = ("--script", str(tmp_path / "train.py"), "--arguments", '["{outputs}"]')
     execution = checkout.run(
-        "workflows/script.py", "script_wf", *script, "--cluster", json.dumps(SMALL_CLUSTER)
+        "workflows/script.py",
+        "script_wf",
+        *script,
+        "--cluster",
+        json.dumps({"kind": "kubernetes", **SMALL_CLUSTER}),
     )
     outputs = execution.outputs()
     assert execution.read(f"{outputs['outputs'].remote_source.rstrip('/')}/model.txt") == "trained"

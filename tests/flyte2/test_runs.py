@@ -23,23 +23,12 @@ from tests.flyte2.conftest import (
 )
 from tests.kubernetes.conftest import eventually
 from tests.support.checkout import REPOSITORY, own_environment
+from tests.support.clusters import SMALL_CLUSTER
 
 KEYS = {
     "endpoint_url": os.environ.get("FLYTE_AWS_ENDPOINT"),
     "key": os.environ.get("FLYTE_AWS_ACCESS_KEY_ID"),
     "secret": os.environ.get("FLYTE_AWS_SECRET_ACCESS_KEY"),
-}
-# Small enough for two nodes of two cores that also run the task's own pod.
-CLUSTER = {
-    "num_nodes": 2,
-    "start_timeout": 400,
-    "kubernetes": {
-        "worker_cpus": 0.5,
-        "worker_memory": "1Gi",
-        "shared_memory": "128Mi",
-        "scheduler_cpus": 0.25,
-        "scheduler_memory": "512Mi",
-    },
 }
 FLYTE_1 = """
 import sys
@@ -164,7 +153,7 @@ def test_a_cluster_goes_on_without_a_lost_worker(project):
     from workflows.flyte2 import train_on_cluster
 
     inputs = {"recipe": "recipes.paced.Paced", "config": {"epochs": 6, "checkpoint_interval": 20}}
-    run = start(train_on_cluster, cluster=CLUSTER, **inputs)
+    run = start(train_on_cluster, cluster=SMALL_CLUSTER, **inputs)
     pod = task_pod(run)
     wait_for_line(pod, "epoch 2/6")
     (cluster,) = clusters_of(pod)
@@ -203,7 +192,7 @@ def test_a_deleted_driver_of_a_cluster_goes_on_and_uses_no_retry(project, grace)
 def test_a_deleted_driver_of_a_sweep_goes_on(project):
     from workflows.flyte2 import sweep
 
-    inputs = {"recipe": "recipes.paced.Paced", "config": {"epochs": 2}, "cluster": CLUSTER}
+    inputs = {"recipe": "recipes.paced.Paced", "config": {"epochs": 2}, "cluster": SMALL_CLUSTER}
     run = start(sweep, grid={"learning_rate": [0.001, 0.003]}, **inputs)
     pod = task_pod(run)
     eventually(lambda: clusters_of(pod), 120, "a Dask cluster")
@@ -219,7 +208,9 @@ def test_an_abort_deletes_the_cluster(project):
     from workflows.flyte2 import train_on_cluster
 
     config = {"epochs": 2000}
-    run = start(train_on_cluster, recipe="recipes.paced.Paced", cluster=CLUSTER, config=config)
+    run = start(
+        train_on_cluster, recipe="recipes.paced.Paced", cluster=SMALL_CLUSTER, config=config
+    )
     pod = task_pod(run)
     wait_for_line(pod, "epoch 1/2000")
     (cluster,) = clusters_of(pod)
