@@ -33,9 +33,17 @@ from flyte_ddp.cluster.kubernetes.manifest import (
 from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import parse_duration
-from flyte_ddp.errors import ClusterError, ConfigError, OutOfMemory, PreflightError, RankFailure
+from flyte_ddp.errors import (
+    ClusterError,
+    ConfigError,
+    NodeLost,
+    OutOfMemory,
+    PreflightError,
+    RankFailure,
+)
 from flyte_ddp.flyte.training import pod_failure
 from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.nodes.dask import nodes as nodes_of_dask
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 
@@ -847,6 +855,18 @@ def test_a_lost_workers_end_is_read_from_its_pods_status(
     assert str(end).endswith("raise kubernetes.worker_memory") is end.is_out_of_memory
 
 
+def test_the_end_of_a_lost_worker_is_looked_for_from_its_attempts_beginning_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempt = object.__new__(nodes_of_dask.DaskNodes)
+    vars(attempt).update(client=None, scheduler_id="one", config=CLUSTER, _began_at=7.0)
+    monkeypatch.setattr(nodes_of_dask, "scheduler_id", lambda client: "one")
+    monkeypatch.setattr(
+        nodes_of_dask, "pod_end", lambda config, name, began_at, lines: api.PodEnd(f"{began_at:g}")
+    )
+    assert "its container ended (7)" in str(attempt.explain(NodeLost("it was lost", WORKER)))
+
+
 def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -854,7 +874,9 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     one before.
     """
     ended: dict[str, str] = {}
-    monkeypatch.setattr(api, "pod_end", lambda config, pod: api.PodEnd(ended.get(pod, "Error")))
+    monkeypatch.setattr(
+        api, "pod_end", lambda config, pod, began_at: api.PodEnd(ended.get(pod, "Error"))
+    )
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
 
     def look_back(run: driver._Driver, failure: RankFailure | None) -> None:

@@ -86,7 +86,7 @@ def pod_failure(pod: str) -> RankFailure | None:
     """
     from flyte_ddp.cluster.kubernetes.api import pod_end
 
-    if not pod_end(ClusterConfig(kind="kubernetes"), pod).is_out_of_memory:
+    if not pod_end(ClusterConfig(kind="kubernetes"), pod, began_at=0.0).is_out_of_memory:
         return None
     return RankFailure(
         f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",

@@ -77,7 +77,7 @@ def test_a_cluster_from_outside_uses_two_nodes_is_nobody_elses_and_goes_with_ctr
         assert json.loads(driver.stdout.readline()) == [6, 6]
         pods = namespace.pods(cluster_name(run_name), "worker")
         assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
-        assert "distributed.worker" in pod_end(config, pods[0]["metadata"]["name"], 20).log
+        assert "distributed.worker" in pod_end(config, pods[0]["metadata"]["name"], 0.0, 20).log
         with (
             pytest.raises(ClusterError, match="exists already"),
             open_cluster(config, run_name),

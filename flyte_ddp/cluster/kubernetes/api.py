@@ -158,7 +158,7 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     return " ".join([*parts, *refusals[-1:]])
 
 
-def pod_end(config: ClusterConfig, name: str, num_lines: int = 0, began_at: float = 0.0) -> PodEnd:
+def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 0) -> PodEnd:
     """Return how the container of a lost worker, or of an earlier attempt, ended, and its last
     lines.
 
@@ -167,9 +167,9 @@ def pod_end(config: ClusterConfig, name: str, num_lines: int = 0, began_at: floa
     Args:
         config: of the cluster; for kinds other than kubernetes nothing is known.
         name: of the pod. A worker's name is that of its pod.
-        num_lines: of a worker's log.
         began_at: when the attempt began, in seconds since the epoch. A container that ended before,
             such as a worker's that found no scheduler yet, is not the one that was lost.
+        num_lines: of a worker's log.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT
     try:

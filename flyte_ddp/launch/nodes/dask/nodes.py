@@ -162,7 +162,7 @@ class DaskNodes(Nodes):
             return NodeLost(f"the Dask scheduler was lost: {why}", "")
         if not failure.worker or "\n" in str(failure):
             return failure
-        end = pod_end(self.config, failure.worker, WORKER_LOG_LINES, self._began_at)
+        end = pod_end(self.config, failure.worker, self._began_at, WORKER_LOG_LINES)
         text = f"{failure}; {end}" if end.reason else str(failure)
         if end.log:
             text += f"\nThe last lines of its pod's log:\n{shorten(end.log, WORKER_LOG_LINES)}"
