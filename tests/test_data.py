@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
@@ -22,6 +22,9 @@ from flyte_ddp.rank.data import (
     take_sample,
     weigh_samples,
 )
+from flyte_ddp.recipes.digits import Digits
+from flyte_ddp.training.evaluation import evaluate
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import World, single_process_world
 from tests.support.recipes import Augmented, Tiny
 from tests.support.runs import new_run
@@ -273,6 +276,29 @@ def test_a_sample_of_loaded_data_reads_ahead_and_counts_what_cannot_be_read():
     assert len(samples) == 96
     assert (batch[1].tolist(), loaded.prefetched) == ([7], [13, 7])
     assert samples.num_unreadable == 1
+
+
+class Gappy(TensorDataset):
+    """Samples of which a whole batch of the evaluation, and one more, cannot be read."""
+
+    UNREADABLE = None
+
+    def __getitem__(self, index):
+        return None if index in (2, 4, 5, 6, 7) else super().__getitem__(index)
+
+
+def test_held_out_samples_that_cannot_be_read_do_not_count():
+    recipe, config, world = Digits(), TrainingConfig(evaluation_batch_size=4), _world(0, 1)
+    model = torch.nn.Linear(8, 10)
+    data = Gappy(torch.randn(12, 8), torch.arange(12) % 10)
+    readable = Subset(TensorDataset(*data.tensors), [0, 1, 3, 8, 9, 10, 11])
+
+    def measure(dataset):
+        samples = LoadedSamples(dataset, recipe, config, world)
+        return evaluate(model, recipe, samples, Parallelism(config, world))
+
+    with_gaps, without = measure(data), measure(readable)
+    assert (with_gaps.loss, with_gaps.metrics) == (pytest.approx(without.loss), without.metrics)
 
 
 def test_a_sample_larger_than_the_data_is_refused_in_one_line():
