@@ -166,12 +166,12 @@ class ShardCache:
         """Make the files of some samples of shards, several at once, and keep them longer than
         others.
         """
-        _do_at_once(self._open_shard, [(each,) for each in rows if each.name not in self._open])
-        parts = [
-            (entry, part)
-            for entry, found in rows.items()
-            for part in np.unique(self._open_shard(entry).find_parts(found)).tolist()
-        ]
+        in_parts = [each for each in rows if not self._is_one_file(each)]
+        _do_at_once(self._open_shard, [(each,) for each in in_parts if each.name not in self._open])
+        parts = [(each, WHOLE) for each in rows if each not in in_parts]
+        for entry in in_parts:
+            found = np.unique(self._open_shard(entry).find_parts(rows[entry]))
+            parts += [(entry, part) for part in found.tolist()]
         _do_at_once(self._file, [each for each in parts if not self._touch(*each)])
 
     def find(self, entry: Entry, row: int) -> tuple[Shard, str]:
@@ -188,20 +188,25 @@ class ShardCache:
     def _open_shard(self, entry: Entry) -> Shard:
         shard = self._open.get(entry.name)
         if shard is None:
-            whole, kind, is_copy = self._place(entry, WHOLE)
-            is_whole = kind.unpack is not None or not is_copy or os.path.exists(whole)
-            is_one_part = 0 <= entry.size <= readers.PART_BYTES
-            if kind.has_whole and (is_one_part or not self.source.has_ranges(entry.name)):
-                is_whole = True
+            is_whole = self._is_one_file(entry)
             try:
                 path = self._file(entry, WHOLE if is_whole else HEAD)
             except FileNotFoundError:  # no offsets
                 is_whole, path = True, self._file(entry, WHOLE)
+            kind = self._place(entry, WHOLE)[1]
             shard = open_shard(self.source, entry, kind, self.columns, path, is_whole)
             self._open[entry.name] = shard
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
         return shard
+
+    def _is_one_file(self, entry: Entry) -> bool:
+        """Return whether a shard is read from a file of all its bytes."""
+        path, kind, is_copy = self._place(entry, WHOLE)
+        if kind.unpack or not is_copy or os.path.exists(path):
+            return True
+        is_one_part = 0 <= entry.size <= readers.PART_BYTES
+        return kind.has_whole and (is_one_part or not self.source.has_ranges(entry.name))
 
     def _place(self, entry: Entry, part: int) -> tuple[str, Format, bool]:
         columns = self.columns and tuple(self.columns)

@@ -86,7 +86,7 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
         counts[name] = count
         if suffix == ".tar":
             entry = Entry(name, count, len(contents), version_of(source.info(name)))
-            offsets = find_tar_offsets(io.BytesIO(contents))
+            offsets = find_tar_offsets(contents)
             write_offsets(source.join(OWN_INDEX), entry, offsets, SHORT_TIMEOUT)
         logger.warning("%s is written, of %d", redact_url(storage.join(name)), num_shards)
     return prepare_index(source, "", None, counts)
