@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import decimal
 import fcntl
@@ -19,11 +20,13 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from flyte_ddp.data import Shards
 from flyte_ddp.data.cache import _find_place, _room_for_reads
-from flyte_ddp.data.readers import HEAD, WHOLE, decode_mds
+from flyte_ddp.data.readers import HEAD, WHOLE, _read_members, decode_mds, find_tar_offsets
 from flyte_ddp.data.source import CONCURRENT_READS, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
@@ -420,6 +423,35 @@ def test_members_with_long_names_are_in_the_part_of_their_sample(parts, tmp_path
                     "number": str(number).encode(),
                     "text": str(number).encode(),
                 }
+
+
+names = st.text(st.sampled_from("a/é."), min_size=1, max_size=3).map(lambda each: f"x{each * 60}.b")
+members = st.lists(
+    st.tuples(names | st.just("x.b"), st.binary(max_size=600), st.sampled_from([0, 1.5]))
+)
+
+
+@given(members, st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]))
+def test_members_of_a_tar_file_are_where_tarfile_says(members, form):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as archive:
+        for name, data, time in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), time
+            with contextlib.suppress(ValueError):  # too long for the format
+                archive.addfile(member, io.BytesIO(data))
+    with tarfile.open(fileobj=io.BytesIO(file.getvalue())) as archive:
+        expected = [(each.offset, each.name, each.offset_data, each.size) for each in archive]
+    assert list(_read_members(file.getvalue(), has_end=True)) == expected
+
+
+def test_a_damaged_header_is_no_end_of_a_tar_file(tmp_path):
+    contents = bytearray(tar([record(number) for number in range(3)]))
+    place = find_tar_offsets(bytes(contents))[1]
+    contents[place] ^= 1
+    shards = Shards(write_tree({"a.tar": bytes(contents)}, tmp_path / "train"))
+    with pytest.raises(DataError, match=f"a.tar cannot be read: .* header .* at byte {place}"):
+        shards.prepare()
 
 
 def test_a_process_makes_so_many_files_at_once_and_no_more(tmp_path, monkeypatch):

@@ -213,8 +213,10 @@ def _read_members(
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in filter(tarfile.TarInfo.isreg, tar):
             yield member.offset, member.name, member.offset_data, member.size
-        if tar.offset < len(contents) and not has_end:
-            raise DataError("expected a member of a tar file")
+        # where `tarfile` takes a damaged header for the end
+        rest = contents[tar.offset : tar.offset + tarfile.BLOCKSIZE]
+        if any(rest) or (rest and not has_end):
+            raise DataError(f"expected the header of a member at byte {tar.offset}")
 
 
 def _read_header(contents: bytes | mmap.mmap, place: int) -> tuple[str, int] | None:
