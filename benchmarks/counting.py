@@ -46,8 +46,9 @@ def write_shards(directory: Path) -> str:
 
 
 def open_shards(url: str, cache: str | None = None) -> Shards:
-    from flyte_ddp.data import Shards
+    from flyte_ddp.data import Shards, readers
 
+    readers.PART_BYTES = 1 << 10  # so that a shard is fetched in several parts
     return Shards(url, transform=to_sample, cache_dir=cache)
 
 

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import flyte_ddp
 from flyte_ddp import session
-from flyte_ddp.data import Shards
+from flyte_ddp.data import Shards, readers
 
 def count():
+    readers.PART_BYTES = 64  # bytes, so that a shard is fetched in several parts
     dist.init_process_group("gloo")
     data = Shards("s3://runs/shards", transform=lambda fields: fields["number"])
     state = session.load() or {"seen": torch.zeros(len(data)), "step": 0, "sizes": []}
