@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import time
 from collections import namedtuple
 from pathlib import Path
 
+import dask
 import pytest
 import torch
+from distributed import Client, LocalCluster
 from pyarrow import parquet
 
 from examples.score_nightly import SCORE
@@ -17,8 +22,11 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.launch.nodes.dask.calls import listed_workers
+from flyte_ddp.prediction import keeper
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.prediction.model import OneDevice, Predictor
+from flyte_ddp.prediction.workers import PredictionWorkers
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.digits import Digits
@@ -72,6 +80,35 @@ def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp
     assert predict(recipe, state, "", str(one), config=config, **given) == made
     assert {file: file.stat().st_mtime_ns for file in times} == times
     assert contents(one) == contents(two)
+
+
+class OneProcess(PredictionWorkers):
+    """A cluster whose own workers predict."""
+
+    def _check_nodes(self):
+        self._num_processes = len(listed_workers(self.client))
+
+
+def test_a_part_whose_process_is_lost_when_it_is_done_is_made_again(monkeypatch):
+    monkeypatch.setattr(keeper, "call", lambda method, number: number)
+    timeout = "500ms"  # less than a restart takes
+    with (
+        dask.config.set({"distributed.scheduler.no-workers-timeout": timeout}),
+        LocalCluster(n_workers=1, dashboard_address=None, resources={"one": 1}) as cluster,
+        Client(cluster) as client,
+    ):
+        workers = OneProcess(client, None, None, b"", "", None, "one")
+        made = workers.run("part", [(number,) for number in range(4)])
+        first = next(made)
+        while "memory" not in client.run_on_scheduler(list_task_states):
+            time.sleep(0.01)
+        (process,) = client.run(os.getpid).values()
+        os.kill(process, signal.SIGKILL)
+        assert sorted([first, *made]) == [0, 1, 2, 3]
+
+
+def list_task_states(dask_scheduler):
+    return [task.state for task in dask_scheduler.tasks.values()]
 
 
 def test_command_and_task_predict_with_the_champion_and_its_options(tmp_path, capsys):

@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import CancelledError, Client, Future, TimeoutError
-from distributed.scheduler import KilledWorker, NoValidWorkerError
+from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import by_value
@@ -105,19 +105,21 @@ class PredictionWorkers:
                 continue
             given = pending.pop(future)
             try:
-                error = future.exception()
+                result = future.result()  # which may be lost, too, before it is fetched
             except CancelledError:
                 raise ClusterError("the Dask scheduler is gone") from None
-            if isinstance(error, (KilledWorker, NoValidWorkerError)):
+            except (NoValidWorkerError, NoWorkerError):  # until a node has its processes again
+                waiting.appendleft(given)
+            except KilledWorker:
                 losses[given] += 1
                 if losses[given] > MAX_LOSSES:
                     raise ClusterError(
                         f"{method}{given} lost {losses[given]} processes that predict, the last "
                         "without an exception: a smaller batch_size takes less memory"
-                    )
+                    ) from None
                 waiting.appendleft(given)
-                continue
-            yield future.result()
+            else:
+                yield result
 
     def _check_nodes(self) -> None:
         """Start processes on nodes that have none, and count those that are there.
