@@ -19,6 +19,7 @@ from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import AttemptStarted, Reported
 from flyte_ddp.rank.data import epoch_order, open_samples
 from flyte_ddp.recipes import config_of
+from flyte_ddp.training.average import WeightAverage
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
@@ -122,6 +123,26 @@ def test_a_stop_keeps_trained_and_averaged_weights_apart_also_within_an_evaluati
     assert best.loss == pytest.approx(min(each.test_loss for each in whole.progress.epochs))
 
 
+def test_floating_point_buffers_are_averaged_as_weights_are():
+    model = torch.nn.BatchNorm1d(2)
+    average = WeightAverage(model, 0.9)
+    model.running_mean.fill_(1.0)
+    model.num_batches_tracked.fill_(7)
+    average.update(step=0)  # which keeps a tenth
+    with average.in_place():
+        assert model.running_mean.tolist() == pytest.approx([0.9, 0.9])
+        assert model.num_batches_tracked == 7
+    assert model.running_mean.tolist() == [1, 1]
+
+
+def test_averages_begin_with_the_initial_state(tmp_path):
+    state = {name: each + 1 for name, each in Tiny().model().state_dict().items()}
+    torch.save(state, tmp_path / "state.pt")
+    trainer = new_trainer(new_run(tmp_path), str(tmp_path / "state.pt"), ema_decay=DECAY)
+    trainer.resume()
+    torch.testing.assert_close(trainer.average.values, state, rtol=0, atol=0)
+
+
 def test_a_model_without_a_copy_is_not_refused_for_its_memory():
     model = torch.nn.Linear(2, 2)
     model.lock = threading.Lock()
@@ -220,7 +241,7 @@ def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
     tmp_path, monkeypatch
 ):
     def lower(self, optimizer, config, num_steps):
-        return ReduceLROnPlateau(optimizer, "min", factor=0.5, patience=0, threshold=2)
+        return ReduceLROnPlateau(optimizer, "min", factor=0.5, patience=1, threshold=2)
 
     monkeypatch.setattr(Restarting, "schedule", lower)
     with pytest.raises(StopRequested):
@@ -229,7 +250,7 @@ def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
     trainer.resume()
     trainer.fit()
     assert [epoch.learning_rate for epoch in trainer.progress.epochs] == pytest.approx(
-        [0.1, 0.05, 0.025, 0.0125, 0.00625]
+        [0.1, 0.1, 0.05, 0.05, 0.025]  # also after the stop in the second epoch
     )
 
 

@@ -40,6 +40,18 @@ def test_a_step_whose_gradient_overflows_is_left_out_and_the_others_are_those_of
     assert losses[0] == pytest.approx(losses[1], rel=0.2)
 
 
+def test_a_gradient_in_fp16_is_clipped_by_its_norm_before_it_was_scaled(tmp_path):
+    states = []
+    for precision in ("fp16", "fp32"):
+        trainer = new_trainer(
+            new_run(tmp_path / precision), precision=precision, gradient_clip_norm=0.1, epochs=1
+        )
+        trainer.scaler._init_scale = 2.0**10  # at which none overflows
+        trainer.fit()
+        states.append(trainer.model.state_dict())
+    torch.testing.assert_close(*states, rtol=0.01, atol=0.002)
+
+
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
