@@ -2,6 +2,7 @@
 tests/kubernetes.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -70,6 +71,16 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
     host, port = address.removeprefix("tcp://").split(":")
     with pytest.raises(ConnectionError), socket.create_connection((host, int(port)), timeout=5):
         pass
+
+
+@pytest.mark.filterwarnings("error:Port 8787")
+def test_a_local_cluster_leaves_dasks_usual_port_to_others() -> None:
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # somebody has it
+            other.bind(("", 8787))
+            other.listen()
+        with open_cluster(ClusterConfig(kind="local", num_nodes=1), "run"):
+            pass
 
 
 def test_a_local_worker_comes_back_however_long_it_takes() -> None:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -21,10 +22,11 @@ from flyte_ddp.rank.data import epoch_order, open_samples
 from flyte_ddp.recipes import config_of
 from flyte_ddp.training.average import WeightAverage
 from flyte_ddp.training.contract import check_contract
+from flyte_ddp.training.ddp import DdpParallelism
 from flyte_ddp.training.evaluation import evaluate
 from flyte_ddp.training.optim import Schedule, count_state_bytes, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
-from flyte_ddp.world import ALONE
+from flyte_ddp.world import ALONE, process_group
 from tests.support.recipes import Dropping, Restarting, Tiny
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
@@ -133,6 +135,13 @@ def test_floating_point_buffers_are_averaged_as_weights_are():
         assert model.running_mean.tolist() == pytest.approx([0.9, 0.9])
         assert model.num_batches_tracked == 7
     assert model.running_mean.tolist() == [1, 1]
+
+
+def test_options_of_ddp_are_those_of_the_config():
+    config = TrainingConfig(broadcast_buffers=False, find_unused_parameters=True)
+    with process_group(ALONE, "gloo", HashStore(), timeout=60):
+        replica = DdpParallelism(config, ALONE).replicate(torch.nn.BatchNorm1d(2))
+    assert (replica.broadcast_buffers, replica.find_unused_parameters) == (False, True)
 
 
 def test_averages_begin_with_the_initial_state(tmp_path):
