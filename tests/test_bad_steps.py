@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import NonFiniteLoss, RankFailure
 from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, from_dict, to_dict
 from flyte_ddp.rank.data import epoch_order
 from tests.support.gang import session_of
+from tests.support.planted import Planted
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -92,7 +94,11 @@ def states_of(run):
     return state
 
 
-def test_a_skipped_step_leaves_nothing_behind(tmp_path):
+def test_a_skipped_step_leaves_nothing_behind(tmp_path, monkeypatch):
+    def lower(self, optimizer, config, num_steps):  # also after a step that is left out
+        return StepLR(optimizer, 1, gamma=0.8)
+
+    monkeypatch.setattr(Planted, "schedule", lower)
     config = {"recipe_options": planted(29, "pixel", mixes=True), "ema_decay": 0.9}
     skipping = new_trainer(new_run(tmp_path / "one", RECIPE), on_bad_step="skip", **config)
     skipping.fit()
