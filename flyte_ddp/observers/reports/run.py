@@ -240,7 +240,8 @@ class Report(Page):
     def _describe_others(self, name: str) -> str:
         if not (found := self._values_of_others(name)):
             return "last reported"
-        return f"other ranks: {statistics.fmean(found):.4g}, {min(found):.4g} to {max(found):.4g}"
+        spread = f", {min(found):.4g} to {max(found):.4g}" if len(found) > 1 else ""
+        return f"other ranks: {statistics.fmean(found):.4g}{spread}"
 
     def _epochs_table(self) -> Table:
         best, epochs = self._state.best, self._state.epochs
