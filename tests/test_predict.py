@@ -21,9 +21,9 @@ from flyte_ddp import predict
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
-from flyte_ddp.errors import ConfigError, DataError
+from flyte_ddp.errors import ClusterError, ConfigError, DataError
 from flyte_ddp.launch.nodes.dask.calls import listed_workers
-from flyte_ddp.prediction import keeper
+from flyte_ddp.prediction import keeper, workers
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.prediction.model import OneDevice, Predictor
 from flyte_ddp.prediction.workers import PredictionWorkers
@@ -89,22 +89,31 @@ class OneProcess(PredictionWorkers):
         self._num_processes = len(listed_workers(self.client))
 
 
-def test_a_part_whose_process_is_lost_when_it_is_done_is_made_again(monkeypatch):
-    monkeypatch.setattr(keeper, "call", lambda method, number: number)
-    timeout = "500ms"  # less than a restart takes
+@pytest.fixture
+def one_process():
+    settings = {"no-workers-timeout": "500ms", "allowed-failures": 0}  # less than a restart takes
     with (
-        dask.config.set({"distributed.scheduler.no-workers-timeout": timeout}),
+        dask.config.set({f"distributed.scheduler.{name}": each for name, each in settings.items()}),
         LocalCluster(n_workers=1, dashboard_address=None, resources={"one": 1}) as cluster,
         Client(cluster) as client,
     ):
-        workers = OneProcess(client, None, None, b"", "", None, "one")
-        made = workers.run("part", [(number,) for number in range(4)])
-        first = next(made)
-        while "memory" not in client.run_on_scheduler(list_task_states):
-            time.sleep(0.01)
-        (process,) = client.run(os.getpid).values()
-        os.kill(process, signal.SIGKILL)
-        assert sorted([first, *made]) == [0, 1, 2, 3]
+        yield OneProcess(client, None, None, b"", "", None, "one")
+
+
+def test_a_part_that_is_lost_also_when_it_is_done_is_made_again_three_times_at_most(one_process, monkeypatch):
+    monkeypatch.setattr(keeper, "call", lambda method, number: number)
+    made = one_process.run("part", [(number,) for number in range(4)])
+    first = next(made)
+    while "memory" not in one_process.client.run_on_scheduler(list_task_states):
+        time.sleep(0.01)
+    (process,) = one_process.client.run(os.getpid).values()
+    os.kill(process, signal.SIGKILL)
+    assert sorted([first, *made]) == [0, 1, 2, 3]
+
+    monkeypatch.setattr(keeper, "call", lambda method, number: os._exit(1))
+    monkeypatch.setattr(workers, "MAX_LOSSES", 0)
+    with pytest.raises(ClusterError, match=r"^part\(0,\) lost 1 processes that predict"):
+        next(one_process.run("part", [(0,)]))
 
 
 def list_task_states(dask_scheduler):
