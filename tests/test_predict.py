@@ -100,7 +100,9 @@ def one_process():
         yield OneProcess(client, None, None, b"", "", None, "one")
 
 
-def test_a_part_that_is_lost_also_when_it_is_done_is_made_again_three_times_at_most(one_process, monkeypatch):
+def test_a_lost_part_is_made_again_also_when_it_was_done_and_some_times_at_most(
+    one_process, monkeypatch
+):
     monkeypatch.setattr(keeper, "call", lambda method, number: number)
     made = one_process.run("part", [(number,) for number in range(4)])
     first = next(made)
