@@ -154,10 +154,8 @@ def test_another_way_to_split_a_model_is_one_line_before_the_first_step(framewor
 
 
 def test_data_without_a_length_are_not_compared():
-    assert loaders.count_samples([1, 2], None) == 2
-    assert loaders.count_samples([1, 2], {"num_samples": 2}) == 2
-    assert loaders.count_samples([1, 2], {}) == 2
-    assert loaders.count_samples(iter([1, 2]), {"num_samples": None}) is None
+    kept, share = loaders.share_batch(iter([1, 2]), {"num_samples": None}, None, 4, 2)
+    assert (kept, share) == ({"num_samples": None, "global_batch_size": 8}, 4)
 
 
 @pytest.mark.slow  # of which importing takes ten seconds

@@ -120,12 +120,10 @@ class _Training:
             if hasattr(each, "load_state_dict")
             and not isinstance(each, (nn.Module, Optimizer, DataLoader))
         ]
-        found = self._found = training.load(self._model, self._optimizers)
-        self._num_samples = loaders.count_samples(loader.dataset, found)
-        for each, state in zip(self._others, found["others"] if found else (), strict=bool(found)):
-            each.load_state_dict(state)
-        total = found["global_batch_size"] if found else total
-        self.global_batch_size: int = total or loader.batch_size * rank_and_world_size()[1]
+        self._found = training.load(self._model, self._optimizers, self._others)
+        self._kept, share = loaders.share_batch(
+            loader.dataset, self._found, total, loader.batch_size, rank_and_world_size()[1]
+        )
         # of the order of the samples
         self._generator = getattr(loader.sampler, "generator", None) or torch.Generator()
         if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
@@ -133,7 +131,6 @@ class _Training:
             # process's own generator.
             loader.sampler.generator = self._generator
             self._generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        share = loaders.split_batch(self.global_batch_size)
         self.loader = accelerator.prepare(loaders.with_batches(loader, share))
 
     def __getattr__(self, name: str) -> Any:
@@ -178,11 +175,10 @@ class _Training:
             order: state of the generator that draws the order of the epoch.
         """
         values = {
-            "global_batch_size": self.global_batch_size,
-            "num_samples": self._num_samples,
+            **self._kept,
             "epoch": epoch,
             "num_batches": num_batches,
             "order": bytes(order.tolist()),
-            "others": [each.state_dict() for each in self._others],
         }
-        training.save(self._model, self._optimizers, session.current().step, values)
+        step = session.current().step
+        training.save(self._model, self._optimizers, self._others, step, values)

@@ -10,7 +10,7 @@ step, stay the same at any number of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,7 +49,8 @@ class SessionCallback(Callback):  # type: ignore[misc]
     global_batch_size: int | None = None
     # of the checkpoint that the training goes on from
     _found: dict[str, Any] | None = None
-    _num_samples: int | None = None  # of the training data
+    # of the data and the batch, by a checkpoint; nothing of `session.batches`
+    _kept: dict[str, Any] = field(default_factory=dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not session.is_in_run():
@@ -60,12 +61,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
                 "strategy: expected ddp, or ModelParallelStrategy for FSDP2, got "
                 f"{type(trainer.strategy).__name__}"
             )
-        found = self._found = training.load(pl_module, trainer.optimizers)
-        if found:
-            self.global_batch_size = found["global_batch_size"]
-            for each, state in zip(_stateful(trainer), found["others"], strict=True):
-                if state:
-                    each.load_state_dict(state)
+        self._found = training.load(pl_module, trainer.optimizers, _stateful(trainer))
         trainer.loggers = [*trainer.loggers, _Reports()]
         process = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = lambda loader: process(self._fit(trainer, loader))
@@ -94,13 +90,12 @@ class SessionCallback(Callback):  # type: ignore[misc]
     def save(self, trainer: Trainer) -> None:
         """Save the training as it is after an optimizer step. For all ranks together."""
         values = {
-            "global_batch_size": self.global_batch_size,
-            "num_samples": self._num_samples,
+            **self._kept,
             "epoch": trainer.current_epoch + trainer.is_last_batch,
             "num_batches": 0 if trainer.is_last_batch else self._num_batches,
-            "others": [each.state_dict() for each in _stateful(trainer)],
         }
-        training.save(trainer.lightning_module, trainer.optimizers, trainer.global_step, values)
+        objects = trainer.lightning_module, trainer.optimizers, _stateful(trainer)
+        training.save(*objects, trainer.global_step, values)
 
     def _fit(self, trainer: Trainer, loader: Any) -> Any:
         """Return the training's loader with batches that keep the global batch what it was when the
@@ -114,11 +109,12 @@ class SessionCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 f"train_dataloader: expected one DataLoader, got a {type(loader).__name__}"
             )
-        self._num_samples = loaders.count_samples(loader.dataset, self._found)
-        num_shares = _num_shares(trainer)
-        self.global_batch_size = self.global_batch_size or (loader.batch_size or 0) * num_shares
+        total, size = self.global_batch_size, loader.batch_size or 0
+        self._kept, share = loaders.share_batch(
+            loader.dataset, self._found, total, size, _num_shares(trainer)
+        )
+        self.global_batch_size = self._kept["global_batch_size"]  # of later loaders too
         found = self._found or {"num_batches": 0, "epoch": trainer.current_epoch}
-        share = loaders.split_batch(self.global_batch_size, num_shares)
         if hasattr(loader.sampler, "set_epoch"):  # the loop does it too late for loader processes
             loader.sampler.set_epoch(found["epoch"])
         return loaders.with_batches(loader, share, found["num_batches"])
@@ -142,7 +138,6 @@ class SessionCallback(Callback):  # type: ignore[misc]
         ):
             if got != expected:
                 raise ConfigError(f"{name}: expected {expected} under Lightning, got {got}")
-        self.global_batch_size = batches.global_batch_size
         return loader
 
 

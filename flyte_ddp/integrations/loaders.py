@@ -11,7 +11,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.rank.batches import rank_and_world_size
 
 KEPT = (
     "dataset",
@@ -27,36 +26,36 @@ KEPT = (
 )
 
 
-def split_batch(global_batch_size: int, num_shares: int | None = None) -> int:
-    """Return the samples of one of `num_shares`, or else ranks, of a global batch. Raises
-    ConfigError if uneven.
-    """
-    shares = num_shares or rank_and_world_size()[1]
-    if global_batch_size % shares:
-        expected = f"expected a global batch that {shares} ranks share evenly"
-        raise ConfigError(f"global_batch_size: {expected}, got {global_batch_size} samples")
-    return global_batch_size // shares
-
-
-def count_samples(dataset: Any, found: Mapping[str, Any] | None) -> int | None:
-    """Return the length of the training data, None for an iterable without one, which is to be that
-    of those that a checkpoint was written with.
+def share_batch(
+    dataset: Any,
+    found: Mapping[str, Any] | None,
+    global_batch_size: int | None,
+    size: int,
+    num_shares: int,
+) -> tuple[dict[str, Any], int]:
+    """Return what a checkpoint keeps of the data and the global batch, and the samples of a share.
 
     Args:
-        found: the values of the checkpoint, of which `num_samples` is one; None without a
-            checkpoint.
+        dataset: of the training; an iterable may have no length.
+        found: the values of the checkpoint that the training goes on from; None without one.
+        global_batch_size: of a new training, as given; None for `num_shares` of `size` samples.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the checkpoint was written with another number of samples; the shares are
+            uneven.
     """
-    got = len(dataset) if hasattr(dataset, "__len__") else None
-    expected = (found or {}).get("num_samples")
-    if expected is not None and got != expected:
+    found = found or {}
+    got, expected = len(dataset) if hasattr(dataset, "__len__") else None, found.get("num_samples")
+    if expected not in (None, got):
         raise ConfigError(
             f"dataset: number of samples: expected {expected}, with which the checkpoint was "
             f"written, got {got}"
         )
-    return got
+    total = found.get("global_batch_size") or global_batch_size or size * num_shares
+    if total % num_shares:
+        expected = f"expected a global batch that {num_shares} ranks share evenly"
+        raise ConfigError(f"global_batch_size: {expected}, got {total} samples")
+    return {"num_samples": got, "global_batch_size": total}, total // num_shares
 
 
 def with_batches(loader: DataLoader[Any], batch_size: int, num_skipped: int = 0) -> DataLoader[Any]:

@@ -39,12 +39,17 @@ def begin(call: str) -> None:
 
 
 def save(
-    model: nn.Module, optimizers: Sequence[Optimizer], step: int, values: Mapping[str, Any]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    others: Sequence[Any],
+    step: int,
+    values: Mapping[str, Any],
 ) -> None:
     """Save a training in the session's place: each rank its own part of what is split. For all
     ranks together.
 
     Args:
+        others: objects that have a state as well, such as schedules.
         values: what else belongs to the training: plain values, and no tensors where the model is
             split.
     """
@@ -52,6 +57,7 @@ def save(
         state = {
             "model": model.state_dict(),
             "optimizers": [each.state_dict() for each in optimizers],
+            "others": [each.state_dict() for each in others],
         }
         session.save({**state, **values, "generators": _gather(generator_states())}, step)
 
@@ -61,9 +67,11 @@ def load_values() -> dict[str, Any] | None:
     return session.current().load_state(lambda keys, tensor: [range(0)] * tensor.dim())
 
 
-def load(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
-    """Load the newest checkpoint into model and optimizers; return the values saved with them; None
-    without one.
+def load(
+    model: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[Any]
+) -> dict[str, Any] | None:
+    """Load the newest checkpoint into model, optimizers and others; return the values saved with
+    them; None without one.
 
     The model may be split where the one that was saved was not, and the other way round: one rank
     alone splits none.
@@ -75,6 +83,9 @@ def load(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | 
     load_model(model, found["model"])
     for optimizer, each in zip(optimizers, found["optimizers"], strict=True):
         load_optimizer(optimizer, each)
+    for other, each in zip(others, found["others"], strict=True):
+        if each:
+            other.load_state_dict(each)
     return {key: each for key, each in found.items() if key not in ("model", "optimizers")}
 
 

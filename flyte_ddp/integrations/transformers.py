@@ -73,15 +73,14 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if session.checkpoints and not args.load_best_model_at_end:
             args.save_strategy = SaveStrategy.NO
         found = self._found = training.load_values()
-        self._num_samples = loaders.count_samples(trainer.train_dataset, found)
-        total = found["global_batch_size"] if found else self.global_batch_size
-        size = args.per_device_train_batch_size
-        self.global_batch_size = total or size * args.gradient_accumulation_steps * args.world_size
-        share = loaders.split_batch(self.global_batch_size)
+        size, total = args.per_device_train_batch_size, self.global_batch_size
+        own = size * args.gradient_accumulation_steps
+        self._kept, share = loaders.share_batch(
+            trainer.train_dataset, found, total, own, args.world_size
+        )
         if share % size:
-            expected = (
-                f"expected a divisor of {share}, a rank's samples of {self.global_batch_size}"
-            )
+            total = self._kept["global_batch_size"]
+            expected = f"expected a divisor of {share}, a rank's samples of {total}"
             raise ConfigError(f"per_device_train_batch_size: {expected}, got {size}")
         args.gradient_accumulation_steps = share // size  # as many batches as that are
         if found is None:
@@ -95,10 +94,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *arguments: Any, **given: Any) -> None:
         if self._found is not None:
-            self._found = training.load(self.trainer.model, [self._optimizer])
-            assert self._found is not None
-            for each, values in zip(self._others, self._found["others"], strict=True):
-                each.load_state_dict(values)
+            self._found = training.load(self.trainer.model, [self._optimizer], self._others)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -142,14 +138,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         objects: list[Any] = [*trainer.callback_handler.callbacks, trainer.control]
         stateful = [each for each in objects if isinstance(each, ExportableState)]
         values = {
-            "global_batch_size": self.global_batch_size,
-            "num_samples": self._num_samples,
+            **self._kept,
             "trainer": json.dumps(
                 dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
             ),
-            "others": [each.state_dict() for each in self._others],
         }
-        training.save(trainer.model, [self._optimizer], trainer.state.global_step, values)
+        parts = trainer.model, [self._optimizer], self._others
+        training.save(*parts, trainer.state.global_step, values)
 
     @property
     def _optimizer(self) -> Any:
