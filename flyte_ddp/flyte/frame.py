@@ -35,6 +35,7 @@ from flyte_ddp.events import Listener, RunFinished, RunState
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import Execution, current_execution
+from flyte_ddp.flyte.outputs import keep_values
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -250,12 +251,16 @@ class Frame:
                     write_file(url, file.read_bytes())
                 report.outputs["history"] = url or str(file)
 
-    def say_outputs(self, **outputs: FlyteFile | FlyteDirectory) -> None:
-        """Print where the outputs are: their URLs in a pod, their paths in a local run."""
-        for name, file in outputs.items():
-            url = file.remote_directory if isinstance(file, FlyteDirectory) else file.remote_path
-            place = url or str(file.path).removeprefix(f"{os.getcwd()}/")
-            self.say(f"{name.replace('_', ' '):<20}{place}")
+    def say_outputs(self, outputs: Any) -> None:
+        """Print where the files among the outputs are: their URLs in a pod, their paths in a local
+        run. Keep the others beside them.
+        """
+        keep_values(self.output_directory, OUTPUTS, outputs)
+        for name, file in outputs._asdict().items():
+            if isinstance(file, (FlyteFile, FlyteDirectory)):
+                url = getattr(file, "remote_directory", None) or getattr(file, "remote_path", None)
+                place = url or str(file.path).removeprefix(f"{os.getcwd()}/")
+                self.say(f"{name.replace('_', ' '):<20}{place}")
         if not self.is_local:
             page = self.execution.url or "Flyte's console"
             self.say(f'the report is also in {page}: click this task, then "Flyte Deck"')

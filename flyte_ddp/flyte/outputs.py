@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import click
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.events import EpochFinished, plain
 from flyte_ddp.flyte.flyte_context import is_flyte_task
+from flyte_ddp.flyte.inputs import given
 from flyte_ddp.observers.command_line import make_run_directory
 from flyte_ddp.observers.streams import print_line
 
@@ -70,13 +72,17 @@ class RetrainingOutputs(NamedTuple):
     export: FlyteDirectory | None
 
 
-def keep_values(directory: Path | None, name: str, **values: Any) -> None:
-    """Write the outputs that are no files to file `name` of a local run's directory, if it has
-    one.
+def keep_values(directory: Path | None, name: str, outputs: Any) -> None:
+    """Write those of a task's outputs that are no files to file `name` of a local run's directory,
+    if it has one.
     """
-    if directory is not None:
+    files = FlyteFile, FlyteDirectory, StructuredDataset, type(None)
+    values = {
+        key: value for key, value in outputs._asdict().items() if not isinstance(value, files)
+    }
+    if directory is not None and values:
         with log_failures(name):
-            text = json.dumps(plain(values), indent=1, default=repr, allow_nan=False)
+            text = json.dumps(plain(values), indent=1, default=given, allow_nan=False)
             (directory / name).write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import flytekit
@@ -219,14 +219,16 @@ def _outputs(
     directory.mkdir(parents=True, exist_ok=True)
     report = directory / "retraining.html"
     page.write(report)
-    values: dict[str, Any] = {
-        "outcome": outcome,
-        "reason": result.reason,
-        "champion": store.in_use().version,
-        "metrics": result.figures,
-    }
-    keep_values(kept_in, "retraining.json", **values)
-    return RetrainingOutputs(**values, report=FlyteFile(str(report)), export=export)
+    outputs = RetrainingOutputs(
+        outcome,
+        result.reason,
+        store.in_use().version,
+        result.figures,
+        FlyteFile(str(report)),
+        export,
+    )
+    keep_values(kept_in, "retraining.json", outputs)
+    return outputs
 
 
 TypeEngine.register(ConfigTransformer(Retraining))

@@ -74,15 +74,14 @@ def run_script(
             with gang.open_place(program, frame.name) as place:
                 frame.run(report, program, place, labels={"script": name}, relay=relay)
         report.outputs["outputs"] = outputs
-        files = {name: frame.output(name) for name in ("log.txt", HISTORY)}
-        frame.say_outputs(log=files["log.txt"], history=files[HISTORY])
-        frame.say(f"{'outputs':<20}{outputs}")
-        return ScriptOutputs(
+        made = ScriptOutputs(
             outputs=FlyteDirectory(outputs, remote_directory=False),
-            log=files["log.txt"],
-            history=files[HISTORY],
+            log=frame.output("log.txt"),
+            history=frame.output(HISTORY),
             report=frame.saved_report(),
         )
+        frame.say_outputs(made)
+        return made
 
 
 def pack_script(path: Path) -> str:

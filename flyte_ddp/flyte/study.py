@@ -15,7 +15,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import log_failures
 from flyte_ddp.events import EpochFinished, Event, Listener
-from flyte_ddp.flyte.frame import HISTORY, OUTPUTS, Frame
+from flyte_ddp.flyte.frame import HISTORY, Frame
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     OptionalCluster,
@@ -24,7 +24,7 @@ from flyte_ddp.flyte.inputs import (
     given,
     make_overrides,
 )
-from flyte_ddp.flyte.outputs import keep_values, list_accuracies, list_metrics
+from flyte_ddp.flyte.outputs import list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
@@ -309,19 +309,8 @@ class _Observer:
             best_export=self.frame.exported(finished, card),
             history=self._save_history(),
         )
-        keep_values(
-            self.frame.output_directory,
-            OUTPUTS,
-            best_config=dict(best.trial.overrides),
-            best_accuracies=outputs.best_accuracies,
-            best_metrics=outputs.best_metrics,
-        )
         self.frame.say(f"the best is {best.trial}: {describe_kept(best)}")
-        files = {
-            name: getattr(outputs, name)
-            for name in ("best_model_state", "best_export", "report", "history")
-        }
-        self.frame.say_outputs(results=csv, **files)
+        self.frame.say_outputs(outputs)
         return outputs
 
     def scaling_outputs(self) -> ScalingOutputs:
@@ -345,7 +334,7 @@ class _Observer:
                     f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
                 )
         outputs = ScalingOutputs(table, csv, self._save_history(), self.frame.saved_report())
-        self.frame.say_outputs(results=csv, history=outputs.history, report=outputs.report)
+        self.frame.say_outputs(outputs)
         return outputs
 
     def _save_table(self, table: Any) -> tuple[StructuredDataset, FlyteFile]:

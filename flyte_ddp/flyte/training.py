@@ -7,8 +7,8 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
-from flyte_ddp.flyte.frame import HISTORY, OUTPUTS, Frame
-from flyte_ddp.flyte.outputs import TrainingOutputs, keep_values, list_accuracies, list_metrics
+from flyte_ddp.flyte.frame import HISTORY, Frame
+from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
@@ -126,17 +126,10 @@ def _train(
         history=frame.output(HISTORY),
         export=frame.exported(result.finished, run_card(result, **origin)),
     )
-    numbers = {"epoch_accuracies": outputs.epoch_accuracies, "epoch_metrics": metrics}
-    keep_values(frame.output_directory, OUTPUTS, **numbers)
     shown = result.monitor.metric
     if shown == "test_loss":  # a metric says more
         shown = next((name for name in metrics if name != shown), shown)
     values = "  ".join(format_figure(shown, value) for value in metrics[shown])
     frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
-    frame.say_outputs(
-        model_state=outputs.model_state,
-        report=outputs.report,
-        history=outputs.history,
-        export=outputs.export,
-    )
+    frame.say_outputs(outputs)
     return outputs
