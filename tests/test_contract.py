@@ -261,7 +261,7 @@ def check(base=Line, name="Line", **attributes):
         recipe, config = get_recipe(dotted), config_of(dotted, {})
     train, _ = check_datasets(recipe, recipe.datasets(None))
     (samples,) = open_samples([train], recipe, config, ALONE)
-    check_contract(recipe, check_model(recipe, recipe.model()), samples, Parallelism(config, ALONE))
+    check_contract(check_model(recipe, recipe.model()), samples, Parallelism(recipe, config, ALONE))
 
 
 @pytest.mark.parametrize("name", MISTAKES)

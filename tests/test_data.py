@@ -295,7 +295,7 @@ def test_held_out_samples_that_cannot_be_read_do_not_count():
 
     def measure(dataset):
         samples = LoadedSamples(dataset, recipe, config, world)
-        return evaluate(model, recipe, samples, Parallelism(config, world))
+        return evaluate(model, samples, Parallelism(recipe, config, world))
 
     with_gaps, without = measure(data), measure(readable)
     assert (with_gaps.loss, with_gaps.metrics) == (pytest.approx(without.loss), without.metrics)

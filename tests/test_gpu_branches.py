@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.recipes import Recipe
 from flyte_ddp.training import ddp, evaluation, fsdp, main, passes
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import World, process_group
@@ -48,7 +49,7 @@ def test_a_rank_takes_the_gpu_of_its_number_on_its_node(calls, monkeypatch, loca
     monkeypatch.setattr(fsdp, "keep_freed_memory", keep_memory)
     node = SimpleNamespace(num_threads=1, use_gpus=True, world_size=4)
     process = SimpleNamespace(node=node, rank=local_rank, local_rank=local_rank)
-    world = main._prepare_torch(TrainingConfig(parallel="fsdp"), process).world
+    world = main._prepare_torch("digits", TrainingConfig(parallel="fsdp"), process).world
     keep_memory.assert_called_once_with(fsdp.RETURNED_BYTES)
     assert world.device == torch.device("cuda", expected)
     assert calls[-1] == ("set_device", world.device)
@@ -75,7 +76,7 @@ def test_a_replica_on_a_gpu_names_it_and_keeps_the_interval_of_ddps_timing(monke
     made = mock.Mock()
     monkeypatch.setattr(ddp, "DistributedDataParallel", made)
     monkeypatch.setattr(ddp, "set_ddp_timing_interval", None)  # a call would be an error
-    ddp.DdpParallelism(TrainingConfig(), WORLD).replicate(nn.Linear(2, 1))
+    ddp.DdpParallelism(Recipe(), TrainingConfig(), WORLD).replicate(nn.Linear(2, 1))
     assert made.call_args.kwargs["device_ids"] == [1]
 
 
@@ -103,7 +104,7 @@ def test_the_peak_of_a_gpu_is_looked_up_by_its_name(monkeypatch, name, teraflops
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_forward_pass_in_bf16_is_under_autocast_of_the_gpu(monkeypatch, precision):
     monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
-    found = Parallelism(TrainingConfig(precision=precision), WORLD).autocast()
+    found = Parallelism(Recipe(), TrainingConfig(precision=precision), WORLD).autocast()
     assert (
         isinstance(found, nullcontext) if precision == "fp32" else found == ("cuda", torch.bfloat16)
     )

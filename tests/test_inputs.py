@@ -554,7 +554,7 @@ def check(recipe, **config):
     config = TrainingConfig(global_batch_size=8, **config)
     train, held_out = open_samples(recipe.datasets(None), recipe, config, ALONE)
     model = recipe.model()
-    check_contract(recipe, model, train, Parallelism(config, ALONE), held_out)
+    check_contract(model, train, Parallelism(recipe, config, ALONE), held_out)
     for inputs, targets in train.batches(torch.arange(len(train)).split(8), epoch=1):
         recipe.losses(model(recipe.inputs(inputs)), targets)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, RunFinished
+from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.inspection import describe_layers, take_histograms
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
@@ -47,7 +48,7 @@ class Odd(nn.Module):
 def test_layers_without_tensors_have_no_shape_and_histograms_count_the_finite_values(monkeypatch):
     monkeypatch.setattr(torch, "histc", None)  # has no deterministic kernel for floats on GPUs
     layers = describe_layers(Odd(), torch.zeros(1, 4))
-    histograms = take_histograms(Odd(), Parallelism(TrainingConfig(), ALONE))
+    histograms = take_histograms(Odd(), Parallelism(Recipe(), TrainingConfig(), ALONE))
 
     shapes = {layer.name: layer.output_shape for layer in layers}
     assert shapes == {"nothing": [], "pair": [1, 4]}

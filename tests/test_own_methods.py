@@ -199,20 +199,20 @@ def test_a_recipes_own_collate_is_given_each_micro_batch_and_held_out_samples_ap
         recipe = kind()
         train, held_out = open_samples(recipe.datasets(None), recipe, config, ALONE)
         model = torch.nn.Linear(3, 3)
-        check_contract(recipe, model, train, Parallelism(config, ALONE), held_out)
+        check_contract(model, train, Parallelism(recipe, config, ALONE), held_out)
         assert ("it mixes the samples of a batch" in caplog.text) is is_mixed
         part = torch.arange(7)
         (trained,), (tested,) = train.batches([part], epoch=1), held_out.batches([part], epoch=0)
         assert torch.equal(trained[0], tested[0]) is not is_mixed
         assert trained[0].shape == (7, 3)
-        evaluation = evaluate(model, recipe, held_out, Parallelism(config, ALONE))
+        evaluation = evaluate(model, held_out, Parallelism(recipe, config, ALONE))
         assert math.isfinite(evaluation.loss)
 
 
 def test_one_sample_is_no_mixture():
     recipe, config = Mixed(), TrainingConfig(global_batch_size=1)
     (train,) = open_samples([recipe.datasets(None)[0][:1]], recipe, config, ALONE)
-    check_contract(recipe, torch.nn.Linear(3, 3), train, Parallelism(config, ALONE))
+    check_contract(torch.nn.Linear(3, 3), train, Parallelism(recipe, config, ALONE))
 
 
 def test_a_collate_that_drops_samples_is_refused_before_the_first_step():
@@ -220,7 +220,7 @@ def test_a_collate_that_drops_samples_is_refused_before_the_first_step():
     (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
     expected = r"Short.collate: expected tensors .* is the batch, 8, got shape \(7, 3\)$"
     with pytest.raises(ConfigError, match=expected):
-        check_contract(recipe, torch.nn.Linear(3, 3), train, Parallelism(config, ALONE))
+        check_contract(torch.nn.Linear(3, 3), train, Parallelism(recipe, config, ALONE))
 
 
 def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_the_training(

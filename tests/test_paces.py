@@ -19,6 +19,7 @@ from flyte_ddp.launch.control import paces
 from flyte_ddp.launch.control.paces import PaceWatch
 from flyte_ddp.launch.protocol.messages import Pace
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, STEP, StepTimer
+from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.ddp import DdpParallelism
 from flyte_ddp.world import World
 from tests.support.runs import new_run
@@ -183,7 +184,7 @@ def test_a_phase_with_waits_in_it_is_not_published(monkeypatch):
 
 def test_a_forward_pass_that_waits_for_rank_0s_buffers_is_not_timed():
     timer, ranks = StepTimer(print, torch.device("cpu")), World(0, 0, 2, torch.device("cpu"))
-    DdpParallelism(TrainingConfig(), ranks).watch(timer, nn.BatchNorm1d(2))
+    DdpParallelism(Recipe(), TrainingConfig(), ranks).watch(timer, nn.BatchNorm1d(2))
     assert timer.waiting == [FORWARD]
 
 

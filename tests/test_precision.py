@@ -18,9 +18,9 @@ from tests.support.trainers import new_trainer
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_losses_and_metrics_are_sums_in_single_precision(precision):
-    parallelism = Parallelism(TrainingConfig(precision=precision), ALONE)
+    parallelism = Parallelism(Tiny(), TrainingConfig(precision=precision), ALONE)
     model = torch.nn.Linear(8, 3)
-    outputs = forward(model, Tiny(), parallelism, torch.randn(4, 8))
+    outputs = forward(model, parallelism, torch.randn(4, 8))
     assert outputs.dtype == torch.float32
     assert torch.equal(outputs, outputs.to(parallelism.half).float())  # computed in half
 

@@ -235,7 +235,7 @@ def test_a_state_of_another_model_or_for_several_gpus_is_one_line(tmp_path, monk
             torch.cuda, "get_device_properties", lambda device, size=size: Device(size)
         )
         with expectation:
-            OneDevice(resolve({}, {}), gpu).check_memory(torch.nn.Linear(3, 4), Recipe())
+            OneDevice(Recipe(), resolve({}, {}), gpu).check_memory(torch.nn.Linear(3, 4))
 
 
 def test_columns_are_those_of_the_task_or_of_the_recipe(tmp_path, monkeypatch, state):

@@ -247,12 +247,12 @@ def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
 
     trainer = new_trainer(new_run(tmp_path, "tests.test_snapshot.KeptLine"), **CONFIG)
     recipe, model = trainer.recipe, trainer.model
-    check_contract(recipe, model, trainer.train, trainer.parallelism)
+    check_contract(model, trainer.train, trainer.parallelism)
     data = dict.fromkeys(("description", "fingerprint", "recipe_version"), "")
     assert next(layer.name for layer in _describe(trainer, data, OF_A_NODE)["layers"]) == "line"
     recipe.generate_sample = lambda model: str(model.train()(torch.ones(1, 1)))
     trainer.fit()
-    make_predictions(model, recipe, trainer.test, trainer.parallelism)
+    make_predictions(model, trainer.test, trainer.parallelism)
 
     assert plain_values == VALUES.get(kind, [NUM_STEPS])
     assert model.values() == plain_values

@@ -74,13 +74,14 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     config = config_of(TINY, {"epochs": 1, "parallel": "fsdp", "gradient_accumulation": 3})
     train_recipe(world, store, TINY, config, data, checkpoints)
 
-    recipe, split = get_recipe(TINY), FsdpParallelism(config, world)
-    model, _ = split.shard(open_model(recipe, split), recipe)
+    split = FsdpParallelism(get_recipe(TINY), config, world)
+    model, _ = split.shard(open_model(split))
     load_initial_state(model, state)
 
-    drawn = open_model(Drawn(), split)
+    split = FsdpParallelism(Drawn(), config, world)
+    drawn = open_model(split)
     assert all(parameter.is_meta for parameter in drawn.parameters())
-    split.shard(drawn, Drawn())
+    split.shard(drawn)
 
     compiled = []
     nn.Module.compile = lambda module: compiled.append(module)  # a method, so no built-in function
@@ -88,8 +89,8 @@ def look_inside(world, store, data, checkpoints, text_data, state):
     config = config_of("text", options)
     recipe = get_recipe("text", config.recipe_options)
     recipe.datasets(Path(text_data))
-    split = FsdpParallelism(config, world)
-    language_model, replica = split.shard(open_model(recipe, split), recipe)
+    split = FsdpParallelism(recipe, config, world)
+    language_model, replica = split.shard(open_model(split))
     types = []
     block = language_model.model.model.layers[0]
     block.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
@@ -137,7 +138,7 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
     model = nn.Sequential(Counted(300, 300), Counted(300, 300))
     alone = World(0, 0, 1, torch.device("cpu"))
     config = TrainingConfig(activation_checkpointing=asked, parallel="fsdp")
-    _, replica = choose_parallelism(config, alone).shard(model, Tiny())
+    _, replica = choose_parallelism(Tiny(), config, alone).shard(model)
     replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
     assert [calls.count(layer) for layer in model] == ([2, 2] if asked else [1, 1])
     assert caplog.messages == [
@@ -167,13 +168,13 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     world = World(0, 0, num_ranks, torch.device("cuda", 0))
     refused = pytest.raises(ConfigError, match=f"^parallel: expected {expected}")
     with refused if expected else contextlib.nullcontext():
-        choose_parallelism(config, world).place(model, Recipe())
+        choose_parallelism(Recipe(), config, world).place(model)
 
 
 @pytest.mark.parametrize(("parallel", "is_contiguous"), [("ddp", False), ("fsdp", True)])
 def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes(parallel, is_contiguous):
     config, world = TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu"))
-    model = choose_parallelism(config, world).place(nn.Conv2d(3, 8, 3), Recipe())
+    model = choose_parallelism(Recipe(), config, world).place(nn.Conv2d(3, 8, 3))
     assert model.weight.is_contiguous() is is_contiguous
 
 

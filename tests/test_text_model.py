@@ -16,6 +16,7 @@ from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training import evaluation
 from flyte_ddp.training.evaluation import sample_utilization
 from flyte_ddp.training.optim import build_optimizer
+from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
 from tests.support.text_recipe import prepared
 
@@ -85,7 +86,8 @@ def test_operations_are_counted_as_the_papers_do_and_shown_as_a_share_of_a_known
     assert operations == 8 * (6 * num_parameters + 12 * 2 * 2 * 8 * 8)
 
     def shown(recipe):
-        return sample_utilization(recipe, model, TrainingConfig(precision="bf16"), ALONE)
+        config = TrainingConfig(precision="bf16")
+        return sample_utilization(model, Parallelism(recipe, config, ALONE))
 
     assert shown(recipe) == 0
     monkeypatch.setattr(evaluation, "peak_flops", lambda config, world: 312e12)

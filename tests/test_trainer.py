@@ -288,7 +288,7 @@ def test_one_sample_is_normalized_by_running_statistics_or_to_the_bias(
 
 
 def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels_last_kernels():
-    placed = Parallelism(TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3), Recipe())
+    placed = Parallelism(Recipe(), TrainingConfig(), ALONE).place(torch.nn.Conv2d(1, 4, 3))
 
     assert (
         placed.weight.stride()
@@ -296,8 +296,8 @@ def test_weights_with_one_input_channel_get_the_strides_that_choose_the_channels
     )
     assert placed.weight.is_leaf
     assert (
-        Parallelism(TrainingConfig(), ALONE)
-        .place(torch.nn.Conv3d(1, 4, 3), Recipe())
+        Parallelism(Recipe(), TrainingConfig(), ALONE)
+        .place(torch.nn.Conv3d(1, 4, 3))
         .weight.is_contiguous()
     )
 

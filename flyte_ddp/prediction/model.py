@@ -17,7 +17,7 @@ from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prediction.job import PredictionJob, part_name
 from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import map_tensors
-from flyte_ddp.recipes import Recipe, get_recipe, list_class_names, locate
+from flyte_ddp.recipes import get_recipe, list_class_names, locate
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import class_names_of
@@ -56,8 +56,8 @@ class Predictor:
             self.dataset = recipe.predict_dataset(Path(directory))
         if not len(self.dataset):
             raise DataError("data: expected at least one sample to predict, got none")
-        self.parallelism = OneDevice(config, world)
-        self.model = open_trained_model(recipe, state, self.parallelism, "model_state")
+        self.parallelism = OneDevice(recipe, config, world)
+        self.model = open_trained_model(state, self.parallelism, "model_state")
         pairs: Any = Mapped(self.dataset, pair_with_index)
         self._loaded = LoadedSamples(pairs, recipe, config, world)
 
@@ -75,7 +75,7 @@ class Predictor:
         tables = []
         with evaluating(self.model):
             for index, batch in zip(indices, self._read(indices), strict=True):
-                outputs = forward(self.model, self.recipe, self.parallelism, batch)
+                outputs = forward(self.model, self.parallelism, batch)
                 tables.append(pyarrow.table(self._columns(index.tolist(), outputs)))
         file = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.concat_tables(tables), file)
@@ -116,7 +116,7 @@ def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:
 class OneDevice(Parallelism):
     """A process that holds the whole model, and trains nothing."""
 
-    def check_memory(self, model: nn.Module, recipe: Recipe) -> None:
+    def check_memory(self, model: nn.Module) -> None:
         """Raise ConfigError if the weights need more than one GPU."""
         if self.world.device.type != "cuda":
             return

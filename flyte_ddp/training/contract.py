@@ -105,16 +105,15 @@ def check_model(recipe: Recipe, found: Any) -> nn.Module:
     return found
 
 
-def open_model(recipe: Recipe, parallelism: Parallelism) -> nn.Module:
+def open_model(parallelism: Parallelism) -> nn.Module:
     """Return the recipe's model, checked and placed as the kind of parallelism wants it."""
-    with parallelism.building(recipe):
-        model = check_model(recipe, recipe.model())
+    with parallelism.building():
+        model = check_model(parallelism.recipe, parallelism.recipe.model())
     freeze_layers(model, parallelism.config.frozen_layers)
-    return parallelism.place(model, recipe)
+    return parallelism.place(model)
 
 
 def check_contract(
-    recipe: Recipe,
     model: nn.Module,
     train: Samples,
     parallelism: Parallelism,
@@ -129,7 +128,7 @@ def check_contract(
         ConfigError: a method broke its contract; one line.
         DataError: the default losses are for classes, and a target is none; one line.
     """
-    config, size = parallelism.config, len(train)
+    recipe, config, size = parallelism.recipe, parallelism.config, len(train)
     if config.global_batch_size > size:
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
@@ -150,7 +149,7 @@ def check_contract(
                 num_samples = len(next(tensors_in(targets)))
             model.train()
             try:
-                outputs = forward(call_model, recipe, parallelism, inputs)
+                outputs = forward(call_model, parallelism, inputs)
             except Exception:
                 # the pass of a part of the ranks would hang
                 if num_samples == per_rank or parallelism.is_collective:

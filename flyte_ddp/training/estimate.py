@@ -65,14 +65,14 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     """
     world = single_process_world()
     train = take_sample(open_datasets(recipe, directory, config)[0], config)
-    alone = Parallelism(dataclasses.replace(config, compile=False, data_workers=0), world)
-    planned = choose_parallelism(config, World(0, 0, num_ranks, world.device))
+    alone = Parallelism(recipe, dataclasses.replace(config, compile=False, data_workers=0), world)
+    planned = choose_parallelism(recipe, config, World(0, 0, num_ranks, world.device))
     (samples,) = open_samples([train], recipe, alone.config, world)
     size = math.ceil(config.global_batch_size / (num_ranks * config.gradient_accumulation))
     first = torch.arange(size, device=samples.index_device) % len(samples)
     inputs, targets, *_ = next(iter(samples.batches([first], epoch=1)))
-    model = open_model(recipe, alone).train()
-    alone.shard(model, recipe)
+    model = open_model(alone).train()
+    alone.shard(model)
     optimizer = open_optimizer(recipe, model, config)
     saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
 
@@ -86,7 +86,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
         saved.clear()
         started = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            losses = recipe.losses(forward(model, recipe, alone, inputs), targets)
+            losses = recipe.losses(forward(model, alone, inputs), targets)
         losses.sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -107,7 +107,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
         count_parameters(model),
         size,
         state_bytes / planned.num_shards,
-        activation_bytes + planned.gathered_bytes(model, recipe),
+        activation_bytes + planned.gathered_bytes(model),
         seconds * num_batches,
     )
 

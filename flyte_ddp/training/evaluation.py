@@ -56,7 +56,6 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    recipe: Recipe,
     samples: Samples,
     parallelism: Parallelism,
     on_batch: Callable[[], None] = lambda: None,
@@ -76,7 +75,7 @@ def evaluate(
         on_outputs: called with the outputs and the targets of each batch of this rank.
     """
     started = time.perf_counter()
-    config, world = parallelism.config, parallelism.world
+    recipe, config, world = parallelism.recipe, parallelism.config, parallelism.world
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
@@ -89,7 +88,7 @@ def evaluate(
         for number, (index, (inputs, targets, *stand_in)) in enumerate(
             zip(shard, samples.batches(shard, epoch=0), strict=True)
         ):
-            outputs = forward(model, recipe, parallelism, inputs)
+            outputs = forward(model, parallelism, inputs)
             if not stand_in:
                 loss_sum += recipe.losses(outputs, targets).sum()
                 metrics.update(outputs, targets)
@@ -104,7 +103,7 @@ def evaluate(
         if num_more := parallelism.count_passes(len(shard)) - len(shard):
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
             for inputs, *_ in samples.batches(num_more * [first], epoch=0):
-                forward(model, recipe, parallelism, inputs)
+                forward(model, parallelism, inputs)
     parallelism.release(model)
     total_loss, total = world.all_reduce(loss_sum, num_targets)
     values = metrics.compute(world, len(samples), total)
@@ -132,25 +131,23 @@ def evaluate_state(
     world = single_process_world()
     _, test = open_datasets(recipe, directory, config)
     (samples,) = open_samples([test], recipe, config, world)
-    parallelism = Parallelism(config, world)
-    model = open_trained_model(recipe, state, parallelism, "state")
-    result = evaluate(model, recipe, samples, parallelism, on_outputs=on_outputs)
+    parallelism = Parallelism(recipe, config, world)
+    model = open_trained_model(state, parallelism, "state")
+    result = evaluate(model, samples, parallelism, on_outputs=on_outputs)
     if not math.isfinite(result.loss):
         raise NonFiniteLoss(f"the loss on the held-out data is {result.loss}")
     return result
 
 
-def open_trained_model(
-    recipe: Recipe, state: Mapping[str, Any], parallelism: Parallelism, field: str
-) -> nn.Module:
+def open_trained_model(state: Mapping[str, Any], parallelism: Parallelism, field: str) -> nn.Module:
     """Return the recipe's model as `open_model` does, with the weights of `state`.
 
     Raises:
         ConfigError: they do not fit, or the data have other classes; begins with `field`.
     """
-    model = open_model(recipe, parallelism)
+    model = open_model(parallelism)
     state = find_state(state, model.state_dict(), field)
-    if problem := mismatch(model.state_dict(), state, list_class_names(recipe)):
+    if problem := mismatch(model.state_dict(), state, list_class_names(parallelism.recipe)):
         raise ConfigError(
             f"{field}: expected one of the recipe's model, got one that does not fit: {problem}"
         )
@@ -167,15 +164,14 @@ def share_buffers(model: nn.Module, world: World) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def sample_utilization(
-    recipe: Recipe, model: nn.Module, config: TrainingConfig, world: World
-) -> float:
+def sample_utilization(model: nn.Module, parallelism: Parallelism) -> float:
     """Return the share of all GPUs' operations per second that a sample per second takes; 0 for
     unknown. Every rank calls it.
 
     Known where the recipe defines `flops_per_sample` and every rank has a GPU of the table.
     """
-    flops = recipe.flops_per_sample(model)
+    config, world = parallelism.config, parallelism.world
+    flops = parallelism.recipe.flops_per_sample(model)
     peaks = world.all_gather(peak_flops(config, world)) if flops else [0.0]
     return flops / sum(peaks) if all(peaks) else 0.0
 

@@ -25,9 +25,7 @@ from flyte_ddp.training import batch_norm
 from flyte_ddp.training.parallel import (
     FP32_BYTES,
     Parallelism,
-    blocks_of,
     count_parameters,
-    recompute_activations,
 )
 from flyte_ddp.world import World
 
@@ -41,44 +39,47 @@ class FsdpParallelism(Parallelism):
     def prepare_process(self) -> None:
         keep_freed_memory(RETURNED_BYTES)
 
-    def building(self, recipe: Recipe) -> AbstractContextManager[object]:
+    def building(self) -> AbstractContextManager[object]:
         """Leave a model without contents that can be filled after it was split."""
-        is_filled = recipe.copies_from_first and not self.world.is_first
-        return torch.device("meta") if is_filled or _fills_by_tensor(recipe) else nullcontext()
+        is_filled = self.recipe.copies_from_first and not self.world.is_first
+        return torch.device("meta") if is_filled or self.fills_by_tensor else nullcontext()
 
-    def place(self, model: nn.Module, recipe: Recipe) -> nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         """Leave `model` on the CPU, because the device need not hold all of it, and in the order of
         its dimensions, as FSDP takes it.
         """
-        self.check_memory(model, recipe)
+        self.check_memory(model)
         return batch_norm.adapt(model, self.config, self.world)
 
-    def shard(self, model: nn.Module, recipe: Recipe) -> tuple[Any, Any]:
+    @property
+    def fills_by_tensor(self) -> bool:
+        return type(self.recipe).initial_value is not Recipe.initial_value
+
+    def shard(self, model: nn.Module) -> tuple[Any, Any]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        recompute_activations(model, recipe, self.config)
-        blocks = blocks_of(model, recipe)
+        self.recompute_activations(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         inner = outer = MixedPrecisionPolicy()
         # weights and optimizer stay fp32, and gradients are summed in it
         if self.half:
             inner = MixedPrecisionPolicy(self.half, torch.float32)
             outer = MixedPrecisionPolicy(self.half, torch.float32, torch.float32)
-        for unit in (*blocks, model):
+        for unit in (*self.blocks(model), model):
             if self.config.compile and unit is not model:
                 unit.compile()
-            if recipe.copies_from_first and not _fills_by_tensor(recipe):
+            if self.recipe.copies_from_first and not self.fills_by_tensor:
                 _copy_from_first(unit, self.world)
             fully_shard(unit, mesh=mesh, mp_policy=outer if unit is model else inner)
-        if _fills_by_tensor(recipe):
-            _fill(model, recipe.initial_value, self.world.device)
+        if self.fills_by_tensor:
+            _fill(model, self.recipe.initial_value, self.world.device)
         return model, model
 
-    def gathered_bytes(self, model: nn.Module, recipe: Recipe) -> int:
+    def gathered_bytes(self, model: nn.Module) -> int:
         # The rest of the model is gathered all the time; a block at work, the next one, and the
         # gradient of one.
-        blocks = [count_parameters(each) for each in blocks_of(model, recipe)]
+        blocks = [count_parameters(each) for each in self.blocks(model)]
         rest = count_parameters(model) - sum(blocks)
         return FP32_BYTES * (2 * rest + 3 * max(blocks, default=0))
 
@@ -109,10 +110,6 @@ class FsdpParallelism(Parallelism):
 
     def gather_state(self, state: Any) -> Any:
         return whole_state(state, keep=self.world.is_first)
-
-
-def _fills_by_tensor(recipe: Recipe) -> bool:
-    return type(recipe).initial_value is not Recipe.initial_value
 
 
 def _fill(

@@ -10,7 +10,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import Histogram, LayerDescribed, Prediction
 from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.nested import map_tensors, tensors_in
@@ -51,11 +50,11 @@ def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
     return layers
 
 
-def sample_inputs(recipe: Recipe, samples: Samples, config: TrainingConfig) -> Any:
+def sample_inputs(samples: Samples, parallelism: Parallelism) -> Any:
     """Return the first of `samples` as a batch that the model takes."""
     first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
     batch, *_ = next(iter(samples.batches([first], epoch=0)))
-    return model_inputs(recipe, config, batch)
+    return model_inputs(parallelism, batch)
 
 
 def take_histograms(model: nn.Module, parallelism: Parallelism) -> dict[str, Histogram]:
@@ -77,7 +76,7 @@ def take_histograms(model: nn.Module, parallelism: Parallelism) -> dict[str, His
 
 
 def make_predictions(
-    model: nn.Module, recipe: Recipe, samples: Samples, parallelism: Parallelism
+    model: nn.Module, samples: Samples, parallelism: Parallelism
 ) -> list[Prediction]:
     """Return the predictions of `model` for the first of `samples`, as the recipe shows them.
     Changes no state.
@@ -85,10 +84,10 @@ def make_predictions(
     indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(
         PREDICTION_BATCH
     )
-    predictions: list[Prediction] = []
+    recipe, predictions = parallelism.recipe, []
     with unchanged(model, recipe, samples.dataset), evaluating(model):
         for batch, targets, *_ in samples.batches(indices, epoch=0):
-            outputs = map_tensors(on_cpu, forward(model, recipe, parallelism, batch))
+            outputs = map_tensors(on_cpu, forward(model, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
             predictions += recipe.report_samples(batch, outputs, targets)
     return predictions

@@ -56,7 +56,7 @@ MAX_OPERATION_SECONDS = Program.stall_timeout
 def main(
     recipe: str | type[Recipe],
     config: TrainingConfig,
-    work: Callable[[str | type[Recipe], Parallelism, Session], Any] | None = None,
+    work: Callable[[Parallelism, Session], Any] | None = None,
 ) -> Any:
     """Join the other ranks of this process's session, and train a recipe. Arguments as of
     `recipe_program`.
@@ -70,9 +70,9 @@ def main(
     # a launcher may have split it further
     if program.batch and program.batch != config.batch:
         config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
-    parallelism = _prepare_torch(config, current.process)
-    world = parallelism.world
     current.beat(0)
+    parallelism = _prepare_torch(recipe, config, current.process)
+    world = parallelism.world
     current.process.link.send(Device(device_name(world.device)))
     with contextlib.ExitStack() as stack:
         if world.world_size > 1:
@@ -81,10 +81,12 @@ def main(
             stack.enter_context(
                 process_group(world, config.backend, store, config.collective_timeout)
             )
-        return (work or train)(recipe, parallelism, current)
+        return (work or train)(parallelism, current)
 
 
-def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
+def _prepare_torch(
+    name: str | type[Recipe], config: TrainingConfig, process: RankProcess
+) -> Parallelism:
     """Set what torch keeps for a whole process; return the rank's place among the others, and how
     they hold the model.
     """
@@ -100,18 +102,17 @@ def _prepare_torch(config: TrainingConfig, process: RankProcess) -> Parallelism:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
     world = World(process.rank, process.local_rank, node.world_size, device)
-    parallelism = choose_parallelism(config, world)
+    parallelism = choose_parallelism(get_recipe(name, config.recipe_options), config, world)
     parallelism.prepare_process()
     return parallelism
 
 
 def open_trainer(
-    kind: type[TrainerT], name: str | type[Recipe], parallelism: Parallelism, current: Session
+    kind: type[TrainerT], parallelism: Parallelism, current: Session
 ) -> tuple[TrainerT, dict[str, Any]]:
     """Return this rank's trainer, with fresh weights, and the note about its data."""
-    config, world = parallelism.config, parallelism.world
+    recipe, config, world = parallelism.recipe, parallelism.config, parallelism.world
     # Data and model: every rank has the same weights, and its own shard of each batch
-    recipe = get_recipe(name, config.recipe_options)
     directory = current.process.link.wait_for_data()
     data = describe_data(directory)
     train_data, test_data = open_datasets(recipe, directory, config)
@@ -124,7 +125,7 @@ def open_trainer(
         check_ranks(recipe, facts, read, world)
     current.beat(0)
     torch.manual_seed(config.seed)
-    model = open_model(recipe, parallelism)
+    model = open_model(parallelism)
 
     peers = Peers(world, current.open_store()) if parallelism.is_collective else None
     current.open_checkpoints(config.checkpoints_to_keep, peers)
@@ -137,7 +138,7 @@ def open_trainer(
         "num_threads": torch.get_num_threads(),
     }
     trainer = kind(
-        *(recipe, parallelism, model, train, test, current),
+        *(parallelism, model, train, test, current),
         *(data["fingerprint"], data["recipe_version"], facts, origin),
     )
     if config.compile:
@@ -145,17 +146,17 @@ def open_trainer(
     return trainer, data
 
 
-def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) -> None:
+def train(parallelism: Parallelism, current: Session) -> None:
     """Train the recipe, and report and save its results."""
     config, world = parallelism.config, parallelism.world
-    trainer, data = open_trainer(Trainer, name, parallelism, current)
+    trainer, data = open_trainer(Trainer, parallelism, current)
     recipe, model, test, store = trainer.recipe, trainer.model, trainer.test, trainer.store
 
     # Where to start: at the newest checkpoint, if there is one
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
     if trainer.progress.step == 0:
-        check_contract(recipe, model, trainer.train, parallelism, test)
+        check_contract(model, trainer.train, parallelism, test)
     if parallelism.saves:
         current.emit_start(**_describe(trainer, data, current.process))
         current.emit(
@@ -173,7 +174,7 @@ def train(name: str | type[Recipe], parallelism: Parallelism, current: Session) 
     if parallelism.saves:
         # a large model takes its time
         with log_failures("predictions"), keep_beating(trainer.beat):
-            predictions = make_predictions(model, recipe, test, parallelism)
+            predictions = make_predictions(model, test, parallelism)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
         state = parallelism.gather_state(state)
@@ -208,7 +209,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
     with log_failures("layers"), unchanged(model, recipe, trainer.test.dataset):
-        layers = describe_layers(model, sample_inputs(recipe, trainer.test, config))
+        layers = describe_layers(model, sample_inputs(trainer.test, trainer.parallelism))
     return {
         "config": redact_values(dataclasses.asdict(config)),
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",

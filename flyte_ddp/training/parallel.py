@@ -36,22 +36,23 @@ MEMORY_SHARE = 0.9
 logger = logging.getLogger(__name__)
 
 
-def choose_parallelism(config: TrainingConfig, world: World) -> Parallelism:
+def choose_parallelism(recipe: Recipe, config: TrainingConfig, world: World) -> Parallelism:
     """Return the configured kind; the base for a rank without others."""
     if world.world_size > 1:
         module, _, name = PARALLELISMS[config.parallel].partition(":")
         kind: type[Parallelism] = getattr(importlib.import_module(module), name)
-        return kind(config, world)
+        return kind(recipe, config, world)
     if config.parallel != "ddp":
         logger.warning(
             "parallel: one rank holds the whole model; %s splits it over several", config.parallel
         )
-    return Parallelism(config, world)
+    return Parallelism(recipe, config, world)
 
 
 @dataclass(eq=False)
 class Parallelism:
-    """One rank that holds and trains the whole model; kinds of several ranks override what differs.
+    """One rank that holds and trains the whole model of a recipe; kinds of several ranks override
+    what differs.
 
     Every rank has one, and all call each method that is a collective.
     """
@@ -59,6 +60,7 @@ class Parallelism:
     is_collective = False  # a pass of the bare model, and a save, need all ranks at once
     has_fused_sgd = True  # torch has a kernel of one launch for these tensors
 
+    recipe: Recipe
     config: TrainingConfig
     world: World
 
@@ -89,18 +91,18 @@ class Parallelism:
 
     # From a recipe's model to one that trains
 
-    def building(self, recipe: Recipe) -> AbstractContextManager[object]:
-        """Return the context in which `recipe.model` is called."""
+    def building(self) -> AbstractContextManager[object]:
+        """Return the context in which `Recipe.model` is called."""
         return nullcontext()
 
-    def place(self, model: nn.Module, recipe: Recipe) -> nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         """Return `model` on the rank's device, in the configured memory format and with the
         configured BatchNorm.
 
         Raises:
             ConfigError: the model cannot fit into the device's memory.
         """
-        self.check_memory(model, recipe)
+        self.check_memory(model)
         model = batch_norm.adapt(model.to(self.world.device), self.config, self.world)
         if self.config.channels_last:
             # Not by model.to(memory_format=...), which fails at the 5-D weights of 3-D
@@ -111,13 +113,13 @@ class Parallelism:
                     tensor.data = tensor.data.to(memory_format=torch.channels_last)
         return model
 
-    def shard(self, model: nn.Module, recipe: Recipe) -> tuple[Any, Any]:
+    def shard(self, model: nn.Module) -> tuple[Any, Any]:
         """Return `model` as it evaluates and as it trains, compiled if configured.
 
         The gradients of the latter are means over the ranks. Its forward pass may be a collective,
         which that of the former is if `is_collective`.
         """
-        recompute_activations(model, recipe, self.config)
+        self.recompute_activations(model)
         replica = self.replicate(model)
         if self.config.compile:
             return torch.compile(model), torch.compile(replica)
@@ -127,7 +129,7 @@ class Parallelism:
         """Return what averages the gradients of `model` over the ranks in its backward pass."""
         return model
 
-    def check_memory(self, model: nn.Module, recipe: Recipe) -> None:
+    def check_memory(self, model: nn.Module) -> None:
         """Check that weights, gradients and optimizer state fit into the memory of a GPU.
 
         Raises:
@@ -138,7 +140,7 @@ class Parallelism:
         available = torch.cuda.get_device_properties(self.world.device).total_memory
         others = 2 * bool(self.config.ema_decay)  # the average, and the weights beside it
         weights = (each.numel() * (1 + each.requires_grad + others) for each in model.parameters())
-        needed = FP32_BYTES * sum(weights) + count_state_bytes(recipe, model, self.config)
+        needed = FP32_BYTES * sum(weights) + count_state_bytes(self.recipe, model, self.config)
         allowed = MEMORY_SHARE * available
         if needed / self.num_shards > allowed:
             remedy = "on more GPUs or nodes" if self.is_collective else 'with "parallel": "fsdp"'
@@ -149,9 +151,19 @@ class Parallelism:
                 f"{available / 2**30:.1f} GiB"
             )
 
-    def gathered_bytes(self, model: nn.Module, recipe: Recipe) -> int:
+    def gathered_bytes(self, model: nn.Module) -> int:
         """Return the most that a rank gathers of the others' parts at a time, for an estimate."""
         return 0
+
+    def recompute_activations(self, model: nn.Module) -> None:
+        """Let the backward pass compute each block's activations again, if configured."""
+        if self.config.activation_checkpointing:
+            for block in self.blocks(model):
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the recipe's blocks, or the large modules of `model` where it names none."""
+        return list(self.recipe.blocks(model)) or large_blocks(model)
 
     # One step
 
@@ -197,18 +209,6 @@ class Parallelism:
     def gather_state(self, state: Any) -> Any:
         """Return nested dicts and lists with whole tensors, which ranks but the first may lack."""
         return state
-
-
-def recompute_activations(model: nn.Module, recipe: Recipe, config: TrainingConfig) -> None:
-    """Let the backward pass compute each block's activations again, if configured."""
-    if config.activation_checkpointing:
-        for block in blocks_of(model, recipe):
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the recipe's blocks, or the large modules of `model` where it names none."""
-    return list(recipe.blocks(model)) or large_blocks(model)
 
 
 def large_blocks(model: nn.Module) -> list[nn.Module]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.data import BatchShard, derived_seed
+from flyte_ddp.rank.data import derived_seed
 from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
@@ -21,20 +21,20 @@ from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
 
 
-def model_inputs(recipe: Recipe, config: TrainingConfig, batch: Any) -> Any:
+def model_inputs(parallelism: Parallelism, batch: Any) -> Any:
     """Return what the model takes, made from a batch as the data set holds it."""
-    inputs = recipe.inputs(batch)
-    if config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
+    inputs = parallelism.recipe.inputs(batch)
+    if parallelism.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     return inputs
 
 
-def forward(model: Any, recipe: Recipe, parallelism: Parallelism, batch: Any) -> Any:
+def forward(model: Any, parallelism: Parallelism, batch: Any) -> Any:
     """Return the outputs of `model`, computed in the configured precision, for a batch as the data
     set holds it. They are in single precision at least, because losses and metrics are sums.
     """
     with parallelism.autocast():
-        outputs = model(model_inputs(recipe, parallelism.config, batch))
+        outputs = model(model_inputs(parallelism, batch))
     if not parallelism.half:
         return outputs
     return map_tensors(
@@ -76,9 +76,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def compute_gradients(
     replica: Any,
-    recipe: Recipe,
     parallelism: Parallelism,
-    shard: BatchShard,
     batches: Iterator[tuple[Any, ...]],
     step: int,
     timer: StepTimer,
@@ -88,15 +86,15 @@ def compute_gradients(
     micro-batch after another.
 
     Args:
-        batches: yields the micro-batches of `shard` next.
+        batches: yields the micro-batches of the watched step's shard next.
         step: optimizer steps done so far; seeds the forward passes.
         timer: that the phases are booked on.
-        watched: takes the losses.
+        watched: the step, which takes the losses.
 
     Returns:
         The sum of this rank's losses, and the targets of this rank and of all.
     """
-    config, world = parallelism.config, parallelism.world
+    recipe, world, shard = parallelism.recipe, parallelism.world, watched.shard
     total = torch.zeros((), device=world.device)
     own_targets, num_targets = shard.own_targets, shard.num_targets
     counted = torch.zeros((), dtype=torch.float64)
@@ -105,10 +103,10 @@ def compute_gradients(
         inputs, targets, *stand_in = next(batches)
         weight *= stand_in[0] if stand_in else 1.0
         timer.begin(FORWARD)
-        seed_forward(config, world, step, micro_batch)
+        seed_forward(parallelism.config, world, step, micro_batch)
         is_last = micro_batch == len(shard.weights) - 1
         with parallelism.sync(replica, is_last):
-            outputs = forward(replica, recipe, parallelism, inputs)
+            outputs = forward(replica, parallelism, inputs)
             losses = recipe.losses(outputs, targets)
             loss_sum = losses.sum() * weight
             total += loss_sum.detach()

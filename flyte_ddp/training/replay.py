@@ -29,7 +29,6 @@ from flyte_ddp.events.history import plain
 from flyte_ddp.rank.data import BatchShard, epoch_shards, num_batches
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.session import Session
-from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.main import keep_beating, main, open_trainer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
@@ -105,9 +104,7 @@ class ReplayCall:
         seen = main(self.recipe, self.config, self.replay)
         return json.dumps([plain(seen), describe(seen)]).encode()
 
-    def replay(
-        self, name: str | type[Recipe], parallelism: Parallelism, current: Session
-    ) -> dict[str, Any]:
+    def replay(self, parallelism: Parallelism, current: Session) -> dict[str, Any]:
         """Return what is seen of the step, the same on all ranks.
 
         Raises:
@@ -115,7 +112,7 @@ class ReplayCall:
         """
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
-        trainer, _ = open_trainer(Replay, name, parallelism, current)
+        trainer, _ = open_trainer(Replay, parallelism, current)
         with keep_beating(trainer.beat):
             trainer.begin(self)
         with contextlib.suppress(_Reached):

@@ -38,7 +38,7 @@ from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
 from flyte_ddp.rank.states import load_newest
 from flyte_ddp.rank.step_timer import StepTimer
-from flyte_ddp.recipes import Recipe, list_class_names
+from flyte_ddp.recipes import list_class_names
 from flyte_ddp.storage import redact_values
 from flyte_ddp.training import inspection
 from flyte_ddp.training.average import WeightAverage
@@ -74,7 +74,6 @@ class _Rewound(Exception):
 class Trainer:
     """One rank's model, optimizer and progress."""
 
-    recipe: Recipe
     parallelism: Parallelism
     model: nn.Module  # from `open_model`, with the same weights on every rank
     train: Samples  # samples that the ranks share
@@ -96,13 +95,14 @@ class Trainer:
     _num_unreadable: int = 0  # before the current epoch, of this rank
 
     def __post_init__(self) -> None:
-        recipe, parallelism, model = self.recipe, self.parallelism, self.model
+        parallelism, model = self.parallelism, self.model
+        recipe = self.recipe = parallelism.recipe
         config, world = self.config, self.world = parallelism.config, parallelism.world
         self.scaler = parallelism.scaler
         self.store = self.session.open_checkpoints()
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
-        self.evaluated_model, self.replica = parallelism.shard(model, recipe)
+        self.evaluated_model, self.replica = parallelism.shard(model)
         self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
         self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
         self.average = WeightAverage(model, config.ema_decay)
@@ -111,7 +111,7 @@ class Trainer:
         self.watch = LossWatch(config, world, self.train)
         # a bad step is to be known before its update, for which each step waits
         self._takes_back = config.on_bad_step != "stop"
-        self.sample_utilization = sample_utilization(recipe, model, config, world)
+        self.sample_utilization = sample_utilization(model, parallelism)
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
         )
@@ -226,9 +226,7 @@ class Trainer:
             watched = WatchedStep(shard, self.watch.is_shared)
             loss_sum, own_targets, num_targets = compute_gradients(
                 self.replica,
-                self.recipe,
                 self.parallelism,
-                shard,
                 batches,
                 progress.step,
                 self.timer,
@@ -311,7 +309,7 @@ class Trainer:
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
-        result = evaluate(self.evaluated_model, self.recipe, self.test, self.parallelism, on_batch)
+        result = evaluate(self.evaluated_model, self.test, self.parallelism, on_batch)
         if not math.isfinite(result.loss):
             raise NonFiniteLoss(
                 f"the loss on the held-out data is {result.loss} after step {self.progress.step} "

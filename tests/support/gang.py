@@ -25,6 +25,7 @@ from flyte_ddp.launch.protocol.messages import Emitted, RankBeat
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.session import Session
+from flyte_ddp.recipes import get_recipe
 from flyte_ddp.training.main import train
 from flyte_ddp.training.parallel import choose_parallelism
 from flyte_ddp.world import World, process_group
@@ -127,6 +128,6 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)
-    train(recipe, choose_parallelism(config, world), session)
+    train(choose_parallelism(get_recipe(recipe, config.recipe_options), config, world), session)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
     return [events.to_dict(event) for event in link.events]

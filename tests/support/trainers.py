@@ -35,10 +35,10 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     train, test = open_samples([train_data, test_data], recipe, config, world)
     weigh_samples(train, train_data, recipe, config)
     torch.manual_seed(config.seed)
-    parallelism = choose_parallelism(config, world)
-    model = open_model(recipe, parallelism)
+    parallelism = choose_parallelism(recipe, config, world)
+    model = open_model(parallelism)
     link = StoppingLink()
     link.stop_after = stop_after
     session, _ = session_of(checkpoints=run.checkpoints, link=link, kind=Kind.RECIPE)
     session.open_checkpoints(config.checkpoints_to_keep)
-    return Trainer(recipe, parallelism, model, train, test, session)
+    return Trainer(parallelism, model, train, test, session)
