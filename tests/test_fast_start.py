@@ -30,7 +30,8 @@ from flyte_ddp.training.optim import build_optimizer
 {before}
 for name in ("sgd", "adamw"):
     model = nn.Linear(2, 2)
-    optimizer = build_optimizer(model, TrainingConfig(optimizer=name))
+    groups = [{"params": list(model.parameters())}]
+    optimizer = build_optimizer(model, TrainingConfig(optimizer=name), groups)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

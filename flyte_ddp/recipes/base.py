@@ -79,7 +79,7 @@ class Recipe:
         Raises:
             DataError: the data is missing, damaged or not of the right kind.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define prepare")
+        raise NotImplementedError
 
     def data_license(self, source: str) -> str:
         """Return the licence of the data that `prepare` reads from `source`, for the run card; ""
@@ -99,14 +99,14 @@ class Recipe:
         read one by one, and a class attribute `UNREADABLE`, the sample in place of one that could
         not be read: that keeps its place in the order, with weight 0, and is counted.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define datasets")
+        raise NotImplementedError
 
     def model(self) -> nn.Module:
         """Return a model with fresh weights. The random generator is seeded before the call.
 
         `datasets` is called before on the same object, so it may set the number of classes.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define model")
+        raise NotImplementedError
 
     def initial_value(self, name: str, shape: Size) -> Tensor:
         """Return the fresh value of one parameter or buffer of the model, the same that `model`
@@ -117,7 +117,7 @@ class Recipe:
         as for `model`, but the order of the calls differs: derive a generator from
         `torch.initial_seed()` and the name.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define initial_value")
+        raise NotImplementedError
 
     def inputs(self, batch: Tensor) -> Tensor:
         """Convert a batch of `datasets` to the model's input, on the device; for example normalize
@@ -178,7 +178,7 @@ class Recipe:
         each micro-batch, of held-out samples with `training` false, and of predicted ones with
         their index as target. What it draws is seeded by its last sample.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define collate")
+        raise NotImplementedError
 
     def sampling_weights(self, dataset: Dataset[Any]) -> Any:
         """Return a number for each training sample, (N,): how often it is drawn, in proportion.
@@ -186,7 +186,7 @@ class Recipe:
         Optional. With it an epoch is N draws with replacement, the same ones at any number of
         ranks. `dataset` is that of `datasets`, or the part of it that `sample_size` leaves.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define sampling_weights")
+        raise NotImplementedError
 
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> Optimizer:
         """Return an optimizer of the trained parameters of `model`, in place of the configured one.
@@ -196,7 +196,7 @@ class Recipe:
         parameters under `fsdp`. It is also called with a model without contents, to measure the
         state.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define optimizer")
+        raise NotImplementedError
 
     def schedule(
         self, optimizer: Optimizer, config: TrainingConfig, num_steps: int
@@ -211,7 +211,7 @@ class Recipe:
             num_steps: optimizer steps of the whole run. An earlier state of a scheduler goes on
                 with the number of its run.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define schedule")
+        raise NotImplementedError
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks that `model` repeats, such as the layers of a Transformer, in their
@@ -285,7 +285,7 @@ class Recipe:
                 "because the default is for logits (B, C)"
             )
         probability, number = outputs.softmax(dim=1).max(dim=1)
-        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
+        names = list_class_names(self, outputs.shape[1])
         return {"class": [names[index] for index in number.tolist()], "probability": probability}
 
     def figures(self, epoch: EpochFinished) -> dict[str, float]:
@@ -338,7 +338,7 @@ class Recipe:
         if shapes != [2, 1] or targets.is_floating_point():
             return []
         scores = outputs.float().softmax(dim=1)
-        names = list_class_names(self) or [str(index) for index in range(scores.shape[1])]
+        names = list_class_names(self, scores.shape[1])
         return [
             Prediction(
                 truth=names[int(target)],
@@ -380,8 +380,8 @@ def take_input(sample: Any, index: int) -> Any:
     return sample[0]
 
 
-def list_class_names(recipe: Recipe) -> list[str]:
-    """Return the recipe's `class_names` as text, none where it has none.
+def list_class_names(recipe: Recipe, num_outputs: int = 0) -> list[str]:
+    """Return the recipe's `class_names` as text, the numbers of so many outputs where it has none.
 
     They may be numbers, an array, a dict of names and numbers, or a method that returns such.
     """
@@ -391,7 +391,8 @@ def list_class_names(recipe: Recipe) -> list[str]:
         found = (
             list(found.values()) if is_by_number else sorted(found, key=lambda name: found[name])
         )
-    return [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found or ())]
+    found = found.tolist() if hasattr(found, "tolist") else found
+    return [str(name) for name in found or range(num_outputs)]
 
 
 def check_classes(outputs: Any, targets: Any) -> None:

@@ -7,22 +7,20 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flyte_ddp.config.extras import how_to_install
 from flyte_ddp.errors import DataError
-from flyte_ddp.recipes.arrays import load_arrays
-from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.arrays import ArrayRecipe
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.data import Dataset
 
 NUM_HELD_OUT = 360  # a fifth, drawn once and for all with SPLIT_SEED
 SPLIT_SEED = 0
 
 
-class Digits(Recipe):
+class Digits(ArrayRecipe):
     """A small CNN on scikit-learn's digits; about 99 % of the held-out fifth are recognized after
     ten epochs.
     """
@@ -64,9 +62,6 @@ class Digits(Recipe):
 
     def data_license(self, source: str) -> str:
         return "CC-BY-4.0"  # the UCI repository's, where scikit-learn has them from
-
-    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self) -> nn.Module:
         from torch import nn

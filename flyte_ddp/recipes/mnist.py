@@ -12,17 +12,15 @@ import os
 from collections import OrderedDict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flyte_ddp.errors import DataError, in_one_line
-from flyte_ddp.recipes.arrays import load_arrays
-from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.arrays import ArrayRecipe
 from flyte_ddp.recipes.contents import unpack
 from flyte_ddp.storage import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.utils.data import Dataset
 
 # MD5 sums of the unpacked files, the same for every way of packing them.
 CHECKSUMS = {
@@ -34,7 +32,7 @@ CHECKSUMS = {
 MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 
 
-class Mnist(Recipe):
+class Mnist(ArrayRecipe):
     """The tutorial's CNN (conv 20 and 50 of 5x5, fc 500) on MNIST; over 99 % after ten epochs."""
 
     defaults = {
@@ -69,9 +67,6 @@ class Mnist(Recipe):
 
     def data_license(self, source: str) -> str:
         return "CC-BY-SA-3.0"  # wherever it is read: the contents are MNIST's
-
-    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def inputs(self, batch: Tensor) -> Tensor:
         return super().inputs(batch).sub_(MEAN).div_(STANDARD_DEVIATION)

@@ -98,12 +98,12 @@ class MultiLabel(Recipe):
 
     def prediction_columns(self, outputs: Tensor) -> Mapping[str, Any]:
         """Return the probability of each label by its name."""
-        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
+        names = list_class_names(self, outputs.shape[1])
         return dict(zip(names, outputs.sigmoid().unbind(dim=1), strict=True))
 
     def report_samples(self, batch: Tensor, outputs: Tensor, targets: Tensor) -> list[Prediction]:
         """Return the labels of each sample, and the score of every label."""
-        names = list_class_names(self) or [str(index) for index in range(outputs.shape[1])]
+        names = list_class_names(self, outputs.shape[1])
 
         def label(marks: list[bool]) -> str:
             return (

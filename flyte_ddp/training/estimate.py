@@ -4,7 +4,6 @@ machine trains.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import tempfile
@@ -17,8 +16,10 @@ import torch
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import read_object, whole_number
+from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.rank.data import open_samples, take_sample
+from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.training.contract import open_datasets, open_model
@@ -29,6 +30,13 @@ from flyte_ddp.world import World, single_process_world
 
 # of a GPU's memory: its context, workspaces of libraries, and what the allocator cannot use
 GPU_RESERVE = 0.1
+OPTIONS = (
+    ("--recipe", "its name", None),
+    ("--config", "fields that differ from its defaults: JSON, or a file", "{}"),
+    ("--data", "source of the data, as of a run", ""),
+    ("--gpus", "ranks in all (default 1)", 1),
+    ("--gpu-memory", "GiB of each GPU (default: not compared)", 0.0),
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,9 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     weights = list(model.parameters())
-    tensors = [
-        *(*weights, *model.buffers(), *(each.grad for each in weights)),
-        *(each for state in optimizer.state.values() for each in state.values()),
-    ]
-    state_bytes = float(sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
+    gradients, states = [each.grad for each in weights], list(optimizer.state.values())
+    held = tensors_in([weights, list(model.buffers()), gradients, states])
+    state_bytes = float(sum(each.nbytes for each in held))
     known = {each.untyped_storage().data_ptr() for each in weights}
     activation_bytes = float(sum(size for at, size in saved.items() if at not in known))
     num_batches = math.ceil(len(samples) / config.global_batch_size) * config.gradient_accumulation
@@ -114,21 +120,11 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
 
 def main(arguments: Sequence[str]) -> str:
     """Return the estimate as a line."""
-    parser = argparse.ArgumentParser(
-        prog="flyte-ddp estimate",
-        description="estimate the seconds of an epoch and the memory of a rank, from one step that "
-        "this machine trains",
+    text = (
+        "estimate the seconds of an epoch and the memory of a rank, from one step that this "
+        "machine trains"
     )
-    parser.add_argument("--recipe", required=True, help="name of the recipe")
-    parser.add_argument(
-        "--config", default="{}", help="fields that differ from its defaults: JSON, or a file"
-    )
-    parser.add_argument("--data", default="", help="source of the data, as of a run")
-    parser.add_argument("--gpus", type=int, default=1, help="ranks in all (default 1)")
-    parser.add_argument(
-        "--gpu-memory", type=float, default=0.0, help="GiB of each GPU (default: not compared)"
-    )
-    options = parser.parse_args(arguments)
+    options = make_parser("estimate", text, OPTIONS).parse_args(arguments)
     num_ranks = whole_number("--gpus", options.gpus, 1)
     config = config_of(options.recipe, read_object("--config", options.config))
     recipe = get_recipe(options.recipe, config.recipe_options)

@@ -4,6 +4,7 @@ predictions.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy
@@ -15,7 +16,7 @@ from flyte_ddp.rank.data import Samples
 from flyte_ddp.rank.nested import map_tensors, tensors_in
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe
-from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.parallel import Parallelism, count_parameters
 from flyte_ddp.training.passes import evaluating, forward, model_inputs
 
 NUM_BINS = 64
@@ -27,20 +28,18 @@ def describe_layers(model: nn.Module, sample: Any) -> list[LayerDescribed]:
     order.
     """
     layers: list[LayerDescribed] = []
-    handles = []
 
-    def record(name: str, module: nn.Module) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = next(tensors_in(output), None)
-            shape = [] if tensor is None else list(tensor.shape)
-            parameters = sum(parameter.numel() for parameter in module.parameters())
-            layers.append(LayerDescribed(name, type(module).__name__, shape, parameters))
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = next(tensors_in(output), None)
+        shape = [] if tensor is None else list(tensor.shape)
+        kind = type(module).__name__
+        layers.append(LayerDescribed(name, kind, shape, count_parameters(module)))
 
-        return module.register_forward_hook(hook)
-
-    for name, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            handles.append(record(name, module))
+    handles = [
+        module.register_forward_hook(functools.partial(note, name))
+        for name, module in model.named_modules()
+        if not list(module.children())
+    ]
     try:
         with evaluating(model):
             model(sample)

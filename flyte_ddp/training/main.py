@@ -43,7 +43,7 @@ from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_values
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
 from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
-from flyte_ddp.training.parallel import Parallelism, choose_parallelism
+from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_parameters
 from flyte_ddp.training.trainer import Trainer
 from flyte_ddp.world import World, process_group
 
@@ -215,7 +215,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "backend": dist.get_backend() if world.world_size > 1 else "none",
         "num_threads": process.node.num_threads,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_parameters": count_parameters(model),
         "num_train_samples": len(trainer.train),
         "num_test_samples": len(trainer.test),
         "num_steps": trainer.num_steps,

@@ -18,7 +18,7 @@ from flyte_ddp.config import OWN, TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
-from flyte_ddp.rank.nested import describe_kind
+from flyte_ddp.rank.nested import describe_kind, tensors_in
 from flyte_ddp.recipes import Recipe, locate
 
 OF_FUNCTIONS = ": a function or a script trains several (docs/recipes.md, Where a recipe ends)"
@@ -77,32 +77,30 @@ def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) 
         Exception
     ):  # of any kind: it is only an estimate, and what is wrong shows in the training
         return 0
-    values = [each for state in optimizer.state.values() for each in state.values()]
-    return sum(each.nbytes for each in values if isinstance(each, torch.Tensor))
+    return sum(each.nbytes for each in tensors_in(list(optimizer.state.values())))
 
 
 def build_optimizer(
     model: nn.Module,
     config: TrainingConfig,
-    groups: Sequence[Mapping[str, Any]] | None = None,
+    groups: Sequence[Mapping[str, Any]],
     has_fused_sgd: bool = True,
 ) -> Optimizer:
     """Return the configured optimizer of the trained parameters of `model`, fused into one kernel
     per step.
 
     Args:
-        groups: what `Recipe.optimizer_groups` returns; None for all parameters in one group.
+        groups: what `Recipe.optimizer_groups` returns.
         has_fused_sgd: torch has such a kernel for these parameters.
 
     Raises:
         ConfigError: a trained parameter is in no group, or a group has a setting that is none.
     """
-    given = [{"params": list(model.parameters())}] if groups is None else groups
-    for group in given:
+    for group in groups:
         _check_group(group)
     trained = [
         {**group, "params": [each for each in group["params"] if each.requires_grad]}
-        for group in given
+        for group in groups
     ]
     _check_parameters(model, trained, "optimizer_groups")
     rate, decay = config.learning_rate, config.weight_decay

@@ -113,21 +113,16 @@ def draw_chunk(
         logits, state = model.next_letter(torch.tensor([BLANK], device=device), None)
         for letter in beginning:  # the same for all names
             logits, state = model.next_letter(torch.tensor([letter], device=device), state)
-        logits, state = (
-            logits.expand(CHUNK, -1),
-            tuple(part.expand(-1, CHUNK, -1).contiguous() for part in state),
-        )
+        logits = logits.expand(CHUNK, -1)
+        state = tuple(part.expand(-1, CHUNK, -1).contiguous() for part in state)
         for place in range(len(beginning), max_length + 1):
             scaled = logits.double() / temperature
             scaled[:, BLANK] = -math.inf
             letters = torch.multinomial(scaled.softmax(dim=1), 1, generator=generator)[:, 0]
             spelled[growing, place] = letters
             goes_on = letters != END
-            growing, letters, state = (
-                growing[goes_on],
-                letters[goes_on],
-                tuple(part[:, goes_on] for part in state),
-            )
+            growing, letters = growing[goes_on], letters[goes_on]
+            state = tuple(part[:, goes_on] for part in state)
             if not len(growing):
                 break
             logits, state = model.next_letter(letters, state)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.errors import DataError
 from flyte_ddp.events import Prediction
-from flyte_ddp.recipes.arrays import load_arrays
-from flyte_ddp.recipes.base import Recipe
+from flyte_ddp.recipes.arrays import ArrayRecipe
 from flyte_ddp.recipes.contents import EMPTY, ENCODINGS, NO_UTF8, kind_of, report_left_out, unpack
 from flyte_ddp.recipes.pet_names import ALPHABET, BLANK, END
 from flyte_ddp.storage import read_file
@@ -26,7 +25,6 @@ from flyte_ddp.storage import read_file
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
-    from torch.utils.data import Dataset
 
 IGNORED = 255  # in the targets: no target at this position
 
@@ -41,7 +39,7 @@ MIN_NAMES = 20  # distinct names
 HELD_OUT_RATIO = 10  # one of so many distinct names is held out
 
 
-class PetNames(Recipe):
+class PetNames(ArrayRecipe):
     """A 4-layer LSTM, 128 wide, on whole names.
 
     Samples are rows of bytes, both (T,) with T the longest name's length + 1: as input `BLANK` and
@@ -107,9 +105,6 @@ class PetNames(Recipe):
             f"pet names from {where}: {len(names):,} usable, {len(distinct):,} of them distinct, "
             f"{len(held_out):,} of these held out{others}"
         )
-
-    def datasets(self, directory: Path) -> tuple[Dataset[Any], Dataset[Any]]:
-        return load_arrays(directory / "train.npz"), load_arrays(directory / "test.npz")
 
     def model(self) -> nn.Module:
         from flyte_ddp.recipes.pet_names.model import NameModel
