@@ -17,6 +17,8 @@ import itertools
 import logging
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -47,7 +49,7 @@ from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.rehearsal.faults import Nodes, children
+from flyte_ddp.rehearsal.faults import Nodes, children, send_to_all
 
 if TYPE_CHECKING:
     from psutil import Process
@@ -63,11 +65,19 @@ NAME = "benchmarks.counting.Counting"
 class SoakNodes(Nodes):
     """Nodes that also drain, and whose ranks are found."""
 
+    leaving: tuple[subprocess.Popen[bytes], ...] = ()
+
     def drain(self, name: str) -> None:
         """Tell a worker to go, as a pod is told that is drained."""
         nanny = self.workers.pop(name)
         nanny.terminate()
-        self.leaving.append(nanny)
+        self.leaving += (nanny,)
+
+    def close(self) -> None:
+        for process in self.leaving:
+            send_to_all(process, signal.SIGKILL)
+            process.wait()
+        super().close()
 
     def ranks(self) -> list[Process]:
         return [

@@ -30,7 +30,7 @@ from flyte_ddp.training.optim import build_optimizer
 {before}
 for name in ("sgd", "adamw"):
     model = nn.Linear(2, 2)
-    groups = [{"params": list(model.parameters())}]
+    groups = [dict(params=list(model.parameters()))]
     optimizer = build_optimizer(model, TrainingConfig(optimizer=name), groups)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()

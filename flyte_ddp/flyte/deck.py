@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import Any
 
 from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
@@ -17,16 +16,14 @@ DECK_NAME = "Training"
 
 class DeckPublisher(PagePublisher):
     """Publishes `report` as the Deck "Training" of the current Flyte task. Outside a task with
-    Decks it does nothing.
+    Decks it does nothing. The `options` are those of `PagePublisher`.
     """
 
-    def __init__(
-        self, report: Page, interval: float = 15.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, report: Page, **options: Any) -> None:
         parameters = FlyteContextManager.current_context().user_space_params
         has_deck = parameters is not None and parameters.enable_deck
         self._deck = Deck(DECK_NAME) if has_deck else None
-        super().__init__(report, self._publish_deck if has_deck else None, interval, clock)
+        super().__init__(report, self._publish_deck if has_deck else None, **options)
 
     def _publish_deck(self, html: str) -> None:
         assert self._deck is not None

@@ -59,8 +59,8 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
         run_id=f"{execution.name}-{node}",
         attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
-        attempt=int(attempt),
-        previous_pod=f"{execution.name}-{node}-{int(attempt) - 1}" if int(attempt) else "",
+        attempt=attempt,
+        previous_pod=f"{execution.name}-{node}-{attempt - 1}" if attempt else "",
     )
 
 
@@ -74,7 +74,7 @@ def is_flyte_task() -> bool:
 
 def node_and_attempt(
     execution: str, raw_output_prefix: str, output_metadata_prefix: str
-) -> tuple[str, str]:
+) -> tuple[str, int]:
     """Return the id of a task's node, unique in its execution at any depth, and the number of the
     attempt.
 
@@ -85,9 +85,9 @@ def node_and_attempt(
     """
     name = raw_output_prefix.rstrip("/").rpartition("/")[2]
     if match := re.fullmatch(rf"{re.escape(execution)}-(.+)-(\d+)", name):
-        return match[1], match[2]
+        return match[1], int(match[2])
     *_, path = re.split(
         rf"/[^/]*-{re.escape(execution)}/", output_metadata_prefix.rstrip("/"), maxsplit=1
     )
     node, _, attempt = path.rpartition("/")
-    return (node.replace("/", "-"), attempt) if node and attempt.isdigit() else (name, "0")
+    return (node.replace("/", "-"), int(attempt)) if node and attempt.isdigit() else (name, 0)

@@ -147,7 +147,7 @@ class Frame:
         listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
         if self.tracking:
             history = self.output_url(HISTORY) or str(self.directory / HISTORY)
-            report.tracker = self.tracker(self.run_id(), origin, history)
+            report.tracker = self.tracker(self.run_id(), origin=origin, history=history)
             listeners.append(report.tracker)
         listeners += [report, self.publisher, *self.figures(**labels)]
         url = self.storage.url if checkpoints is None else checkpoints
@@ -170,23 +170,11 @@ class Frame:
         """Return the id by which a tracker knows this run in all of its attempts."""
         return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
 
-    def tracker(
-        self, run_id: str, origin: Mapping[str, str], history: str, **options: Any
-    ) -> Recorder:
-        """Return the tracker of a run with this `history`, path or URL; `origin` as of
-        `run_card`.
-        """
-        options = {"notes": self.execution.url, "keys": self.keys, "say": self.say, **options}
-        return make_tracker(
-            self.tracking,
-            run_id,
-            self.directory,
-            self.storage,
-            is_local=self.is_local,
-            origin=origin,
-            history=history,
-            **options,
-        )
+    def tracker(self, run_id: str, **options: Any) -> Recorder:
+        """Return the tracker of a run. The `options` are those of `make_tracker`."""
+        own = {"is_local": self.is_local, "notes": self.execution.url, "keys": self.keys}
+        options = {**own, "say": self.say, **options}
+        return make_tracker(self.tracking, run_id, self.directory, self.storage, **options)
 
     def figures(self, **labels: str) -> list[RunFigures]:
         """Return the listener that serves one more run of this task to Prometheus; none if no port

@@ -280,8 +280,8 @@ class _Observer:
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.tracker(
                 f"{self.group}-{run.key}",
-                describe_origin(self.frame),
-                f"{run.url}/{OUTCOME}",
+                origin=describe_origin(self.frame),
+                history=f"{run.url}/{OUTCOME}",
                 name=str(run.trial),
                 group=self.group,
                 config={"sweep": dict(run.trial.values)},

@@ -191,7 +191,7 @@ class ChampionStore:
             manifest,
             version=f"{now:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}",
             parent=self.in_use(replaced).version,
-            created_at=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+            created_at=_utc_now(),
             sha256=hashlib.sha256(state).hexdigest(),
             bytes=len(state),
             file=EXPORTED_STATE if is_safetensors(state) else MODEL_STATE,

@@ -198,7 +198,12 @@ def judge(
     while True:
         current = _load_current(store)
         version = current.version
-        if (manifest := current.manifest) and _is_promoted(challenge, manifest, state):
+        sha256 = hashlib.sha256(state).hexdigest()
+        if (
+            (manifest := current.manifest)
+            and manifest.execution == challenge.execution != ""
+            and manifest.sha256 == sha256
+        ):
             # That attempt may have written no record. Without one, a lost champion would look as if
             # it never existed.
             reason, version = "an earlier attempt of this task promoted it", manifest.parent
@@ -223,8 +228,7 @@ def judge(
             LAST_CHALLENGE,
             **_identity(challenge, criteria, version),
             **dataclasses.asdict(result),
-            had_champion=result.outcome == Outcome.PROMOTED
-            or (version or store.in_use().version) != "",
+            had_champion=(version or store.in_use().version) != "",
             execution=challenge.execution,
             kickoff_time=challenge.kickoff_time,
         )
@@ -310,7 +314,7 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
     """
     from flyte_ddp.training.initial_state import mismatch
 
-    if current.manifest is None or current.state is None:
+    if current.manifest is None:
         return ""
     if current.manifest.recipe != challenge.recipe:
         problem = f"it is of recipe {current.manifest.recipe!r}"
@@ -321,17 +325,6 @@ def _describe_mismatch(challenge: Challenge, recipe: Recipe, current: CurrentMod
     return (
         f"the champion {current.version} does not fit recipe {challenge.recipe!r} with this "
         f"config: {problem}; give a model of another kind a place of its own (champion)"
-    )
-
-
-def _is_promoted(challenge: Challenge, manifest: Manifest, state: bytes) -> bool:
-    """Return whether an earlier attempt of the same task made `state` the champion, and failed
-    later.
-    """
-    return (
-        challenge.execution != ""
-        and manifest.execution == challenge.execution
-        and manifest.sha256 == hashlib.sha256(state).hexdigest()
     )
 
 

@@ -237,7 +237,7 @@ def _check_names(recipe: Recipe) -> None:
     own = [
         kind
         for kind in type(recipe).__mro__
-        if issubclass(kind, Recipe) and _package(kind) != "flyte_ddp"
+        if issubclass(kind, Recipe) and kind.__module__.partition(".")[0] != "flyte_ddp"
     ]
     known = {name.replace("_", ""): name for name in dir(Recipe) if not name.startswith("_")}
     names = {name for owner in (recipe, *own) for name in vars(owner) if not name.startswith("_")}
@@ -250,10 +250,6 @@ def _check_names(recipe: Recipe) -> None:
                 f"{locate(recipe, name)}: expected a name of Recipe's, got {name!r}, which nothing "
                 f"reads (did you mean {meant}?); a helper's name may begin with _"
             )
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def _option_types(recipe: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.launch.run import OUTPUTS, function_program, script_program
 from flyte_ddp.launch.train_options import read_fields
-from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.rehearsal.runs import TITLES, Rehearsal
@@ -69,7 +68,6 @@ def main(arguments: Sequence[str]) -> int:
             Path(directory),
             options.nproc_per_node,
             60 * minutes,
-            print_line,
         )
         verdict = judge(list(rehearsal.rehearse()))
     if options.report:

@@ -34,7 +34,6 @@ class Nodes:
         self.environment = environment  # of all processes
         self.file = directory / "scheduler.json"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        self.leaving: list[subprocess.Popen[bytes]] = []
         self.num_started = 0
         options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard")
         self.scheduler = self._start("scheduler", *options, "--scheduler-file", str(self.file))
@@ -65,7 +64,7 @@ class Nodes:
         )
 
     def close(self) -> None:
-        for process in [*self.leaving, *self.workers.values(), self.scheduler]:
+        for process in [*self.workers.values(), self.scheduler]:
             send_to_all(process, signal.SIGKILL)
             process.wait()
 
@@ -74,7 +73,6 @@ class Nodes:
             [sys.executable, "-m", "dask", *command],
             env=self.environment,
             stderr=subprocess.DEVNULL,
-            cwd=os.getcwd(),
         )
 
 

@@ -30,6 +30,7 @@ from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.streams import print_line
 from flyte_ddp.rehearsal.faults import Nodes
 from flyte_ddp.rehearsal.seen import Run, read_run
 
@@ -68,7 +69,6 @@ class Rehearsal:
     directory: Path
     num_ranks: int
     seconds: float
-    log: Callable[[str], None]
     home: str = field(default_factory=os.getcwd)  # the user's working directory
     length: int = 0
     num_steps: int = 0
@@ -254,7 +254,7 @@ class Rehearsal:
         run.seconds, run.exit_code = took, _exit_code(error)
         run.is_cut = bool(seconds) and isinstance(error, TrainingStopped)
         run.is_resized = num_ranks != self.num_ranks
-        self.log(f"{TITLES[run.name]}: {took:.1f} s")
+        print_line(f"{TITLES[run.name]}: {took:.1f} s")
         return run
 
 

@@ -127,7 +127,11 @@ def _combine(entries: Entries) -> list[Step]:
     return [
         Step(
             at=rows[0]["at"],
-            samples=[_hashable(key) for row in rows for key in row["samples"]],
+            samples=[
+                key if isinstance(key, (int, str)) else json.dumps(key)  # which can be counted
+                for row in rows
+                for key in row["samples"]
+            ],
             weights=rows[0]["weights"],
             others=rows[0]["others"],
             momentum=tuple(row["momentum"] for row in rows),
@@ -137,7 +141,3 @@ def _combine(entries: Entries) -> list[Step]:
         )
         for rows in zip(*ranks, strict=False)
     ]
-
-
-def _hashable(key: Any) -> Any:
-    return key if isinstance(key, (int, str)) else json.dumps(key)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,10 +43,9 @@ class DdpParallelism(Parallelism):
                 _arrange_buckets(model, replica)
         return replica
 
-    @contextmanager
-    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
-        with nullcontext() if is_last else replica.no_sync():
-            yield
+    def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = nullcontext() if is_last else replica.no_sync()
+        return context
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         super().watch(timer, model)

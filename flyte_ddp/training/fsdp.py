@@ -8,8 +8,8 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,14 +83,13 @@ class FsdpParallelism(Parallelism):
         rest = count_parameters(model) - sum(blocks)
         return FP32_BYTES * (2 * rest + 3 * max(blocks, default=0))
 
-    @contextmanager
-    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
+    def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
         """Sum gradients over the ranks, and drop gathered weights, only after the last
         micro-batch.
         """
         replica.set_requires_gradient_sync(is_last)
         replica.set_reshard_after_backward(is_last)
-        yield
+        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[object]:
         return nullcontext()  # its precision is part of the shards

@@ -286,14 +286,8 @@ def mismatch(expected: Mapping[str, Any], state: Any, class_names: Sequence[str]
     found = [f"{name} {abbreviate(keys)}" for name, keys in problems.items() if keys]
     theirs, ours = class_names_of(state), list(class_names)
     if theirs and ours and theirs != ours:
-        number = next(
-            (
-                index
-                for index, pair in enumerate(zip(theirs, ours, strict=False))
-                if pair[0] != pair[1]
-            ),
-            0,
-        )
+        pairs = enumerate(zip(theirs, ours, strict=False))
+        number = next((index for index, (one, other) in pairs if one != other), 0)
         start = number if number >= MAX_CLASSES else 0
         shown = [abbreviate(names[start:], MAX_CLASSES) for names in (theirs, ours)]
         since = f" from number {start} on" if start else ""

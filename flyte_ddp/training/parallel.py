@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,12 +166,11 @@ class Parallelism:
 
     # One step
 
-    @contextmanager
-    def sync(self, replica: Any, is_last: bool) -> Iterator[None]:
-        """Average the gradients over the ranks after the last micro-batch of a step, whose passes
-        are in the block.
+    def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch's passes: gradients are averaged over the ranks after
+        the last one of a step.
         """
-        yield
+        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a context in which the model computes in the configured precision."""

@@ -381,15 +381,9 @@ class Trainer:
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
         elif self.config.initial_model_state:
-            load = functools.partial(
-                load_initial_state,
-                self.model,
-                self.config.initial_model_state,
-                self.config.store_timeout,
-                self.config.fresh_layers,
-                list_class_names(self.recipe),
-            )
-            call_together(load, self.world)
+            config, names = self.config, list_class_names(self.recipe)
+            given = config.initial_model_state, config.store_timeout, config.fresh_layers
+            call_together(lambda: load_initial_state(self.model, *given, names), self.world)
             self.average.start()
         return url, loaded.skipped
 

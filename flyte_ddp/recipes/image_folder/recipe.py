@@ -242,8 +242,10 @@ class Images:
         self._ahead = {sample: self.reader.begin(self.images.file(sample)) for sample in indices}
 
     def __getitem__(self, sample: int) -> Any:
+        file, future = self.images.file(sample), self._ahead.pop(sample, None)
         try:
-            image = self._image(sample)
+            contents = future.result() if future else self.reader.read(file)
+            image = self.reader.decode(file, contents)
         except UnreadableImage as error:
             if not self.skips:
                 raise
@@ -253,12 +255,6 @@ class Images:
             return self.UNREADABLE
         tensor = to_tensor(image, self.image_size, self.augments)
         return tensor, int(self.images.labels[sample])
-
-    def _image(self, sample: int) -> Any:
-        file = self.images.file(sample)
-        future = self._ahead.pop(sample, None)
-        contents = future.result() if future else self.reader.read(file)
-        return self.reader.decode(file, contents)
 
 
 @dataclass(frozen=True)
