@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
@@ -46,8 +46,6 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
-
-T = TypeVar("T")
 
 
 class CheckedStudy(NamedTuple):
@@ -163,19 +161,9 @@ def train_sweep(
     results in their place. A retry of this task skips the trials that are done and continues the
     others from their checkpoints.
     """
-    report = StudyReport(recipe)
-    search = Search(stop_early, sampler, grid, seed)
-    return _train(
-        report,
-        config,
-        trials,
-        data,
-        cluster,
-        checkpoints,
-        output,
-        _Observer.sweep_outputs,
-        search=search,
-    )
+    search, report = Search(stop_early, sampler, grid, seed), StudyReport(recipe)
+    made: SweepOutputs = _train(report, config, trials, data, cluster, checkpoints, output, search)
+    return made
 
 
 @task_body
@@ -195,17 +183,8 @@ def train_at_world_sizes(
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    return _train(
-        report,
-        config,
-        trials,
-        data,
-        cluster,
-        checkpoints,
-        output,
-        _Observer.scaling_outputs,
-        one_at_a_time=True,
-    )
+    made: ScalingOutputs = _train(report, config, trials, data, cluster, checkpoints, output)
+    return made
 
 
 def _train(
@@ -216,11 +195,10 @@ def _train(
     cluster: ClusterConfig,
     checkpoints: str,
     output: str,
-    make_outputs: Callable[[_Observer], T],
-    **options: Any,
-) -> T:
-    """Train the trials, and return the outputs of the current task. The `options` are those of
-    `TrialRunner`.
+    search: Search | None = None,
+) -> Any:
+    """Train the trials, and return the outputs of the current task. Without a `search` they are
+    timed, one after another.
     """
     from flyte_ddp.cluster import connect
     from flyte_ddp.studies.runner import TrialRunner, resize_cluster
@@ -249,9 +227,10 @@ def _train(
                 run_name=frame.name,
                 run=frame.execution.run_id,
                 runs=report.runs,
-                **options,
+                one_at_a_time=report.is_scaling,
+                search=search or Search(),
             ).train(trials)
-        return make_outputs(observer)
+        return observer.scaling_outputs() if report.is_scaling else observer.sweep_outputs()
 
 
 @dataclass(eq=False)
