@@ -25,7 +25,6 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
@@ -91,7 +90,7 @@ class Rehearsal:
             if self.num_steps:
                 yield Run("again", not_tried="the runs were ended before their own end")
             else:
-                yield self._start("undisturbed", 1, name="again")
+                yield self._start("undisturbed", start=1, name="again")
         finally:
             logging.disable(logging.NOTSET)
             os.chdir(self.home)
@@ -136,9 +135,10 @@ class Rehearsal:
             return self._start(name, make=lambda pids, _: _kill([pids[max(pids)]]))
         if name == "notice":
             self._start(name, make=lambda _, stop: stop.set("SIGTERM"))
-            return self._start(name, 1)
-        self._start(name, make=lambda pids, _: _kill(pids.values()), max_restarts=0)
-        return self._start(name, 1, num_ranks=self.num_ranks + (1 if name == "larger" else -1))
+            return self._start(name, start=1)
+        self._start(name, Gang(1, self.num_ranks), make=lambda pids, _: _kill(pids.values()))
+        num_ranks = self.num_ranks + (1 if name == "larger" else -1)
+        return self._start(name, Gang(1, num_ranks, 1), start=1)
 
     def _lose_node(self) -> Run:
         directory = self._make_directory("node")
@@ -154,7 +154,7 @@ class Rehearsal:
             nodes.add()
             cluster = {"kind": "existing", "scheduler_address": nodes.address}
             gang = Gang(2, self.num_ranks // 2, 1, cluster)
-            return self._start("node", make=evict, gang=gang)
+            return self._start("node", gang, make=evict)
 
     def _make_directory(self, place: str) -> Path:
         """Return the directory of a run, with the links that its ranks find their files by."""
@@ -169,27 +169,27 @@ class Rehearsal:
     def _start(
         self,
         place: str,
-        start: int = 0,
+        gang: Gang | None = None,
         *,
+        start: int = 0,
         name: str = "",
-        num_ranks: int = 0,
         fault: str = "",
         make: MakeFault | None = None,
-        max_restarts: int = 1,
-        gang: Gang | None = None,
         seconds: float = 0.0,
     ) -> Run:
         """Give the command once in the directory of `place`, and return what was seen of the run so
         far.
 
         Args:
+            gang: its ranks; by default those of the undisturbed run.
             start: how often it was given before there.
             fault: one that the ranks commit themselves.
             make: makes one from outside, while the ranks wait after `fault_step`.
         """
         from flyte_ddp.rehearsal.watch import GO, Spec, WatchedCall
 
-        directory, num_ranks = self._make_directory(place), num_ranks or self.num_ranks
+        directory, gang = self._make_directory(place), gang or Gang(1, self.num_ranks, 1)
+        num_ranks = int(gang.nnodes) * int(gang.nproc_per_node)
         spec = Spec(
             directory=str(directory / "records"),
             place=str(directory),
@@ -234,13 +234,11 @@ class Rehearsal:
         thread = threading.Thread(target=interfere, daemon=True)
         thread.start()
         error: Exception | None = None
-        with open(directory / "output.log", "a") as log, contextlib.ExitStack() as stack:
+        with open(directory / "output.log", "a") as log:
             try:
-                place_of_ranks: driver.Place = LocalPlace(num_ranks, max_restarts)
-                if gang:
-                    place_of_ranks = stack.enter_context(gang.open_place(program))
                 relay = lambda line: print(line, file=log)  # noqa: E731
-                driver.run(job, place_of_ranks, self.data, (), relay, stop)
+                with gang.open_place(program) as place_of_ranks:
+                    driver.run(job, place_of_ranks, self.data, (), relay, stop)
             except (DataError, ClusterError):
                 raise
             except Exception as raised:
