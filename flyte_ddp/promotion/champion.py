@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flyte_ddp.checkpoints import EXPORTED_STATE, MODEL_STATE
+from flyte_ddp.config.fields import whole_number
 from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
@@ -287,10 +288,8 @@ class ChampionStore:
             ConfigError: `keep` is less than 1.
             ChampionError: no version is in use, or the pointer is damaged: nothing is deleted.
         """
-        if keep < 1:
-            raise ConfigError(f"keep: expected a whole number of at least 1, got {keep}")
         deleted = []
-        for version in self._list_versions()[:-keep]:
+        for version in self._list_versions()[: -whole_number("keep", keep, minimum=1)]:
             # again each time: somebody may roll back meanwhile
             pointer = self.parse(self.pointer())
             if version in (pointer.version, pointer.parent):

@@ -115,5 +115,4 @@ def describe_data(directory: str | os.PathLike[str]) -> dict[str, Any]:
         what the recipe imports of its own package and of the packages of recipes in settings.toml;
         "license": that of the data, or "".
     """
-    note: dict[str, Any] = json.loads((Path(directory) / NOTE).read_text(encoding="utf-8"))
-    return note
+    return dict(json.loads((Path(directory) / NOTE).read_text(encoding="utf-8")))

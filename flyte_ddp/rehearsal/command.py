@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.config.fields import finite_number
+from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.rank_start import start_server
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help=text)
     options = parser.parse_args(arguments)
     minutes = finite_number("--minutes", options.minutes, above=0, unit="minutes")
-    if options.nproc_per_node < 1:
-        raise ConfigError(f"--nproc-per-node: expected at least 1, got {options.nproc_per_node}")
+    num_ranks = whole_number("--nproc-per-node", options.nproc_per_node, minimum=1)
     modules = find_imports(options.program)
     start_server(modules)
     # so that no process is left behind
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             data,
             modules,
             Path(directory),
-            options.nproc_per_node,
+            num_ranks,
             60 * minutes,
         )
         verdict = judge(list(rehearsal.rehearse()))

@@ -159,8 +159,7 @@ def split_losses(losses: Tensor, num_samples: int) -> Sequence[float]:
     """Return the loss of each sample, NaN where a recipe's losses are not those of samples."""
     if losses.numel() % num_samples or (losses.dim() > 1 and len(losses) != num_samples):
         return [math.nan] * num_samples
-    found: list[float] = losses.double().reshape(num_samples, -1).sum(1).tolist()
-    return found
+    return list(losses.double().reshape(num_samples, -1).sum(1).tolist())
 
 
 def rank_loss(loss: float) -> tuple[float, float]:

@@ -51,8 +51,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
     directory.mkdir()
     for name in names:
         fetch_file(f"{place.rstrip('/')}/{name}", directory / name, FIELD)
-    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    return config
+    return dict(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
 
 
 def leave_hub() -> None:

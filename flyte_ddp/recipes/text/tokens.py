@@ -68,8 +68,7 @@ class Tokenizer:
         """Return the text of `tokens`, nothing for special ones; what is not UTF-8 becomes
         U+FFFD.
         """
-        text: str = self._library.decode(tokens)
-        return text
+        return str(self._library.decode(tokens))
 
     def save(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
