@@ -20,7 +20,7 @@ from flyte_ddp.events import Reported
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.training.contract import check_contract, check_datasets, check_model
+from flyte_ddp.training.contract import check_contract, check_datasets, open_model
 from flyte_ddp.training.optim import build_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
@@ -261,7 +261,8 @@ def check(base=Line, name="Line", **attributes):
         recipe, config = get_recipe(dotted), config_of(dotted, {})
     train, _ = check_datasets(recipe, recipe.datasets(None))
     (samples,) = open_samples([train], recipe, config, ALONE)
-    check_contract(check_model(recipe, recipe.model()), samples, Parallelism(recipe, config, ALONE))
+    parallelism = Parallelism(recipe, config, ALONE)
+    check_contract(open_model(parallelism), samples, parallelism)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -47,9 +47,11 @@ def execution_at(raw: str, metadata: str) -> Execution:
     state = ExecutionState.Mode.TASK_EXECUTION
     context: FlyteContext = FlyteContextManager.current_context()
     with FlyteContextManager.with_context(
-        context.with_execution_state(context.new_execution_state().with_params(mode=state))
+        context.with_execution_state(
+            context.new_execution_state().with_params(mode=state, user_space_params=parameters)
+        )
     ):
-        return current_execution(parameters)
+        return current_execution()
 
 
 def test_only_attempts_of_one_node_share_checkpoints() -> None:

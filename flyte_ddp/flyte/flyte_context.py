@@ -9,7 +9,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 
-from flytekit import ExecutionParameters
+import flytekit
 from flytekit.core.context_manager import FlyteContextManager
 
 from flyte_ddp.storage import storage_environment
@@ -29,8 +29,8 @@ class Execution:
     previous_pod: str = ""  # name of the pod of the attempt before; "" for the first attempt
 
 
-def current_execution(parameters: ExecutionParameters) -> Execution:
-    """Return the execution that `parameters`, a task's `flytekit.current_context()`, belong to.
+def current_execution() -> Execution:
+    """Return the execution that the current task belongs to.
 
     Also give the user's own libraries (boto3, pandas) in this process and the ranks the task's
     storage configuration. The package itself does not need it: `flyte_ddp.storage` reads Flyte's
@@ -39,6 +39,7 @@ def current_execution(parameters: ExecutionParameters) -> Execution:
     Flyte's own checkpoint path is not used: it belongs to one attempt, and the next attempt knows
     the one before only, which may have died before it wrote anything (flyteorg/flyte#2894).
     """
+    parameters = flytekit.current_context()
     os.environ.update(storage_environment())
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():

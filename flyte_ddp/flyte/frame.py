@@ -306,7 +306,7 @@ def open_frame(
     """
     opened_at = time.time()
     context = flytekit.current_context()
-    execution = current_execution(context)
+    execution = current_execution()
     directory = Path(context.working_directory)
     directory.mkdir(parents=True, exist_ok=True)
     attempt = execution.attempt_id or f"{name.rpartition('.')[2]}-{os.urandom(4).hex()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import flytekit
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.cluster.admission import list_places
@@ -49,7 +48,7 @@ def predict(
     check_cluster(cluster)
     places = list_places(fields.get("recipe_options", {}), "recipe_options")
     check_urls(model_state=model_state, data=location(data), output=output, **places)
-    execution = current_execution(flytekit.current_context())
+    execution = current_execution()
     url = output or f"{execution.checkpoints}/predictions"
     made = predictions.predict(
         recipe,

@@ -99,7 +99,7 @@ def plan_retraining(
     if output:  # by default it is made when there is something to keep
         open_output_directory(output, recipe)
     check_urls(champion=champion)
-    execution = current_execution(flytekit.current_context())
+    execution = current_execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
     store = ChampionStore(champion or _default_champion(execution, recipe))
     store.storage.check_access()
@@ -114,9 +114,7 @@ def plan_retraining(
         outcome="",
         reason="",
     )
-    planned = plan(
-        store, _challenge(retraining, prepared.config, prepared.data, execution), criteria
-    )
+    planned = plan(store, _challenge(retraining, prepared.config, prepared.data), criteria)
     start = planned.initial_state or prepared.config.initial_model_state
     return RetrainingPlan(
         train_on=train_on if not planned.outcome else NOTHING,
@@ -147,15 +145,14 @@ def judge_challenger(
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
-    execution = current_execution(flytekit.current_context())
     card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
     result = judge(
         ChampionStore(retraining.champion),
-        dataclasses.replace(_challenge(retraining, config, data, execution), card=card),
+        dataclasses.replace(_challenge(retraining, config, data), card=card),
         retraining.criteria,
         Path(challenger.download()).read_bytes(),
     )
-    return _outputs(retraining, result, execution, output, export)
+    return _outputs(retraining, result, output, export)
 
 
 @task_body
@@ -163,7 +160,7 @@ def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs
     """Report why nothing was trained. `output` is as of `judge_challenger`."""
     check_urls(champion=retraining.champion)
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
-    return _outputs(retraining, result, current_execution(flytekit.current_context()), output)
+    return _outputs(retraining, result, output)
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
@@ -183,28 +180,25 @@ def _default_champion(execution: Execution, recipe: str) -> str:
     return "/".join([bucket, "champions", project, domain, recipe])
 
 
-def _challenge(
-    retraining: Retraining, config: TrainingConfig, data: FlyteDirectory, execution: Execution
-) -> Challenge:
+def _challenge(retraining: Retraining, config: TrainingConfig, data: FlyteDirectory) -> Challenge:
     return Challenge(
         recipe=retraining.recipe,
         config=config,
         directory=Path(data.download() or data.path),
         kickoff_time=retraining.kickoff_time,
         code_version=code_version(),
-        execution=execution.run_id,
+        execution=current_execution().run_id,
     )
 
 
 def _outputs(
     retraining: Retraining,
     result: PromotionResult,
-    execution: Execution,
     output: str,
     export: FlyteDirectory | None = None,
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
-    store = ChampionStore(retraining.champion)
+    store, execution = ChampionStore(retraining.champion), current_execution()
     outcome = result.outcome.value
     store.record(LAST_RUN, outcome, execution.run_id)
     print(  # noqa: T201

@@ -36,7 +36,7 @@ from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.training.initial_state import abbreviate, freeze_layers
 from flyte_ddp.training.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
-from flyte_ddp.training.optim import OF_FUNCTIONS
+from flyte_ddp.training.optim import check_kind
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import forward
 
@@ -93,22 +93,11 @@ def open_datasets(
         return check_datasets(recipe, recipe.datasets(directory))
 
 
-def check_model(recipe: Recipe, found: Any) -> nn.Module:
-    """Return the model that `recipe.model` has returned. Raises ConfigError if it is none."""
-    place = locate(recipe, "model")
-    if not isinstance(found, nn.Module):
-        several = isinstance(found, (tuple, list, dict))
-        raise ConfigError(
-            f"{place}: expected an nn.Module, got {describe_kind(found)}"
-            f"{OF_FUNCTIONS if several else ''}"
-        )
-    return found
-
-
 def open_model(parallelism: Parallelism) -> nn.Module:
     """Return the recipe's model, checked and placed as the kind of parallelism wants it."""
     with parallelism.building():
-        model = check_model(parallelism.recipe, parallelism.recipe.model())
+        expected = f"{locate(parallelism.recipe, 'model')}: expected an nn.Module"
+        model = check_kind(parallelism.recipe.model(), nn.Module, expected)
     freeze_layers(model, parallelism.config.frozen_layers)
     return parallelism.place(model)
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.nested import describe_kind, tensors_in
 from flyte_ddp.recipes import Recipe, locate
+
+T = TypeVar("T")
 
 OF_FUNCTIONS = ": a function or a script trains several (docs/recipes.md, Where a recipe ends)"
 # Optimizers of torch whose step needs whole matrices, of which a rank has a part under fsdp.
@@ -39,13 +41,8 @@ def open_optimizer(
     if config.optimizer != OWN:
         return build_optimizer(model, config, recipe.optimizer_groups(model), has_fused_sgd)
     place = locate(recipe, "optimizer")
-    optimizer: Any = recipe.optimizer(model, config)
-    if not isinstance(optimizer, Optimizer):
-        several = isinstance(optimizer, (tuple, list, dict))
-        raise ConfigError(
-            f"{place}: expected an optimizer of torch's, got {describe_kind(optimizer)}"
-            f"{OF_FUNCTIONS if several else ''}"
-        )
+    own = recipe.optimizer(model, config)
+    optimizer = check_kind(own, Optimizer, f"{place}: expected an optimizer of torch's")
     name = type(optimizer).__name__
     _check_parameters(model, optimizer.param_groups, place)
     if name in OF_WHOLE_MATRICES and any(map(is_split, model.parameters())):
@@ -54,6 +51,16 @@ def open_optimizer(
             f"itself, got {name}, which needs whole matrices"
         )
     return optimizer
+
+
+def check_kind(found: Any, kind: type[T], expected: str) -> T:
+    """Return what a recipe's method has returned. Raises ConfigError, which begins with `expected`,
+    if it is of another kind.
+    """
+    if isinstance(found, kind):
+        return found
+    several = OF_FUNCTIONS if isinstance(found, (tuple, list, dict)) else ""
+    raise ConfigError(f"{expected}, got {describe_kind(found)}{several}")
 
 
 def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) -> int:
