@@ -34,9 +34,8 @@ class WeightAverage:
 
     def start(self) -> None:
         """Begin with the weights that the model has now."""
-        if self.decay:
-            own = self._own().items()
-            self.values = {name: each.detach().to(torch.float32, copy=True) for name, each in own}
+        own = self._own().items()
+        self.values = {name: each.detach().to(torch.float32, copy=True) for name, each in own}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
