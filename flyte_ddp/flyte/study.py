@@ -161,9 +161,10 @@ def train_sweep(
     results in their place. A retry of this task skips the trials that are done and continues the
     others from their checkpoints.
     """
-    search, report = Search(stop_early, sampler, grid, seed), StudyReport(recipe)
-    made: SweepOutputs = _train(report, config, trials, data, cluster, checkpoints, output, search)
-    return made
+    report, search = StudyReport(recipe), Search(stop_early, sampler, grid, seed)
+    return _train(  # type: ignore[no-any-return]
+        report, config, trials, data, cluster, checkpoints, output, search
+    )
 
 
 @task_body
@@ -183,8 +184,9 @@ def train_at_world_sizes(
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    made: ScalingOutputs = _train(report, config, trials, data, cluster, checkpoints, output)
-    return made
+    return _train(  # type: ignore[no-any-return]
+        report, config, trials, data, cluster, checkpoints, output
+    )
 
 
 def _train(

@@ -44,8 +44,7 @@ class DdpParallelism(Parallelism):
         return replica
 
     def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = nullcontext() if is_last else replica.no_sync()
-        return context
+        return nullcontext() if is_last else replica.no_sync()
 
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         super().watch(timer, model)
