@@ -214,17 +214,6 @@ def test_a_metric_without_a_value_of_so_few_samples_is_one_line():
         metrics.compute(ALONE, num_samples=1, num_targets=2)
 
 
-def test_patience_ends_a_run_that_gets_no_better(tmp_path):
-    config = {"epochs": 20, "patience": 2, "monitor": {"metric": "mae", "mode": "max"}}
-    run = new_run(tmp_path, HERE + "Numbers")
-    epochs = new_trainer(run, **config).fit().epochs
-    assert len(epochs) == best_of(epochs, Monitor("mae", "max")).epoch + 2 < 20
-    again = new_trainer(run, **config)
-    again.resume()
-    assert again.fit().epochs == epochs
-    assert again.session.process.link.beats == []  # it has nothing more to do
-
-
 def test_a_monitor_that_the_recipe_has_not_is_one_line_before_the_first_step(tmp_path):
     run = new_run(tmp_path, HERE + "Numbers")
     with pytest.raises(RankFailure) as caught:
