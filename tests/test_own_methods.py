@@ -140,7 +140,7 @@ def test_floating_point_buffers_are_averaged_as_weights_are():
 def test_options_of_ddp_are_those_of_the_config():
     config = TrainingConfig(broadcast_buffers=False, find_unused_parameters=True)
     with process_group(ALONE, "gloo", HashStore(), timeout=60):
-        replica = DdpParallelism(config, ALONE).replicate(torch.nn.BatchNorm1d(2))
+        replica = DdpParallelism(Tiny(), config, ALONE).replicate(torch.nn.BatchNorm1d(2))
     assert (replica.broadcast_buffers, replica.find_unused_parameters) == (False, True)
 
 
