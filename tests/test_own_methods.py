@@ -311,6 +311,7 @@ SPLIT = "flyte_ddp.training.optim.is_split"
             lambda: torch.optim.Adam([*MODEL.parameters(), torch.zeros(5, requires_grad=True)]),
             r"parameters of the model it was given, got one of shape \(5,\)",
         ),
+        (lambda: torch.optim.LBFGS(MODEL.parameters()), "steps without a closure, got LBFGS"),
         (lambda: Muon(MODEL.parameters()), "treats each value by itself, got Muon"),
     ],
 )

@@ -45,6 +45,11 @@ def open_optimizer(
     optimizer = check_kind(own, Optimizer, f"{place}: expected an optimizer of torch's")
     name = type(optimizer).__name__
     _check_parameters(model, optimizer.param_groups, place)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise ConfigError(
+            f"{place}: expected an optimizer that steps without a closure, got {name}"
+        )
     if name in OF_WHOLE_MATRICES and any(map(is_split, model.parameters())):
         raise ConfigError(
             f'{place}: expected with "parallel": "fsdp" an optimizer that treats each value by '
