@@ -4,6 +4,7 @@ is not.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -176,6 +177,36 @@ print(made.automation_spec.schedule.kickoff_time_input_arg or "no time")
     path = [*packages, tmp_path]
     done = run(path, "-S", "-c", program, cwd=tmp_path, RETRAIN_INPUTS=json.dumps(given))
     assert done == f"{sorted(given)}\nno time\n"
+
+
+PLANS = """
+import json
+from pathlib import Path
+import flyte
+from flyte_ddp import flyte2
+
+env = flyte.TaskEnvironment("plans")
+
+@env.task
+def plan() -> str:
+    config = {"initial_model_state": "state.pt"}
+    return flyte2.plan_retraining(None, "champions", "digits", config).config
+
+flyte.init()
+for contents in (b"weights", b"others"):
+    Path("state.pt").write_bytes(contents)
+    print("starts from", json.loads(flyte.run(plan).outputs().o0)["initial_model_state"])
+"""
+
+
+def test_a_retraining_starts_from_the_weights_that_it_planned_with(packages, tmp_path):
+    """A file that was replaced under its name is another initial state."""
+    (tmp_path / "plans.py").write_text(PLANS)
+    output = run(packages, "-S", "plans.py", cwd=tmp_path)
+    digests = [hashlib.sha256(contents).hexdigest() for contents in (b"weights", b"others")]
+    assert re.findall(r"starts from (.*)", output) == [
+        f"{tmp_path}/state.pt (sha256 {digest})" for digest in digests
+    ]
 
 
 MISTAKES = """

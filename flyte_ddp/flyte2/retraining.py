@@ -48,6 +48,7 @@ from flyte_ddp.promotion.report import RetrainingReport
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import read_file
+from flyte_ddp.storage.weights import pin_state
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def plan_retraining(
         criteria: of `PromotionCriteria`.
     """
     with flyte_errors():
-        check_inputs(recipe, config, data)
-        terms, given = PromotionCriteria(**criteria), dict(config or {})
+        resolved, terms = check_inputs(recipe, config, data), PromotionCriteria(**criteria)
+        # its contents decide if there is something new, and a file may be replaced meanwhile
+        given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
         begun = kickoff_time or flyte.ctx().run_start_time
         text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         if not is_local():
@@ -103,7 +105,7 @@ def plan_retraining(
         with _prepare(retraining) as prepared:
             planned = plan(store, prepared, terms)
         if planned.initial_state:
-            given["initial_model_state"] = planned.initial_state
+            given["initial_model_state"] = pin_state(planned.initial_state)
         return dataclasses.replace(
             retraining,
             config=json.dumps(given),
