@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,5 +164,8 @@ def project(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sys.path.insert(0, str(place))
     import flyte
 
-    flyte.init_from_config(os.environ["FLYTECTL_CONFIG"], root_dir=place)
+    # beside its configuration the SDK notes the code that a store has: another one may be empty
+    config = shutil.copy(os.environ["FLYTECTL_CONFIG"], place.parent)
+    os.environ["FLYTECTL_CONFIG"] = config
+    flyte.init_from_config(config, root_dir=place)
     return place

@@ -11,7 +11,9 @@ import time
 import uuid
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from tests.flyte2.conftest import (
     call,
@@ -39,6 +41,7 @@ outputs = single_node_training_wf(
 )
 print("accuracies", outputs.epoch_accuracies)
 """
+DIGITS = {"recipe": "digits", "config": {"epochs": 3}, "num_processes": 2}
 HERE = """
 import json, sys
 import flyte
@@ -108,12 +111,16 @@ def is_gone(pod, cluster):
     return not (clusters_of(pod) or cluster_pods(cluster))
 
 
-def test_a_recipe_trains_as_on_this_machine_and_as_with_flyte_1(project, tmp_path):
+@pytest.fixture(scope="module")
+def trained(project):
     from workflows.flyte2 import train
 
-    inputs = {"recipe": "digits", "config": {"epochs": 3}, "num_processes": 2}
-    outputs = end(run := start(train, **inputs))
-    accuracies, metrics, state_here = train_here(project, **inputs)
+    return start(train, **DIGITS)
+
+
+def test_a_recipe_trains_as_on_this_machine_and_as_with_flyte_1(project, trained, tmp_path):
+    outputs = end(trained)
+    accuracies, metrics, state_here = train_here(project, **DIGITS)
     assert outputs[:2] == (accuracies, metrics)
     state = load(outputs[4].download_sync())
     assert_equal(state, state_here)
@@ -127,9 +134,24 @@ def test_a_recipe_trains_as_on_this_machine_and_as_with_flyte_1(project, tmp_pat
     )
     assert f"accuracies {outputs[0]}" in done.stdout, done.stdout + done.stderr
     assert_equal(state, load(tmp_path / "flyte-1/model_state.pt"))
-    (file,) = store().glob(f"flyte-data/*/*/*/{run.name}/a0/1/report.html")
+    (file,) = store().glob(f"flyte-data/*/*/*/{trained.name}/a0/1/report.html")
     page = store().cat(file).decode()
     assert ">finished<" in page
+
+
+def test_predictions_are_those_of_this_machine(project, trained, tmp_path):
+    from workflows.flyte2 import predict
+
+    file = end(trained)[4]
+    run = start(predict, recipe="digits", model_state=file.path, num_processes=2)
+    num_rows, directory = end(run)
+    paths = store().glob(f"{directory.path}/*.parquet")
+    state = file.download_sync(str(tmp_path / "model_state.pt"))
+    command = (".venv/bin/flyte-ddp", "predict", "digits", "--model-state", state)
+    call(project, *command, "--output", str(tmp_path / "here"))
+    here = parquet.read_table(tmp_path / "here")
+    assert num_rows == here.num_rows == 360
+    assert pa.concat_tables(parquet.read_table(store().open(path)) for path in paths) == here
 
 
 @pytest.mark.parametrize("grace", [0, 60])
@@ -235,22 +257,28 @@ def test_a_schedule_retrains_and_promotes(project):
     update = (".venv/bin/flyte", "update", "trigger", "retrain", "planning.retrain")
 
     def list_runs():
-        return {run.name: run for run in flyte.remote.Run.listall(task_name="planning.retrain")}
+        return {run.name for run in flyte.remote.Run.listall(task_name="planning.retrain")}
 
-    earlier = list_runs().keys()
+    earlier = list_runs()
     started = time.monotonic()
     call(project, *update, "--activate")
     try:
-        names = eventually(lambda: list_runs().keys() - earlier, 150, "a run of the schedule")
+        first = eventually(lambda: list_runs() - earlier, 150, "a run of the schedule")
+        champion, export, metrics, outcome, reason = end(flyte.remote.Run.get(name=min(first)))
+        print(f"promoted {time.monotonic() - started:.0f} s after the activation: {reason}")
+        seen = list_runs()
+        later = eventually(lambda: list_runs() - seen, 150, "a run after the promotion")
     finally:
         call(project, *update, "--deactivate")
-    champion, export, metrics, outcome, reason = end(flyte.remote.Run.get(name=names.pop()))
-    print(f"promoted {time.monotonic() - started:.0f} s after the activation: {reason}")
     assert outcome == "promoted", reason
     assert champion
     assert export
     assert metrics
     assert store().find(retraining["champion"])
+    ends = [end(flyte.remote.Run.get(name=name)) for name in sorted(later)]
+    assert [each[3] for each in ends] == ["unchanged"]
+    for name in seen - earlier:  # that it fired meanwhile: they train too
+        end(flyte.remote.Run.get(name=name))
 
 
 def test_a_new_project_trains_by_the_commands_of_its_readme(project):
