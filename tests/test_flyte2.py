@@ -209,6 +209,34 @@ def test_a_retraining_starts_from_the_weights_that_it_planned_with(packages, tmp
     ]
 
 
+PREDICTIONS = """
+import glob
+import flyte, torch
+from flyte_ddp import flyte2
+from flyte_ddp.recipes import get_recipe
+
+env = flyte2.environment("predictions", flyte2.SETTINGS.small)
+
+@env.task
+def predict() -> flyte2.PredictionOutputs:
+    print("report", flyte.ctx().output_path + "/report.html")
+    return flyte2.predict("digits", "state.pt", num_processes=1)
+
+flyte.init()
+torch.save(get_recipe("digits").model().state_dict(), "state.pt")
+num_rows, directory = flyte.run(predict).outputs()
+print("predicted", num_rows, len(glob.glob(directory.path + "/*.parquet")))
+"""
+
+
+def test_predictions_have_outputs_and_no_report(packages, tmp_path):
+    (tmp_path / "predictions.py").write_text(PREDICTIONS)
+    output = run(packages, "-S", "predictions.py", cwd=tmp_path)
+    assert "360 predictions in " in output
+    assert "predicted 360 1\n" in output
+    assert not Path(*re.findall(r"report (\S+/report\.html)", output)).exists()
+
+
 MISTAKES = """
 import flyte
 from flyte_ddp import flyte2

@@ -159,15 +159,16 @@ class Frame:
 
 @contextlib.contextmanager
 def open_frame(
-    report: Page,
+    report: Page | None,
     checkpoints: str = "",
     max_hours: float = 0,
     tracking: Sequence[str] = (),
     hides_keys: bool = True,
 ) -> Iterator[Frame]:
-    """Open the frame of the current task: its report is shown while it runs.
+    """Open the frame of the current task. Its report is shown while it runs.
 
     Args:
+        report: None for a task that shows none.
         checkpoints: URL that the user gave; "" for the action's own.
         max_hours: since the run's start.
         tracking: see `make_tracker`; empty where nothing records the run.
@@ -194,7 +195,7 @@ def open_frame(
             for name in keys:
                 del os.environ[name]
         storage = Storage(checkpoints or own)
-        publisher = PagePublisher(report, publish)
+        publisher = PagePublisher(report or Report(), publish if report else None)
         frame = Frame(run_id(), storage, directory, publisher, [HistoryFile(directory / HISTORY)])
         begun_at = time.time() if local else context.run_start_time.timestamp()
         limit = TimeLimit(max_hours, begun_at or time.time(), f". Its checkpoints are in {own}")
@@ -237,8 +238,8 @@ def publish(html: str) -> None:
     flyte.report.flush()
 
 
-def _close(frame: Frame, report: Page, error: BaseException | None) -> None:
-    if not report.closed_at or error is not None:
+def _close(frame: Frame, report: Page | None, error: BaseException | None) -> None:
+    if report and (not report.closed_at or error is not None):
         report.close(error)
     frame.publisher.close(error)
     with log_failures("history"):

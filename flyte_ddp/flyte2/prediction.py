@@ -12,8 +12,9 @@ from flyte_ddp.flyte.settings import SETTINGS
 from flyte_ddp.flyte2.frame import check_cluster, is_local, open_frame
 from flyte_ddp.flyte2.training import check_inputs
 from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.streams import print_line
 from flyte_ddp.prediction import predict as predictions
+from flyte_ddp.storage import redact_url
 
 
 class PredictionOutputs(NamedTuple):
@@ -42,7 +43,7 @@ def predict(
     nodes = check_cluster(cluster)
     if not is_local():
         check_urls({"model_state": model_state, "output": output}, SETTINGS.allowed)
-    with open_frame(Report()) as frame:
+    with open_frame(None) as frame:
         url = output or f"{frame.outputs}/predictions"
         made = predictions.predict(
             recipe,
@@ -57,4 +58,5 @@ def predict(
             cluster=nodes,
             name=frame.pod_id,
         )
+    print_line(f"{made.num_rows:,} predictions in {redact_url(url)}")
     return PredictionOutputs(made.num_rows, Dir.from_existing_remote(url))

@@ -145,6 +145,7 @@ def test_predictions_are_those_of_this_machine(project, trained, tmp_path):
     file = end(trained)[4]
     run = start(predict, recipe="digits", model_state=file.path, num_processes=2)
     num_rows, directory = end(run)
+    assert not store().glob(f"flyte-data/*/*/*/{run.name}/a0/1/report.html")
     paths = store().glob(f"{directory.path}/*.parquet")
     state = file.download_sync(str(tmp_path / "model_state.pt"))
     command = (".venv/bin/flyte-ddp", "predict", "digits", "--model-state", state)
