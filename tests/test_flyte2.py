@@ -266,9 +266,19 @@ def elsewhere() -> str:
     flyte2.train("digits", data="ftp://else/where")
     return ""
 
+@env.task(retries=1)
+def late() -> str:
+    import time, flyte_ddp.flyte2.frame as frame
+    try:
+        with frame.open_frame(None, max_hours=0.3 / 3600):
+            raise flyte.errors.RuntimeUserError("Lost", "again")
+    finally:
+        time.sleep(0.4)
+
 async def later() -> None: ...
 
 flyte.init()
+tell(lambda: flyte.run(late))
 tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
 tell(lambda: env.task(later))
@@ -282,6 +292,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
     output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("said ")]
     wanted = (
+        "max_hours: the run has taken 8.33333e-05 h, all attempts together, which is its limit",
         "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
         "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",
         "ConfigError env.later: expected a function that is not async",

@@ -39,7 +39,7 @@ from flyte_ddp.flyte.outputs import keep_values
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
-from flyte_ddp.observers.command_line import keep_run_id, resume_command
+from flyte_ddp.observers.command_line import keep_first_start, keep_run_id, resume_command
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
 from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
@@ -54,8 +54,6 @@ from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
-# begins the name of a file beside the checkpoints, so that `max_hours` counts all attempts
-FIRST_START = "first-start"
 WANDB_SECRET = Secret(group="wandb", key="api_key")
 MLFLOW_SECRET = Secret(group="mlflow", key="token")
 # In a local run, and in a pod in which Flyte passes secrets as variables.
@@ -107,17 +105,10 @@ class Frame:
         """
         if max_hours:
             hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
-            self._time_limit = TimeLimit(max_hours, self._first_start(), hint)
-
-    def _first_start(self) -> float:
-        """Return when the first attempt of this execution started, in seconds since the epoch."""
-        if self.is_local:
-            return self.opened_at
-        name = f"{FIRST_START}-{self.execution.run_id}"
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return float(self.storage.read(name))
-        self.storage.write(name, str(self.opened_at).encode())
-        return self.opened_at
+            begun_at = self.opened_at
+            if not self.is_local:
+                begun_at = keep_first_start(self.storage, self.execution.run_id, begun_at)
+            self._time_limit = TimeLimit(max_hours, begun_at, hint)
 
     def run(
         self,

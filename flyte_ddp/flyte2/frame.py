@@ -33,7 +33,7 @@ from flyte_ddp.events import Listener
 from flyte_ddp.flyte.outcome import Retry, judge_failure
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.launch.protocol.signals import TimeLimit
-from flyte_ddp.observers.command_line import keep_run_id
+from flyte_ddp.observers.command_line import keep_first_start, keep_run_id
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.mlflow import KEY_VARIABLES
 from flyte_ddp.observers.reports.page import Page
@@ -170,7 +170,7 @@ def open_frame(
     Args:
         report: None for a task that shows none.
         checkpoints: URL that the user gave; "" for the action's own.
-        max_hours: since the run's start.
+        max_hours: of the action, all attempts and pods together; 0 is no limit.
         tracking: see `make_tracker`; empty where nothing records the run.
         hides_keys: the ranks' environment has no keys of the tracker.
 
@@ -197,11 +197,13 @@ def open_frame(
         storage = Storage(checkpoints or own)
         publisher = PagePublisher(report or Report(), publish if report else None)
         frame = Frame(run_id(), storage, directory, publisher, [HistoryFile(directory / HISTORY)])
-        begun_at = time.time() if local else context.run_start_time.timestamp()
-        limit = TimeLimit(max_hours, begun_at or time.time(), f". Its checkpoints are in {own}")
-        stack.callback(limit.cancel)
+        limit = TimeLimit(0, 0)
         try:
             storage.check_access()
+            if max_hours:
+                begun_at = keep_first_start(storage, frame.run_id, time.time())
+                limit = TimeLimit(max_hours, begun_at, f". Its checkpoints are in {storage.url}")
+                stack.callback(limit.cancel)
             if isinstance(report, Report):
                 if tracking:
                     report.tracker = _make_tracker(frame, tracking, keys, local)

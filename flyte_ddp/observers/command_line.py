@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
@@ -75,6 +76,17 @@ def keep_run_id(storage: Storage, new: str) -> str:
     except FileNotFoundError:
         storage.write(RUN_ID, new.encode())
         return new
+
+
+def keep_first_start(storage: Storage, run_id: str, now: float) -> float:
+    """Return when the first attempt of a run started, in seconds since the epoch, so that
+    `max_hours` counts all attempts: the time that an earlier one kept in `storage`, or `now`.
+    """
+    name = f"first-start-{run_id}"
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return float(storage.read(name))
+    storage.write(name, str(now).encode())
+    return now
 
 
 def make_observers(
