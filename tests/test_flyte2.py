@@ -169,6 +169,8 @@ made = asyncio.run(to_task_trigger(trigger, retrain.name, inputs, []))
 print(sorted(each.name for each in made.spec.inputs.literals))
 # Flyte 2.0.43 starts a run with no other input than a trigger's time if it has one
 print(made.automation_spec.schedule.kickoff_time_input_arg or "no time")
+# and tells one with a pod template another time
+print(retrain.pod_template or "no template")
 """
     (tmp_path / "workflows").mkdir()
     shutil.copy(REPOSITORY / "examples/project/flyte2/workflows/flyte2.py", tmp_path / "workflows")
@@ -176,7 +178,7 @@ print(made.automation_spec.schedule.kickoff_time_input_arg or "no time")
     given = {"recipe": "wine", "config": {"epochs": 5}, "margin": 0.1, "num_processes": 2}
     path = [*packages, tmp_path]
     done = run(path, "-S", "-c", program, cwd=tmp_path, RETRAIN_INPUTS=json.dumps(given))
-    assert done == f"{sorted(given)}\nno time\n"
+    assert done == f"{sorted(given)}\nno time\nno template\n"
 
 
 PLANS = """

@@ -65,7 +65,8 @@ def environment(
         "env_vars": environment_variables,
         "secrets": _secrets(),
         "service_account": SETTINGS.service_account,
-        "pod_template": grace,
+        # Flyte 2.0.43 does not tell a task with a template when its run began
+        "pod_template": grace if options.get("plugin_config", config) else None,
         "plugin_config": config,
     }
     return flyte.TaskEnvironment(name, **{**given, **options})

@@ -93,6 +93,8 @@ def plan_retraining(
         # its contents decide if there is something new, and a file may be replaced meanwhile
         given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
         begun = kickoff_time or flyte.ctx().run_start_time
+        if not begun.timestamp():  # what Flyte 2.0.43 tells a task with a pod template
+            begun = datetime.datetime.now()
         text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         if not is_local():
             check_urls({"champion": champion}, SETTINGS.allowed)

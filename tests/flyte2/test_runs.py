@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore
 from tests.flyte2.conftest import (
     call,
     cluster_pods,
@@ -275,7 +276,8 @@ def test_a_schedule_retrains_and_promotes(project):
     assert champion
     assert export
     assert metrics
-    assert store().find(retraining["champion"])
+    last = ChampionStore(retraining["champion"]).last(LAST_CHALLENGE)
+    assert re.fullmatch(r"20\d\d-\S+:00Z", last["kickoff_time"])  # the minute of the schedule
     ends = [end(flyte.remote.Run.get(name=name)) for name in sorted(later)]
     assert [each[3] for each in ends] == ["unchanged"]
     for name in seen - earlier:  # that it fired meanwhile: they train too
