@@ -165,7 +165,6 @@ def project(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import flyte
 
     # beside its configuration the SDK notes the code that a store has: another one may be empty
-    config = shutil.copy(os.environ["FLYTECTL_CONFIG"], place.parent)
-    os.environ["FLYTECTL_CONFIG"] = config
-    flyte.init_from_config(config, root_dir=place)
+    os.environ["FLYTECTL_CONFIG"] = shutil.copy(os.environ["FLYTECTL_CONFIG"], place.parent)
+    flyte.init_from_config(os.environ["FLYTECTL_CONFIG"], root_dir=place)
     return place
