@@ -27,15 +27,13 @@ MAX_PATIENCE = 1.0  # seconds between two times that the ranks ask each other wh
 
 @dataclass(frozen=True)
 class World:
-    """A rank's position: `rank` of `world_size` in all, `local_rank` on its own node, and the
-    device it computes on.
+    """A rank's position: `rank` of `world_size` in all, and the device it computes on.
 
     Args:
         group: of the ranks; None for the process group of all.
     """
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
     group: Any = None
@@ -108,12 +106,12 @@ class World:
 
 
 # what a process without peers, and without a GPU, computes in
-ALONE = World(0, 0, 1, torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def single_process_world() -> World:
     """Return the world of a process without peers, on its GPU if it has one."""
-    return World(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Rank(World):
 
 
 def rank_1(first):
-    world = Rank(1, 1, 2, torch.device("cpu"))
+    world = Rank(1, 2, torch.device("cpu"))
     object.__setattr__(world, "first", first)
     return world
 

@@ -31,7 +31,7 @@ from tests.support.runs import new_run
 
 
 def _world(rank, world_size):
-    return World(rank, rank, world_size, torch.device("cpu"))
+    return World(rank, world_size, torch.device("cpu"))
 
 
 def _noted(run, split):
@@ -326,7 +326,7 @@ class Shapeless(Tiny):
 def test_all_data_in_memory_together_take_a_bounded_share_of_a_gpus_memory(
     monkeypatch, sizes, expected
 ):
-    moved, world = [], World(0, 0, 1, torch.device("cuda", 0))
+    moved, world = [], World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
     monkeypatch.setattr(TensorSamples, "move_to_device", lambda self: moved.append(self.nbytes))
     datasets = [
@@ -348,7 +348,7 @@ def test_a_state_is_evaluated_on_a_numbered_device(monkeypatch):
 
     # torch.device("cuda") != torch.device("cuda", 0)
     assert single_process_world().device == torch.device("cuda", 0)
-    assert World(0, 0, 1, torch.device("cuda")).device == torch.device("cuda", 0)
+    assert World(0, 1, torch.device("cuda")).device == torch.device("cuda", 0)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_batches_of_data_too_large_for_the_gpu_do_not_wait_for_it(gpu, monkeypat
 
     monkeypatch.setattr("flyte_ddp.rank.data.MAX_GPU_MEMORY_FRACTION", 0.0)
     dataset = TensorDataset(torch.rand(100, 8), torch.zeros(100, 4, dtype=torch.int64))
-    config, world = TrainingConfig(global_batch_size=10), World(0, 0, 1, gpu)
+    config, world = TrainingConfig(global_batch_size=10), World(0, 1, gpu)
     (samples,) = open_samples([dataset], Sequences(), config, world)
     shards = epoch_shards(samples, config, world, epoch=1)
     batches = samples.batches([index for shard in shards for index in shard.micro_batches], epoch=1)
@@ -168,7 +168,7 @@ def test_training_and_held_out_data_lie_on_the_gpu_where_they_fit(gpu):
     datasets = [
         TensorDataset(torch.rand(100, 8), torch.zeros(100, dtype=torch.int64)) for _ in range(2)
     ]
-    for samples in open_samples(datasets, Tiny(), TrainingConfig(), World(0, 0, 1, gpu)):
+    for samples in open_samples(datasets, Tiny(), TrainingConfig(), World(0, 1, gpu)):
         assert samples.index_device == gpu
 
 

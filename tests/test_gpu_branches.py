@@ -20,7 +20,7 @@ from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import World, process_group
 
 GPU = torch.device("cuda", 1)
-WORLD = World(1, 1, 2, GPU)
+WORLD = World(1, 2, GPU)
 
 
 @pytest.fixture

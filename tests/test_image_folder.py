@@ -34,7 +34,7 @@ from tests.support.image_store import (
     write_tree,
 )
 
-ALONE = World(0, 0, 1, torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def names_in(directory):

@@ -183,7 +183,7 @@ def test_a_phase_with_waits_in_it_is_not_published(monkeypatch):
 
 
 def test_a_forward_pass_that_waits_for_rank_0s_buffers_is_not_timed():
-    timer, ranks = StepTimer(print, torch.device("cpu")), World(0, 0, 2, torch.device("cpu"))
+    timer, ranks = StepTimer(print, torch.device("cpu")), World(0, 2, torch.device("cpu"))
     DdpParallelism(Recipe(), TrainingConfig(), ranks).watch(timer, nn.BatchNorm1d(2))
     assert timer.waiting == [FORWARD]
 

@@ -226,7 +226,7 @@ def test_a_state_of_another_model_or_for_several_gpus_is_one_line(tmp_path, monk
     other = write_state(tmp_path / "other.pt", "mnist")
     with pytest.raises(ConfigError, match=r"^model_state: expected one of .*other shapes at conv1"):
         open_predictor(tmp_path, "digits", other)
-    gpu = World(0, 0, 1, torch.device("cuda", 0))
+    gpu = World(0, 1, torch.device("cuda", 0))
     for size, expectation in {
         1000: contextlib.nullcontext(),
         64: pytest.raises(ConfigError, match="^model_state: expected a model that one GPU holds"),

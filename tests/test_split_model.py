@@ -136,7 +136,7 @@ def test_blocks_compute_their_activations_again_only_if_asked(asked, caplog):
             return super().forward(inputs)
 
     model = nn.Sequential(Counted(300, 300), Counted(300, 300))
-    alone = World(0, 0, 1, torch.device("cpu"))
+    alone = World(0, 1, torch.device("cpu"))
     config = TrainingConfig(activation_checkpointing=asked, parallel="fsdp")
     _, replica = choose_parallelism(Tiny(), config, alone).shard(model)
     replica(torch.ones(1, 300, requires_grad=True)).sum().backward()
@@ -165,7 +165,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     gpu = SimpleNamespace(total_memory=gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(nn.Module, "to", lambda self, device: self)
-    world = World(0, 0, num_ranks, torch.device("cuda", 0))
+    world = World(0, num_ranks, torch.device("cuda", 0))
     refused = pytest.raises(ConfigError, match=f"^parallel: expected {expected}")
     with refused if expected else contextlib.nullcontext():
         choose_parallelism(Recipe(), config, world).place(model)
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_make_it_fit(
 
 @pytest.mark.parametrize(("parallel", "is_contiguous"), [("ddp", False), ("fsdp", True)])
 def test_convolutions_that_are_to_be_split_keep_the_order_that_fsdp_takes(parallel, is_contiguous):
-    config, world = TrainingConfig(parallel=parallel), World(0, 0, 2, torch.device("cpu"))
+    config, world = TrainingConfig(parallel=parallel), World(0, 2, torch.device("cpu"))
     model = choose_parallelism(Recipe(), config, world).place(nn.Conv2d(3, 8, 3))
     assert model.weight.is_contiguous() is is_contiguous
 

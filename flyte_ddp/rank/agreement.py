@@ -227,9 +227,8 @@ def function_world() -> tuple[World, float]:
     """Return this rank's place in the process group that its function has made, and the seconds
     after which a collective in it that waits for a rank fails; years where the backend has none.
     """
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda" if on_gpu else "cpu")
-    world = World(dist.get_rank(), 0, dist.get_world_size(), device)
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    world = World(dist.get_rank(), dist.get_world_size(), device)
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(world.device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", timedelta.max)

@@ -34,7 +34,7 @@ def meet(process: RankProcess, open_store: Callable[[], Store], key: str) -> Wor
         store = PrefixStore(key, open_store().clone())
         timeout = timedelta(seconds=process.job.program.stall_timeout)
         group = ProcessGroupGloo(store, process.rank, world_size, timeout)
-    return World(process.rank, 0, world_size, torch.device("cpu"), group)
+    return World(process.rank, world_size, torch.device("cpu"), group)
 
 
 @dataclass(frozen=True)

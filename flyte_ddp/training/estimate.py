@@ -74,7 +74,7 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     world = single_process_world()
     train = take_sample(open_datasets(recipe, directory, config)[0], config)
     alone = Parallelism(recipe, dataclasses.replace(config, compile=False, data_workers=0), world)
-    planned = choose_parallelism(recipe, config, World(0, 0, num_ranks, world.device))
+    planned = choose_parallelism(recipe, config, World(0, num_ranks, world.device))
     (samples,) = open_samples([train], recipe, alone.config, world)
     size = math.ceil(config.global_batch_size / (num_ranks * config.gradient_accumulation))
     first = torch.arange(size, device=samples.index_device) % len(samples)

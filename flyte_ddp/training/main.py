@@ -101,7 +101,7 @@ def _prepare_torch(
         device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not config.deterministic
-    world = World(process.rank, process.local_rank, node.world_size, device)
+    world = World(process.rank, node.world_size, device)
     parallelism = choose_parallelism(get_recipe(name, config.recipe_options), config, world)
     parallelism.prepare_process()
     return parallelism

@@ -71,7 +71,7 @@ def run_gang(num_ranks, work, *arguments):
 def _run_rank(rank, num_ranks, port, pipe, work, arguments):
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=TIMEOUT))
-    world, error, result = World(rank, rank, num_ranks, torch.device("cpu")), "", None
+    world, error, result = World(rank, num_ranks, torch.device("cpu")), "", None
     try:
         if num_ranks == 1:
             result = work(world, store, *arguments)

@@ -29,7 +29,7 @@ class StoppingLink(Link):
 def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     """A trainer of the recipe of `run`, with its data and its checkpoints."""
     config = config_of(run.recipe, {"initial_model_state": initial_state, **config})
-    recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 0, 1, CPU)
+    recipe, world = get_recipe(run.recipe, config.recipe_options), World(0, 1, CPU)
     train_data, test_data = recipe.datasets(run.data(source))
     train_data = take_sample(train_data, config)
     train, test = open_samples([train_data, test_data], recipe, config, world)
