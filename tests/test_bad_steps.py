@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.optim.lr_scheduler import StepLR
 
+from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import NonFiniteLoss, RankFailure
-from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, from_dict, to_dict
+from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, parse_history, to_line
 from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.world import World
 from tests.support.gang import session_of
 from tests.support.planted import Planted
 from tests.support.runs import new_run
@@ -38,7 +41,7 @@ def test_the_sample_behind_nan_is_named_by_its_key_on_all_ranks(tmp_path, kind, 
     (bad,) = bad_steps(run)
     assert bad.samples[0].key == "file-29.png"
     assert run.last_step < bad.step  # it was not taken
-    assert from_dict(to_dict(bad)).samples[0].index == 29
+    assert parse_history(to_line(bad).encode(), "")[0].samples[0].index == 29
 
 
 def test_a_loss_far_above_the_median_is_bad_and_the_losses_are_in_the_checkpoint(tmp_path):
@@ -69,6 +72,15 @@ def test_planted_samples_are_named_at_any_number_of_ranks(tmp_path, kind, num_ra
     run = new_run(tmp_path, RECIPE)
     with pytest.raises(RankFailure, match=rf"samples: {bad} \(file-{bad}.png\)"):
         run.train(num_ranks, parallel=parallel, recipe_options=planted(bad, kind), **KINDS[kind])
+
+
+def test_each_rank_keeps_its_part_of_the_state_before_a_bad_step_also_after_a_checkpoint(tmp_path):
+    met = HashStore()
+    first, second = (Peers(World(rank, 2, torch.device("cpu")), met) for rank in range(2))
+    first.announce(3, "step-0000000003-4f1c88a2")  # a checkpoint that both have saved
+    store = CheckpointStore(str(tmp_path), 2, peers=second)
+    store.save_bad({"weight": torch.ones(2)}, 5, lambda: None)
+    assert [each.name for each in tmp_path.iterdir()] == ["bad-step-0000000005-00001.pt"]
 
 
 def test_a_function_learns_which_samples_its_step_had(tmp_path):

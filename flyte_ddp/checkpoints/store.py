@@ -457,11 +457,12 @@ class CheckpointStore:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-            number, name = self.peers.announced(0) if self._follows else (0, "")
+                follows = self._follows and self._queue[0].has_manifest
+            number, name = self.peers.announced(0) if follows else (0, "")
             with self._changed:
-                if self._follows:  # older ones are not written any more
-                    self._keep([each.number for each in self._queue if each.number >= number])
-                if self._queue and (not self._follows or self._queue[0].number == number):
+                # older ones are not written any more
+                self._queue = [each for each in self._queue if each.number >= number]
+                if self._queue and (not follows or self._queue[0].number == number):
                     self._current = write = self._queue.pop(0)
                     write.name = name or write.name
                     self._stuck_since = self._stuck_since or time.monotonic()
