@@ -4,20 +4,17 @@ the main thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
 import signal
 import threading
-import time
 
 import pytest
 
 import flyte_ddp
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints.ownership import OWNER, Ownership, check_owner, read_owner
-from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol import signals
 from flyte_ddp.storage import Storage
@@ -118,42 +115,3 @@ def test_a_run_that_no_signal_can_reach_says_so_in_one_line(recorded, caplog):
         "it ends without a "
         "last checkpoint"
     )
-
-
-def train_until_stopped(process, is_last):
-    from flyte_ddp import session
-
-    step = (session.load() or {"step": 0})["step"]
-    while not session.stop_requested:
-        step += 1
-        session.report(step=step)
-        if step == 3 and is_last():
-            os.kill(process, signal.SIGTERM)
-        time.sleep(0.01)
-    session.save({"step": step}, step)
-
-
-@pytest.mark.long
-def test_sigterm_to_tasks_beside_the_main_thread_costs_no_step(tmp_path, recorded):
-    places = [str(tmp_path / name) for name in "ab"]
-
-    def is_last():  # the other run has begun to train too
-        (tmp_path / os.urandom(4).hex()).touch()
-        return len([each for each in tmp_path.iterdir() if each.is_file()]) == len(places)
-
-    async def run_both():
-        runs = [
-            asyncio.to_thread(
-                flyte_ddp.run, train_until_stopped, os.getpid(), is_last, checkpoints=place
-            )
-            for place in places
-        ]
-        return await asyncio.gather(*runs, return_exceptions=True)
-
-    for stopped in asyncio.run(run_both()):
-        assert isinstance(stopped, TrainingStopped)
-        assert str(stopped).startswith("SIGTERM: the run was stopped at step")
-    assert not recorded
-    assert [flyte_ddp.run(go_on, checkpoints=place) >= 3 for place in places] == [True, True]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert recorded == [signal.SIGTERM]  # the handler from before is back

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
-import gc
 import logging
 import os
 import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from flyte_ddp.config.fields import finite_number
-from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.protocol.programs import stop_grace
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
@@ -69,8 +64,6 @@ def find_signal(reason: str) -> signal.Signals:
 
 
 _stops: list[StopRequest] = []  # of the runs, which share their handlers
-_before: dict[int, Any] = {}  # the handlers that those have replaced
-_entering = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -78,69 +71,35 @@ def stop_on_signals(grace: float | None = None) -> Iterator[StopRequest]:
     """Turn signals into a stop request for the length of the block.
 
     A SIGHUP that is ignored stays so: the run was started with nohup. Signal handlers belong to the
-    main thread. Beside it, as in a task of Flyte 2, the asyncio loop that runs there sets them.
-    Without one no signal reaches the run, which a line says.
+    main thread. Beside it no signal reaches a run, which a line says, unless one in the main thread
+    has set them.
     """
     stop = StopRequest() if grace is None else StopRequest(grace)
     numbers = {signal.Signals[name] for name in STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
-    with _entering:
-        _stops.append(stop)
-        if not _before and not _call_in_main_thread(
-            lambda: _before.update({number: signal.signal(number, _handle) for number in numbers})
-        ):
-            logger.warning(
-                (
-                    "%s: not noticed by this run, which began beside the main thread: it ends "
-                    "without "
-                    "a last checkpoint"
-                ),
-                ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
-            )
+    is_main = threading.current_thread() is threading.main_thread()
+    _stops.append(stop)
+    if is_main:
+        before = {number: signal.signal(number, _handle) for number in numbers}
+    elif signal.getsignal(signal.SIGTERM) is not _handle:
+        logger.warning(
+            "%s: not noticed by this run, which began beside the main thread: it ends without a "
+            "last checkpoint",
+            ", ".join(sorted(number.name for number in numbers - {signal.SIGHUP})),
+        )
     try:
         yield stop
     finally:
-        with _entering:
-            _stops.remove(stop)
-            if not _stops or threading.current_thread() is threading.main_thread():
-                _call_in_main_thread(_restore)
+        _stops.remove(stop)
+        if is_main:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _handle(number: int, frame: types.FrameType | None) -> None:
     for each in _stops:
         each.set(signal.Signals(number).name)
-
-
-def _restore() -> None:
-    while _before:
-        signal.signal(*_before.popitem())
-
-
-def _call_in_main_thread(function: Callable[[], object]) -> bool:
-    """Call `function` in the main thread, there by the asyncio loop that runs; return False if none
-    does.
-    """
-    called: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def call() -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and called.set_running_or_notify_cancel()
-        ):
-            function()
-            called.set_result(None)
-
-    call()
-    if called.done():
-        return True
-    loops = [each for each in gc.get_objects() if issubclass(type(each), asyncio.AbstractEventLoop)]
-    running = [loop for loop in loops if loop.is_running()]
-    for loop in running:
-        with contextlib.suppress(RuntimeError):  # it has just ended
-            loop.call_soon_threadsafe(call)
-    concurrent.futures.wait([called], ANSWER_TIMEOUT if running else 0)
-    return not called.cancel()
 
 
 class TimeLimit:
