@@ -208,12 +208,8 @@ def test_a_scripts_outputs_are_brought_to_their_url_and_leave_the_workers(client
     lines = []
     url = f"file://{tmp_path}/kept"
     program = script_program(str(tmp_path / "train.py"), ["{outputs}"], outputs=url)
-    run_program(
-        program,
-        Gang(2, cluster={"kind": "local", "node_timeout": 60}),
-        relay=lines.append,
-        client=client,
-    )
+    gang = Gang(2, cluster={"kind": "local", "node_timeout": 60}, client=client)
+    run_program(program, gang, relay=lines.append)
     assert (tmp_path / "kept/model").read_text() == "w"
     places = [line.split(" in ")[1] for line in lines if " in " in line]
     assert len(set(places)) == 2

@@ -25,8 +25,8 @@ def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
     program = Program(
         function.__name__, call, ("tests",), stall_timeout=120, left_timeout=left_timeout
     )
-    gang = Gang(2 if client else 1, nproc_per_node, max_restarts=3, stall_timeout=120)
-    return cloudpickle.loads(returned_value(run_program(program, gang, client=client, **options)))
+    gang = Gang(2 if client else 1, nproc_per_node, 3, stall_timeout=120, client=client)
+    return cloudpickle.loads(returned_value(run_program(program, gang, **options)))
 
 
 def begin():

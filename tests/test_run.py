@@ -538,13 +538,8 @@ def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeyp
         "*sys.argv[1:])\n"
     )
     listener = new_run(tmp_path)
-    gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60})
-    run_program(
-        script_program("jobs/placed.py", ["--lr", "1"]),
-        gang,
-        relay=listener.lines.append,
-        client=client,
-    )
+    gang = Gang(nnodes=2, cluster={"kind": "local", "node_timeout": 60}, client=client)
+    run_program(script_program("jobs/placed.py", ["--lr", "1"]), gang, relay=listener.lines.append)
 
     shipped = [line for line in listener.lines if "runs" in line]
     assert len(shipped) == 2

@@ -70,6 +70,7 @@ class Gang:
         max_restarts: how often all ranks start again after one raised, was killed, hung or was
             lost, without a new checkpoint in between.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
+        client: of a Dask cluster that is there already, of which `nnodes` workers are used.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
             it counts from the first `session.report` on.
         master_port: where the ranks of one machine meet; 0 for any free port.
@@ -84,6 +85,7 @@ class Gang:
     cluster: ClusterConfig | Mapping[str, Any] | None = None
     stall_timeout: float = Program.stall_timeout
     master_port: int = 0
+    client: Client | None = None
 
     def __post_init__(self) -> None:
         match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
@@ -110,7 +112,8 @@ class Gang:
 
     @property
     def needs_cluster(self) -> bool:
-        return self.cluster is not None or not re.fullmatch("(1:)?1", str(self.nnodes))
+        is_given = self.cluster is not None or self.client is not None
+        return is_given or not re.fullmatch("(1:)?1", str(self.nnodes))
 
     def num_processes(self) -> int:
         """Return the number of ranks on this machine. Raises ConfigError if one per GPU is wanted,
@@ -158,22 +161,19 @@ class Gang:
         return cluster_config({**given, **values})
 
     @contextlib.contextmanager
-    def open_place(
-        self, program: Program, name: str = "", client: Client | None = None
-    ) -> Iterator[driver.Place]:
+    def open_place(self, program: Program, name: str = "") -> Iterator[driver.Place]:
         """Yield the place of the gang's ranks, with a cluster for the length of the block if they
         need one.
 
         Args:
             name: of the run, unique in a namespace; names a cluster that is made on Kubernetes.
-            client: of a cluster that is there already.
 
         Raises:
             ConfigError: before anything is started, what `program` cannot do at this size; a
                 cluster that cannot be.
             ClusterError: the cluster did not start.
         """
-        if client is None and not self.needs_cluster:
+        if not self.needs_cluster:
             yield LocalPlace(self.num_processes(), self.max_restarts, self.master_port)
             return
         from flyte_ddp.cluster import connect
@@ -183,14 +183,15 @@ class Gang:
         check(program, config)
         name = name or f"run-{os.urandom(4).hex()}"
         with contextlib.ExitStack() as stack:
-            yield DaskPlace(
-                client or stack.enter_context(connect.open_cluster(config, name)), config, name
-            )
+            client = self.client or stack.enter_context(connect.open_cluster(config, name))
+            yield DaskPlace(client, config, name)
 
     @property
     def is_on_this_machine(self) -> bool:
         """True if the gang starts no ranks on others."""
-        return not self.needs_cluster or self.cluster_config().resolved_kind == "local"
+        return not self.needs_cluster or (
+            self.client is None and self.cluster_config().resolved_kind == "local"
+        )
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,7 @@ def run(
     Args:
         function: any function that cloudpickle can pickle; its module's code travels with it. For
             keyword arguments give a `functools.partial`.
-        nnodes, nproc_per_node, max_restarts, cluster, stall_timeout: see `Gang`.
-        client: of a Dask cluster that is there already, of which `nnodes` workers are used.
+        nnodes, nproc_per_node, max_restarts, cluster, client, stall_timeout: see `Gang`.
         checkpoints: directory or URL for `session.save`, which all machines reach; an unfinished
             run there goes on. Where all ranks are on this machine, the default is a directory for
             the length of the run.
@@ -246,7 +246,7 @@ def run(
         GangLost, ClusterError: machines were lost, or never came.
         TrainingStopped: SIGINT or SIGTERM ended the run.
     """
-    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout)
+    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, stall_timeout, client=client)
     program = function_program(function, arguments, {}, stall_timeout)
     bars = [ProgressBar()] if progress else []
     relay = bars[0].write if bars else None
@@ -254,7 +254,7 @@ def run(
     failure: Exception | None = None
     listeners = [state, *bars, *listeners]
     try:
-        run_program(program, gang, checkpoints, listeners, relay, client, run_id, results)
+        run_program(program, gang, checkpoints, listeners, relay, run_id, results)
     except Exception as error:
         if raise_errors or isinstance(error, TrainingStopped):
             raise
@@ -285,7 +285,6 @@ def run_program(
     checkpoints: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
-    client: Client | None = None,
     run_id: str = "",
     results: Destination | None = None,
 ) -> events.RunState:
@@ -293,10 +292,9 @@ def run_program(
     `driver.run`.
     """
     check_run_id(run_id)
-    with gang.open_place(program, client=client) as place, contextlib.ExitStack() as stack:
+    with gang.open_place(program) as place, contextlib.ExitStack() as stack:
         is_kept = bool(checkpoints)
-        # for restarts within the run
-        if not checkpoints and client is None and gang.is_on_this_machine:
+        if not checkpoints and gang.is_on_this_machine:  # for restarts within the run
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         return driver.run(job, place, None, listeners, relay, results=results)
@@ -311,7 +309,6 @@ def script_program(
     script: str,
     arguments: Sequence[str],
     is_module: bool = False,
-    stall_timeout: float = Program.stall_timeout,
     outputs: str = "",
 ) -> Program:
     """Return the program that runs a script as Python does, or a module as `python -m` does, with
@@ -342,18 +339,11 @@ def script_program(
             )
         directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
     call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
-    return Program(
-        Path(script).name or Path(directory).name,
-        cloudpickle.dumps(call),
-        packages,
-        directory,
-        stall_timeout,
-    )
+    name = Path(script).name or Path(directory).name
+    return Program(name, cloudpickle.dumps(call), packages, directory)
 
 
-def command_program(
-    command: Sequence[str], stall_timeout: float = Program.stall_timeout
-) -> Program:
+def command_program(command: Sequence[str]) -> Program:
     """Return the program that runs another program, with its arguments, in a process of every rank.
 
     Raises:
@@ -362,7 +352,7 @@ def command_program(
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
     call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
-    return Program(Path(command[0]).name, call, stall_timeout=stall_timeout, kind=Kind.COMMAND)
+    return Program(Path(command[0]).name, call, kind=Kind.COMMAND)
 
 
 @dataclass(frozen=True)
@@ -374,11 +364,8 @@ class _Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> bytes:
-        call = functools.partial(self.function, *self.arguments, **self.keywords)
-        value = _call_to_exit(call)
-        if os.environ["RANK"] != "0":
-            return b""
-        return bytes(cloudpickle.dumps(value))
+        value = _call_to_exit(functools.partial(self.function, *self.arguments, **self.keywords))
+        return bytes(cloudpickle.dumps(value)) if os.environ["RANK"] == "0" else b""
 
 
 @dataclass(frozen=True)

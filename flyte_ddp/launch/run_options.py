@@ -222,8 +222,7 @@ def read_gang(options: argparse.Namespace) -> Gang:
         for flag in _given(options, RENDEZVOUS):
             raise ConfigError(
                 f"{flag}: expected neither the flag nor its PET_ variable: one command starts all "
-                "machines (--cluster "
-                "names them)"
+                "machines (--cluster names them)"
             )
     if options.node_rank:
         raise ConfigError(f"--node-rank: expected 0 on one machine, got {options.node_rank}")
@@ -242,13 +241,12 @@ def read_program(options: argparse.Namespace) -> Program:
     if options.no_python and options.module:
         raise ConfigError("--no-python: expected not with --module, which is Python's")
     if options.no_python:
-        program = command_program([options.script, *options.arguments], options.stall_timeout)
+        program = command_program([options.script, *options.arguments])
     else:
-        program = script_program(
-            options.script, options.arguments, options.module, options.stall_timeout
-        )
+        program = script_program(options.script, options.arguments, options.module)
     return dataclasses.replace(
         program,
+        stall_timeout=options.stall_timeout,
         variables={"TORCHELASTIC_RUN_ID": options.rdzv_id}
         if options.rdzv_id and not options.standalone
         else {},

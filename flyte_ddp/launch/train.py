@@ -93,8 +93,7 @@ def train(
             values that this refers to is its version.
         config: fields that differ from the recipe's defaults, as of `--config`.
         data: path or URL for recipes that read data of yours.
-        nnodes, nproc_per_node, max_restarts, cluster: see `launch.run.Gang`.
-        client: of a Dask cluster that is there already.
+        nnodes, nproc_per_node, max_restarts, cluster, client: see `launch.run.Gang`.
         checkpoints: directory or URL, which all machines reach; an unfinished run there goes on,
             that of a class that travels by value if its version is the same. Where all ranks are on
             this machine, the default is a directory for the length of the run.
@@ -110,8 +109,8 @@ def train(
     check_run_id(run_id)
     recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
     resolved = config_of(recipe, config or {})
-    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster)
-    if not checkpoints and (client is not None or not gang.is_on_this_machine):
+    gang = Gang(nnodes, nproc_per_node, max_restarts, cluster, client=client)
+    if not checkpoints and not gang.is_on_this_machine:
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
     run = events.RunState()
     bars = [ProgressBar()] if progress else []
@@ -123,7 +122,6 @@ def train(
             checkpoints or stack.enter_context(own_directory("checkpoints-")),
             is_kept=bool(checkpoints),
             data=data,
-            client=client,
             run_id=run_id,
             listeners=[*bars, run, *listeners],
             relay=bars[0].write if bars else None,
@@ -143,7 +141,6 @@ def train_recipe(
     *,
     is_kept: bool = True,
     data: str = "",
-    client: Client | None = None,
     run_id: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
@@ -162,9 +159,9 @@ def train_recipe(
             prepare_data(prepared, data, Path(directory))
             return directory
 
-        if client is not None or not gang.is_on_this_machine:
+        if not gang.is_on_this_machine:
             prepare()
-        place = stack.enter_context(gang.open_place(program, client=client))
+        place = stack.enter_context(gang.open_place(program))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         state = driver.run(job, place, prepare, listeners, relay)
         assert state.finished is not None  # else it has raised
