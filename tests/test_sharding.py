@@ -25,10 +25,10 @@ from flyte_ddp.events import (
     PredictionsMade,
     RunFinished,
     RunStarted,
-    from_dict,
 )
 from flyte_ddp.recipes import config_of
 from flyte_ddp.storage import Storage
+from tests.support.events import from_dict
 from tests.support.gang import Link, run_gang, train_recipe
 from tests.support.runs import flip, new_run
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from flyte_ddp.events.history import (
     NOT_IN_HISTORY,
-    from_dict,
     len_of_whole_lines,
     parse_history,
     plain,
     read_history,
-    to_dict,
     to_line,
 )
 from flyte_ddp.events.kinds import (
@@ -81,12 +79,10 @@ __all__ = [
     "StragglersFound",
     "TimeSpent",
     "find_best",
-    "from_dict",
     "len_of_whole_lines",
     "parse_history",
     "plain",
     "read_history",
-    "to_dict",
     "to_line",
     "to_utf8",
 ]

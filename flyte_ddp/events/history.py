@@ -24,18 +24,6 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
 NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, PictureShown)
 
 
-def to_dict(event: Event) -> dict[str, Any]:
-    """Return `event` as plain values, with its kind under "event"."""
-    return {"event": type(event).__name__, **dataclasses.asdict(event)}
-
-
-def from_dict(values: dict[str, Any]) -> Event:
-    """Return the event that `to_dict` made `values` from."""
-    values = dict(values)
-    event: Event = _restore(values, KINDS[values.pop("event")])
-    return event
-
-
 def _restore(value: Any, hint: Any) -> Any:
     """Return a plain value as what its type hint says: an object of a dataclass, or NaN for a
     number that is null.
@@ -79,8 +67,8 @@ def plain(value: Any) -> Any:
 
 
 def to_line(record: Event | TimeSpent) -> str:
-    """Return `record` as one line of a history: a JSON object in `to_dict`'s form with the current
-    "time".
+    """Return `record` as one line of a history: a JSON object of its fields, with its kind as
+    "event" and the current "time".
 
     Fields of bytes are left out: what a function returned may be large.
     """
@@ -107,8 +95,9 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
         try:
             values = json.loads(line)
             del values["time"]
-            if values["event"] != TimeSpent.__name__:  # which follows from the others
-                events.append(from_dict(values))
+            kind = values.pop("event")
+            if kind != TimeSpent.__name__:  # which follows from the others
+                events.append(_restore(values, KINDS[kind]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{name}, line {number}: expected an event of a run: {error!r}"

@@ -11,11 +11,28 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flyte_ddp.config import Monitor
-from flyte_ddp.events import kinds
-from flyte_ddp.events.kinds import EpochFinished, Event, Listener
+from flyte_ddp.events.kinds import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CheckpointWritten,
+    EpochFinished,
+    Event,
+    Listener,
+    NodeMeasured,
+    PictureShown,
+    PredictionsMade,
+    RankReported,
+    Reported,
+    RunFinished,
+    RunStarted,
+    StepFoundBad,
+    StragglersFound,
+)
 from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
-T = TypeVar("T", bound=kinds.EpochFinished | kinds.Reported)
+T = TypeVar("T", bound=EpochFinished | Reported)
 
 MAX_PICTURES = 50  # that are kept
 
@@ -42,22 +59,22 @@ class RunState(Listener):
 
     # every `Reported`; off where there are many runs and only the epochs matter
     keep_reports: bool = True
-    started: kinds.RunStarted | None = None  # the latest
-    loaded: kinds.CheckpointLoaded | None = None  # by the ranks that started last
-    reports: list[kinds.Reported] = field(default_factory=list)
+    started: RunStarted | None = None  # the latest
+    loaded: CheckpointLoaded | None = None  # by the ranks that started last
+    reports: list[Reported] = field(default_factory=list)
     # the newest values of the other ranks in this attempt
     rank_values: dict[int, dict[str, float]] = field(default_factory=dict)
     # those of earlier attempts included; with `evaluation_interval` several of an epoch
     epochs: list[EpochFinished] = field(default_factory=list)
-    checkpoint: kinds.CheckpointWritten | None = None  # the newest
-    predictions: kinds.PredictionsMade | None = None
-    finished: kinds.RunFinished | None = None
+    checkpoint: CheckpointWritten | None = None  # the newest
+    predictions: PredictionsMade | None = None
+    finished: RunFinished | None = None
     # each change of the slow ranks
-    stragglers: list[kinds.StragglersFound] = field(default_factory=list)
-    bad_steps: list[kinds.StepFoundBad] = field(default_factory=list)
+    stragglers: list[StragglersFound] = field(default_factory=list)
+    bad_steps: list[StepFoundBad] = field(default_factory=list)
     # the newest of each name, the last shown at the end, if reports are kept
-    pictures: dict[str, kinds.PictureShown] = field(default_factory=dict)
-    measured: list[kinds.NodeMeasured] = field(default_factory=list)  # if reports are kept
+    pictures: dict[str, PictureShown] = field(default_factory=dict)
+    measured: list[NodeMeasured] = field(default_factory=list)  # if reports are kept
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
@@ -85,34 +102,34 @@ class RunState(Listener):
     def handle(self, event: Event) -> None:
         """Update the state with the next event of the run."""
         self._time.handle(event)
-        if isinstance(event, kinds.Reported | EpochFinished) and event.at:
+        if isinstance(event, Reported | EpochFinished) and event.at:
             self._progress = [*self._progress[:1], (event.at, event.step)]
         match event:
-            case kinds.AttemptStarted():
+            case AttemptStarted():
                 self.grace_seconds = event.grace_seconds
-            case kinds.CheckpointSaved():
+            case CheckpointSaved():
                 self._copied_at[event.step] = event.at
-            case kinds.AttemptEnded():
+            case AttemptEnded():
                 if event.num_leaving:
                     self.num_announced_losses += 1
                     self.departure = event.reason
                 if self.stragglers and self.stragglers[-1].stragglers:
                     # compared anew
-                    self.stragglers.append(kinds.StragglersFound(event.step, [], at=event.at))
-            case kinds.RunStarted():
+                    self.stragglers.append(StragglersFound(event.step, [], at=event.at))
+            case RunStarted():
                 self.num_starts += 1
                 self.started, self.loaded, self._progress = event, None, []
                 self.rank_values = {}
-            case kinds.CheckpointLoaded():
+            case CheckpointLoaded():
                 self.loaded = event
                 self.reports = [each for each in self.reports if each.step <= event.step]
                 self.epochs = list(event.epochs)
-            case kinds.Reported() if self.keep_reports:
+            case Reported() if self.keep_reports:
                 if self.loaded is None and len(self._progress) == 1:
                     # the first of a function that has looked for no checkpoint
                     self.reports = [each for each in self.reports if each.step < event.step]
                 self.reports.append(event)
-            case kinds.RankReported():
+            case RankReported():
                 values = self.rank_values.setdefault(event.rank, {})
                 for report in event.reports:
                     values.update(report.values)
@@ -121,23 +138,23 @@ class RunState(Listener):
                 # brought already.
                 by_step = {epoch.step: epoch for epoch in self.epochs} | {event.step: event}
                 self.epochs = list(by_step.values())
-            case kinds.CheckpointWritten():
+            case CheckpointWritten():
                 self.checkpoint = event
                 self.writing_seconds = event.at - self._copied_at.pop(event.step, event.at)
-            case kinds.PredictionsMade():
+            case PredictionsMade():
                 self.predictions = event
-            case kinds.StragglersFound():
+            case StragglersFound():
                 self.stragglers.append(event)
-            case kinds.StepFoundBad():
+            case StepFoundBad():
                 self.bad_steps.append(event)
-            case kinds.PictureShown() if self.keep_reports:
+            case PictureShown() if self.keep_reports:
                 self.pictures.pop(event.name, None)
                 self.pictures[event.name] = event
                 if len(self.pictures) > MAX_PICTURES:
                     del self.pictures[next(iter(self.pictures))]
-            case kinds.NodeMeasured() if self.keep_reports:
+            case NodeMeasured() if self.keep_reports:
                 self.measured.append(event)
-            case kinds.RunFinished():
+            case RunFinished():
                 self.finished = event
 
     @property

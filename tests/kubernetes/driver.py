@@ -26,6 +26,7 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes import get_recipe
+from tests.support.events import to_dict
 from tests.support.runs import new_run
 
 # the launcher's log and the listeners' events come from different threads
@@ -45,7 +46,7 @@ class Listener:
     def handle(self, event: events.Event) -> None:
         # bytes, and kilobytes of numbers
         if not isinstance(event, (events.PredictionsMade, events.HistogramsTaken)):
-            say(run=self.run, **events.to_dict(event))
+            say(run=self.run, **to_dict(event))
 
     def close(self, error: BaseException | None) -> None:
         say(

@@ -29,6 +29,7 @@ from flyte_ddp.recipes import get_recipe
 from flyte_ddp.training.main import train
 from flyte_ddp.training.parallel import choose_parallelism
 from flyte_ddp.world import World, process_group
+from tests.support.events import to_dict
 
 TIMEOUT = 120.0  # seconds
 NO_MEMORY = {"slots": [], "copies": [], "parts": [], "free_parts": lambda *_: None}  # of a node
@@ -130,4 +131,4 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     session = Session(process, lambda: store)
     train(choose_parallelism(get_recipe(recipe, config.recipe_options), config, world), session)
     session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
-    return [events.to_dict(event) for event in link.events]
+    return [to_dict(event) for event in link.events]

@@ -26,6 +26,7 @@ from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import save_safetensors
+from tests.support.events import to_dict
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -171,7 +172,7 @@ def print_json(values):
 class _Printer(Run):
     def handle(self, event):
         super().handle(event)
-        values = events.to_dict(event)
+        values = to_dict(event)
         if values["event"] != "PredictionsMade":  # which holds bytes
             print_json(values)
 
