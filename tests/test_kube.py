@@ -22,7 +22,7 @@ import yaml
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig, cluster_config, dask_config
-from flyte_ddp.cluster.kubernetes import api, checks, lifecycle, preflight
+from flyte_ddp.cluster.kubernetes import api, checks, lifecycle
 from flyte_ddp.cluster.kubernetes.checks import INSTALLED_VERSION, NEEDED_EVERYWHERE, tolerates
 from flyte_ddp.cluster.kubernetes.manifest import (
     Driver,
@@ -333,7 +333,7 @@ def test_only_a_runs_own_pods_its_driver_and_the_operator_reach_its_cluster() ->
 def test_a_policy_that_is_not_enforced_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed_port = probe.getsockname()[1]
-    preflight.warn_if_unenforced("127.0.0.1", closed_port)
+    lifecycle.warn_if_unenforced("127.0.0.1", closed_port)
     assert "seems not to enforce NetworkPolicies" in caplog.text
 
 

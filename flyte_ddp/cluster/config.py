@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flyte_ddp.config.fields import check_names, field, validate
@@ -73,9 +73,7 @@ class KubernetesConfig:
     )
     service_account: str = field(
         "",
-        help=(
-            "of scheduler and workers, for access to storage; by default the namespace's default"
-        ),
+        help="of scheduler and workers, for access to storage; by default the namespace's default",
     )
     image_pull_policy: str = field("IfNotPresent", choices=("IfNotPresent", "Always", "Never"))
     labels: dict[str, str] = field(factory=dict, help="on everything that is made")
@@ -88,10 +86,8 @@ class KubernetesConfig:
     )
     pod_template: dict[str, Any] = field(
         factory=dict,
-        help=(
-            "merged into the workers' pod spec: mappings key by key, lists of named things by "
-            "name, null removes"
-        ),
+        help="merged into the workers' pod spec: mappings key by key, lists of named things by "
+        "name, null removes",
     )
     scheduler_pod_template: dict[str, Any] = field(
         factory=dict, help="merged in the same way into the scheduler's"
@@ -100,19 +96,16 @@ class KubernetesConfig:
         "",
         pattern=r"|[a-z0-9]([-a-z0-9.]*[a-z0-9])?",
         example="the name of a LocalQueue",
-        help=(
-            "Kueue's LocalQueue that admits all pods of the cluster together; start_timeout "
-            "counts the wait in it"
-        ),
+        help="Kueue's LocalQueue that admits all pods of the cluster together; start_timeout "
+        "counts the wait in it",
     )
     operator_namespace: str = field(
         "dask-operator", help="whose pods a run's NetworkPolicy lets in"
     )
     tls: bool = field(
         True,
-        help=(
-            "driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do not"
-        ),
+        help="driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do "
+        "not",
     )
     idle_timeout: float = field(
         300.0,
@@ -124,10 +117,8 @@ class KubernetesConfig:
         60.0,
         minimum=10,
         unit="seconds",
-        help=(
-            "from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and "
-            "its upload"
-        ),
+        help="from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and "
+        "its upload",
     )
     autoscaled_nodes: bool = field(
         False, help="nodes are made on demand, so the preflight does not ask for one that fits"
@@ -181,17 +172,13 @@ class ClusterConfig:
     min_nodes: int = field(
         0,
         minimum=0,
-        help=(
-            "a run continues with this many when other nodes do not come (back) in time; 0: it "
-            "needs all of num_nodes"
-        ),
+        help="a run continues with this many when other nodes do not come (back) in time; 0: it "
+        "needs all of num_nodes",
     )
     max_restarts: int = field(
         3,
         minimum=0,
-        help=(
-            "of the whole gang, after a node or a rank was lost, without a newer state in between"
-        ),
+        help="of the whole gang, after a node or a rank was lost, without a newer state in between",
     )
     node_timeout: float = field(
         20.0, above=0, unit="seconds", help="of silence after which a node counts as lost"
@@ -209,19 +196,16 @@ class ClusterConfig:
         30.0,
         minimum=0,
         unit="seconds",
-        help=(
-            "for which idle workers have been there when a run with fewer than num_nodes "
-            "continues with them"
-        ),
+        help="for which idle workers have been there when a run with fewer than num_nodes "
+        "continues with them",
     )
     grow_interval: float = field(
         300.0, minimum=0, unit="seconds", help="between two growths, at least"
     )
     scheduler_address: str = field(
         "",
-        help=(
-            f"of kind existing, such as tcp://10.0.0.7:8786; by default that in {ADDRESS_VARIABLE}"
-        ),
+        help="of kind existing, such as tcp://10.0.0.7:8786; by default that in "
+        f"{ADDRESS_VARIABLE}",
     )
     kubernetes: KubernetesConfig = field(factory=KubernetesConfig, help="of kind kubernetes alone")
 
@@ -236,6 +220,10 @@ class ClusterConfig:
                 f"processes_per_node: expected at most gpus_per_node ({self.gpus_per_node}), "
                 f"got {self.processes_per_node}"
             )
+
+    def with_pods(self, **fields: Any) -> ClusterConfig:
+        """Return the config with other `fields` of `kubernetes`."""
+        return replace(self, kubernetes=replace(self.kubernetes, **fields))
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,5 +1,5 @@
-"""A call in a thread whose result is wanted later: of the driver and of an agent.
-Imports no torch.
+"""Threads of the driver, an agent and a rank. All are daemons: what hangs in one must not outlive a
+run that was stopped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -26,6 +26,12 @@ def call_in_background(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    # A daemon: a download that hangs must not outlive a run that was stopped.
-    threading.Thread(target=work, name="background", daemon=True).start()
+    start_thread("background", work)
     return future
+
+
+def start_thread(name: str, function: Callable[..., object], *arguments: Any) -> threading.Thread:
+    """Call `function` in a thread with this name."""
+    thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -54,12 +54,9 @@ def diagnose(
     allowed = load_allowed()
     # a task's own is always allowed
     allowed = dataclasses.replace(allowed, images=(*allowed.images, image or "*"))
-    pods = dataclasses.replace(
-        config.kubernetes,
-        image=config.kubernetes.image or image or UNKNOWN_IMAGE,
-        namespace=namespace,
-    )
-    config = dataclasses.replace(config, kind="kubernetes", kubernetes=pods)
+    image = config.kubernetes.image or image or UNKNOWN_IMAGE
+    config = dataclasses.replace(config, kind="kubernetes")
+    config = config.with_pods(image=image, namespace=namespace)
     spec = cluster_spec(config, DOCTOR_NAME)["spec"]
     findings, unseen = run_checks(
         Setup(config, spec, namespace, service_account, {"pods": Decimal(1)}, allowed)
@@ -107,8 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config = cluster_config(read_object("--cluster", options.cluster))
     if options.namespace:
-        pods = dataclasses.replace(config.kubernetes, namespace=options.namespace)
-        config = dataclasses.replace(config, kubernetes=pods)
+        config = config.with_pods(namespace=options.namespace)
     try:
         found, status = diagnose(config, options.service_account)
     except ClusterError as error:

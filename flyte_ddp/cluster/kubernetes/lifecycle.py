@@ -9,8 +9,8 @@ skips. Without it there is one object to create and one to delete.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
@@ -34,8 +34,10 @@ from flyte_ddp.cluster.kubernetes.api import (
     read_cluster,
     target_namespace,
 )
+from flyte_ddp.cluster.kubernetes.checks import BAD, NODES, STARTING, Setup, run_checks
 from flyte_ddp.cluster.kubernetes.manifest import (
     COMPONENT,
+    DASHBOARD_PORT,
     GROUP,
     PLURAL,
     SCHEDULER_PORT,
@@ -47,7 +49,7 @@ from flyte_ddp.cluster.kubernetes.manifest import (
     network_policy,
     scheduler_name,
 )
-from flyte_ddp.cluster.kubernetes.preflight import preflight, warn_if_unenforced
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, LINE_INTERVAL
 from flyte_ddp.errors import ClusterError, PreflightError
 
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
 
 # distinguishes the cluster that this process made from another of the same name
 TOKEN_ANNOTATION = "flyte-ddp/token"
+ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # from 0
+# of a scheduler's pod, and not one of those that its policy opens to the driver
+CLOSED_PORT = DASHBOARD_PORT + 2
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +95,7 @@ def kube_cluster(
             driver = driver_pod()
             namespace = target_namespace(config)
             if not config.kubernetes.image and driver is not None:
-                pods = dataclasses.replace(config.kubernetes, image=driver.image)
-                config = dataclasses.replace(config, kubernetes=pods)
+                config = config.with_pods(image=driver.image)
             owner = driver if driver is not None and driver.namespace == namespace else None
             spec = cluster_spec(config, name, owner)
             preflight(config, spec, namespace, driver)
@@ -105,10 +109,7 @@ def kube_cluster(
             scheduler = _wait_for_scheduler(config, name, namespace, deadline)
             if is_in_pod():
                 # a start must not wait for it
-                probe = threading.Thread(
-                    target=warn_if_unenforced, args=(scheduler.status.pod_ip,), daemon=True
-                )
-                probe.start()
+                start_thread("policy", warn_if_unenforced, scheduler.status.pod_ip)
             with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
                 logger.info(
                     "dashboard: http://localhost:8787/status after kubectl --namespace %s "
@@ -119,6 +120,52 @@ def kube_cluster(
                 yield address, security
         finally:
             _delete_own(name, namespace, token)
+
+
+def preflight(
+    config: ClusterConfig, spec: Mapping[str, Any], namespace: str, driver: Driver | None = None
+) -> None:
+    """Check that `spec`, a DaskCluster, can start in `namespace`. Checks without RBAC permission
+    are skipped.
+
+    Args:
+        driver: the pod of this process, which a quota of its namespace counts, too.
+
+    Raises:
+        PreflightError: it cannot, with each finding.
+        ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in
+            which it cannot start. Another attempt ran on them, so they may be mended.
+    """
+    requests = driver.requests if driver is not None and driver.namespace == namespace else {}
+    findings, _ = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
+    # An operator that restarts has a minute to react to the new cluster.
+    obstacles = [each for each in findings if each.level == BAD and each.passes != STARTING]
+    is_retry = os.environ.get(ATTEMPT_VARIABLE, "0") not in ("", "0")
+    if obstacles and is_retry and all(each.passes == NODES for each in obstacles):
+        raise ClusterError("; ".join(each.text for each in obstacles))
+    if obstacles:
+        raise PreflightError([each.text for each in obstacles])
+
+
+def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> None:
+    """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not
+    block the probe.
+
+    A pod that is reached refuses the connection at once; a policy drops it without an answer.
+
+    Args:
+        address: the scheduler pod's IP address. The policy has been there for some seconds.
+    """
+    try:
+        with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
+            socket.create_connection((address, port), timeout=ANSWER_TIMEOUT).close()
+    except OSError:  # a timeout, or a network that says so: the policy is enforced
+        return
+    logger.warning(
+        "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other "
+        "pods away from its ranks and dashboard. Use a network plugin that does, such as Calico or "
+        "Cilium"
+    )
 
 
 @contextlib.contextmanager
@@ -138,7 +185,7 @@ def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
                     lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None)
                 )
 
-    threading.Thread(target=beat, name="keep-alive", daemon=True).start()
+    start_thread("keep-alive", beat)
     try:
         yield
     finally:
@@ -270,9 +317,7 @@ def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str
     finally:
         # From Python 3.12 on this waits for connections that are still open; the deletion after it
         # must not.
-        closing = threading.Thread(target=forward.__exit__, args=(None, None, None), daemon=True)
-        closing.start()
-        closing.join(timeout=1.0)
+        start_thread("closing", forward.__exit__, None, None, None).join(timeout=1.0)
 
 
 def _delete_own(name: str, namespace: str, token: str) -> None:

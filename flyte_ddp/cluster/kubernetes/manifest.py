@@ -26,6 +26,7 @@ KEEP_IN_PLACE = {
 KUEUE = "kueue.x-k8s.io"
 CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels, by the operator
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
+PORTS = {"tcp-comm": SCHEDULER_PORT, "http-dashboard": DASHBOARD_PORT}
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
 # The scheduler's own routes, and the first one, by which the operator asks whether it is idle.
@@ -40,6 +41,8 @@ SCHEDULER_ROUTES = [
     "distributed.http.proxy",
     "distributed.http.statics",
 ]
+Object = dict[str, Any]  # of Kubernetes, or a part of one
+
 # The keys by which lists in a pod's specification are merged; all others are merged by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
 
@@ -77,14 +80,14 @@ def cluster_name(run_name: str) -> str:
     return f"{f'ddp-{slug}'[: MAX_NAME_LENGTH - len(digest) - 1].rstrip('-')}-{digest}"
 
 
-def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> dict[str, Any]:
+def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) -> Object:
     """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
 
     Args:
         owner: the pod with which Kubernetes deletes the cluster. It must be in the cluster's
             namespace.
     """
-    metadata: dict[str, Any] = {
+    metadata: Object = {
         "name": name,
         # The operator copies both to everything it makes of this, and selects pods by the labels.
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
@@ -116,16 +119,8 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
                     "type": "ClusterIP",
                     "selector": {CLUSTER: name, COMPONENT: "scheduler"},
                     "ports": [
-                        {
-                            "name": port_name,
-                            "protocol": "TCP",
-                            "port": port,
-                            "targetPort": port_name,
-                        }
-                        for port_name, port in (
-                            ("tcp-comm", SCHEDULER_PORT),
-                            ("http-dashboard", DASHBOARD_PORT),
-                        )
+                        {"name": port, "protocol": "TCP", "port": number, "targetPort": port}
+                        for port, number in PORTS.items()
                     ],
                 },
             },
@@ -139,7 +134,7 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
 
 def network_policy(
     name: str, uid: str, namespace: str, operator_namespace: str, driver: Driver | None = None
-) -> dict[str, Any]:
+) -> Object:
     """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a
     cluster's pods.
 
@@ -154,8 +149,8 @@ def network_policy(
             server forwards.
     """
     own = {CLUSTER: name}
-    ports = [{"protocol": "TCP", "port": port} for port in (SCHEDULER_PORT, DASHBOARD_PORT)]
-    callers: list[dict[str, Any]] = [_namespace_selector(operator_namespace)]
+    ports = [{"protocol": "TCP", "port": port} for port in PORTS.values()]
+    callers: list[Object] = [_namespace_selector(operator_namespace)]
     if driver is not None:
         selector = {"matchLabels": dict(driver.labels)} if driver.labels else {}
         callers.append({"podSelector": selector, **_namespace_selector(driver.namespace)})
@@ -175,7 +170,7 @@ def network_policy(
     }
 
 
-def certificate_secret(name: str, uid: str, certificate: str, key: str) -> dict[str, Any]:
+def certificate_secret(name: str, uid: str, certificate: str, key: str) -> Object:
     """Return the Secret with the run's certificate (PEM). Kubernetes deletes it with the
     DaskCluster of that `uid`.
     """
@@ -188,7 +183,7 @@ def certificate_secret(name: str, uid: str, certificate: str, key: str) -> dict[
     }
 
 
-def _owned_metadata(name: str, uid: str) -> dict[str, Any]:
+def _owned_metadata(name: str, uid: str) -> Object:
     """Return the metadata of an object that goes with the DaskCluster called `name`, whose name it
     has.
     """
@@ -201,7 +196,7 @@ def _owned_metadata(name: str, uid: str) -> dict[str, Any]:
     }
 
 
-def _namespace_selector(namespace: str) -> dict[str, Any]:
+def _namespace_selector(namespace: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
 
 
@@ -212,7 +207,7 @@ def scheduler_name(name: str) -> str:
     return f"{name}-scheduler"
 
 
-def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> Object:
     """Merge `override` over `base`: mappings by key, lists of named items by name; None removes,
     the rest replaces.
     """
@@ -239,7 +234,7 @@ def _merge_list(base: list[Any], override: list[Any], key: str) -> list[Any]:
     return list(merged.values())
 
 
-def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
+def _worker_pod(config: ClusterConfig, name: str) -> Object:
     pods = config.kubernetes
     resources = _resources(pods.worker_cpus, pods.worker_memory)
     if config.gpus_per_node:
@@ -286,7 +281,7 @@ def _worker_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     return merge_pod(pod, own)
 
 
-def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
+def _scheduler_pod(config: ClusterConfig, name: str) -> Object:
     """Return the scheduler's pod: small and without a GPU."""
     pods = config.kubernetes
     arguments = ["dask", "scheduler", "--host", "0.0.0.0"]
@@ -297,8 +292,8 @@ def _scheduler_pod(config: ClusterConfig, name: str) -> dict[str, Any]:
     container = {
         "name": "scheduler",
         "ports": [
-            {"name": "tcp-comm", "containerPort": SCHEDULER_PORT, "protocol": "TCP"},
-            {"name": "http-dashboard", "containerPort": DASHBOARD_PORT, "protocol": "TCP"},
+            {"name": port, "containerPort": number, "protocol": "TCP"}
+            for port, number in PORTS.items()
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
         "livenessProbe": {
@@ -319,7 +314,7 @@ def _pod(
     arguments: list[str],
     variables: Mapping[str, str],
     resources: Mapping[str, str],
-) -> dict[str, Any]:
+) -> Object:
     """Return what the pods of both roles have: one container, which may write to /tmp alone.
 
     With TLS it has the run's certificate. That one, which is its own authority, serves all: whoever
@@ -331,8 +326,8 @@ def _pod(
     pods = config.kubernetes
     settings = dask_config(config)
     # The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
-    mounts: list[dict[str, Any]] = [{"name": "temporary", "mountPath": "/tmp"}]
-    volumes: list[dict[str, Any]] = [{"name": "temporary", "emptyDir": {}}]
+    mounts: list[Object] = [{"name": "temporary", "mountPath": "/tmp"}]
+    volumes: list[Object] = [{"name": "temporary", "emptyDir": {}}]
     if pods.tls:
         certificate, key = f"{CERTIFICATE_MOUNT}/tls.crt", f"{CERTIFICATE_MOUNT}/tls.key"
         settings |= {
