@@ -200,7 +200,7 @@ def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_befor
     tmp_path, scripted, caplog
 ):
     script = scripted([(None, 9, 7), ENOUGH])
-    script.num_leaving, script.reason = 1, "node 1 leaves"
+    script.departures, script.reason = ["node 1"], "node 1 leaves"
     with pytest.raises(TrainingStopped):
         train(own_place(0), tmp_path)
     assert (
@@ -211,7 +211,7 @@ def test_a_save_that_the_store_does_not_take_in_time_leaves_the_checkpoint_befor
 
 def test_a_node_that_is_gone_before_the_gang_has_ended_for_it_is_named(tmp_path, scripted, caplog):
     script = scripted([(LOST, 9, 7), ENOUGH])
-    script.num_leaving, script.reason = 1, ""
+    script.departures, script.reason = ["node 1"], ""
     with pytest.raises(TrainingStopped):
         train(own_place(0), tmp_path)
     assert f"{LOST}: the gang ended at step 9 and restarts from step 7" in caplog.text
@@ -224,7 +224,7 @@ class Scripted:
     If `memory` is given, these are the steps of the states that the attempts leave in memory.
     """
 
-    num_leaving = 0
+    departures = ()
 
     def __init__(self, endings):
         self.endings, self.num_attempts, self.memory, self.jobs = list(endings), 0, [], []

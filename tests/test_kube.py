@@ -879,11 +879,11 @@ def test_a_task_whose_pod_was_killed_for_its_memory_twice_at_the_same_step_ends(
     )
     job = Job(recipe_program("digits", TrainingConfig()), str(tmp_path), 0.0)
 
-    def look_back(run: driver._Driver, failure: RankFailure | None) -> None:
+    def look_back(run: driver.Run, failure: RankFailure | None) -> None:
         if failure:
             run._look_back(failure)
 
-    monkeypatch.setattr(driver._Driver, "drive", look_back)
+    monkeypatch.setattr(driver.Run, "drive", look_back)
 
     def begin(pod: str) -> None:
         driver.run(job, LocalPlace(1), earlier_failure=pod_failure(pod))

@@ -206,7 +206,7 @@ class Attempt:
             stop_reason=self.stop.reason,
             stop_grace=self.stop.grace,
             is_urgent=self.stop.is_urgent,
-            departures=[node.departure for node in nodes if node.departure],
+            departures=self.departures,
             can_do_without_leaving=self.nodes.can_do_without_leaving,
             larger=self.nodes.larger,
             is_stoppable=any(node.beat.is_stoppable for node in nodes),
@@ -222,9 +222,9 @@ class Attempt:
             self.nodes.send(Kill())
 
     @property
-    def num_leaving(self) -> int:
-        """The number of nodes that have announced that they go away."""
-        return sum(node.departure is not None for node in self.nodes.nodes)
+    def departures(self) -> list[Departure]:
+        """The announcements of nodes that they go away."""
+        return [node.departure for node in self.nodes.nodes if node.departure]
 
     @property
     def reason(self) -> str:
@@ -247,9 +247,7 @@ class Attempt:
     def ended(self, reason: str) -> events.AttemptEnded:
         """Return the event of the end of this attempt, now."""
         idle = time.monotonic() - self.progress_at
-        return events.AttemptEnded(
-            self.step, reason, idle_seconds=idle, num_leaving=self.num_leaving
-        )
+        return events.AttemptEnded(self.step, reason, idle, len(self.departures))
 
     def _receive(self) -> None:
         for node, message in self.nodes.messages():
@@ -275,14 +273,15 @@ class Attempt:
                     self._note_failure(node, failure)
                 case Inspected(number, ranks) if number == self._question.number:
                     self._answers[node.index] = ranks
+                    for rank in ranks:
+                        rank.node = node.label
                 case End() if node.outcome is None:
                     self._note_end(node, message)
 
     def _note_end(self, node: Node, end: End) -> None:
         node.outcome = end.outcome
         for *state, number, num_parts in end.parts:
-            of = self._parts.setdefault((*state, num_parts), {})
-            of.setdefault(number, node.index)
+            self._parts.setdefault((*state, num_parts), {}).setdefault(number, node.index)
         if end.outcome is Outcome.STOPPED:
             self._stopped_how = self._stopped_how or end.how
         elif end.outcome is Outcome.KILLED and isinstance(self.state, (Starting, Running)):
@@ -296,8 +295,7 @@ class Attempt:
         """Note how the ranks of a node have failed."""
         if isinstance(failure, RankFailure):
             if failure.is_consequence and LIBRARIES.search(failure.cause):
-                place = find_place(reversed(str(failure).splitlines()))
-                self._lost_peers[failure.rank] = place
+                self._lost_peers[failure.rank] = find_place(reversed(str(failure).splitlines()))
             failure = explain(failure)
             if node.label:
                 failure.args = (f"{node}: {failure}",)
@@ -345,9 +343,6 @@ class Attempt:
         assert self._suspicion is not None  # which was asked about
         self._asked_at = 0.0
         ranks = [rank for index in sorted(self._answers) for rank in self._answers[index]]
-        for node in nodes:
-            for rank in self._answers.get(node.index, ()):
-                rank.node = node.label
         if failure := judge(self._suspicion, ranks, program.stall_timeout):
             for rank in [] if self._suspicion.left else ranks:
                 for line in (head_line([rank]), *rank.stacks.splitlines()):
@@ -369,7 +364,7 @@ class Attempt:
             # Where no other node could be lost, a connection that the error names is the program's
             # own.
             cause.is_consequence &= len(nodes) > 1
-        return cause if self.num_leaving else self.nodes.explain(cause)
+        return cause if self.departures else self.nodes.explain(cause)
 
     def _make_stopped(self) -> TrainingStopped:
         assert isinstance(self.state, Ended)

@@ -58,37 +58,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Run:
-    """The parts of a run that all its attempts share."""
-
-    name: str  # unique
-    job: Job  # as it is now: a restart may have changed its program
-    storage: Storage | None  # of the checkpoints; None for a run that keeps none
-    stop: StopRequest
-    emit: Callable[[events.Event], None]
-    relay: Callable[[str], None]
-    # local directory of the prepared data; None where none are needed
-    prepared: concurrent.futures.Future[str] | None
-    results: Results | None = None  # get the files that ranks submit
-
-    def check_stop(self) -> None:
-        """Raise TrainingStopped if the run is to end. For while no rank runs."""
-        if self.stop.is_set():
-            if self.storage:
-                self.storage.stop.set()
-            raise TrainingStopped(
-                f"{self.stop.reason}: the run was stopped while no rank was running",
-                self.stop.reason,
-            )
-
-    def wait_for(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result of `future`. Raises as it, and as `check_stop`."""
-        while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
-            self.check_stop()
-        return future.result()
-
-
 class Place(Protocol):
     """The machines of a run: this one, or a cluster.
 
@@ -159,63 +128,59 @@ def run(
     open_standard_streams()
     place.check(job)
     program, storage = job.program, None
-    owning: contextlib.AbstractContextManager[Ownership | None] = contextlib.nullcontext()
     if any(isinstance(each, Wandb) for each in listeners):
         variables = {**program.variables, WANDB_VARIABLE: "1"}
         program = dataclasses.replace(program, variables=variables)
-    if job.checkpoints:
-        storage = Storage(job.checkpoints, timeout=program.store_timeout)
-        storage.check_access()
-        owning = Ownership(storage.url, job.run, program.store_timeout)
-        if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
-            modules = (*program.slow_imports, type(storage.file_system).__module__)
-            program = dataclasses.replace(program, slow_imports=modules)
-    state = events.RunState(keep_reports=False)
-    stopping = contextlib.nullcontext(stop) if stop else stop_on_signals(program.stop_grace)
-    with (
-        owning as ownership,
-        Dispatcher([state, *listeners]) as dispatcher,
-        stopping as stop,
-    ):
-        prepared = call_in_background(data) if data else None
-        show = relay or print_line
-        taken = None if results is None else Results(results)
-        begun = Run(
+    state, show = events.RunState(keep_reports=False), relay or print_line
+    with contextlib.ExitStack() as stack:
+        if job.checkpoints:
+            storage = Storage(job.checkpoints, timeout=program.store_timeout)
+            storage.check_access()
+            owner = stack.enter_context(Ownership(storage.url, job.run, program.store_timeout))
+            job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token)
+            if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
+                modules = (*program.slow_imports, type(storage.file_system).__module__)
+                program = dataclasses.replace(program, slow_imports=modules)
+        dispatcher = stack.enter_context(Dispatcher([state, *listeners]))
+        stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
+        own = Run(
             f"training-{uuid.uuid4().hex[:12]}",
-            dataclasses.replace(
-                job,
-                program=program,
-                checkpoints=storage.url if storage else "",
-                owner=ownership.token if ownership else "",
-            ),
+            place,
+            dataclasses.replace(job, program=program),
             storage,
             stop,
             dispatcher.emit,
             lambda line: show(redact_url(line)),
-            prepared,
-            taken,
+            call_in_background(data) if data else None,
         )
-        driver = _Driver(begun, place)
+        stack.callback(place.close, own)
+        if results is not None:
+            own.results = Results(results)
+            stack.callback(own.results.close, stop)
         try:
-            driver.drive(earlier_failure)
+            own.drive(earlier_failure)
         except TrainingStopped as stopped:
-            driver.say_where_to_resume(stopped)
+            own.say_where_to_resume(stopped)
             raise
-        finally:
-            if taken:
-                taken.close(stop)
-            place.close(begun)
-    if taken:
-        taken.check()
+    if own.results:
+        own.results.check()
     return state
 
 
 @dataclass
-class _Driver:
+class Run:
     """A run: attempt after attempt, until one succeeds or another would be of no use."""
 
-    run: Run
+    name: str  # unique
     place: Place
+    job: Job  # as it is now: a restart may have changed its program
+    storage: Storage | None  # of the checkpoints; None for a run that keeps none
+    stop: StopRequest
+    emit: Callable[[events.Event], None]
+    relay: Callable[[str], None]
+    # local directory of the prepared data; None where none are needed
+    prepared: concurrent.futures.Future[str] | None
+    results: Results | None = None  # get the files that ranks submit
     # steps of the checkpoints in the store, as the events of the ranks tell; None before the first
     stored: set[int] | None = None
     # of the state from which the latest attempt has started; -1 if that is not known
@@ -226,42 +191,58 @@ class _Driver:
     previous: Ended | None = None  # the last attempt that failed
     oom_step: int | None = None  # see `_oom_step`
 
+    def check_stop(self) -> None:
+        """Raise TrainingStopped if the run is to end. For while no rank runs."""
+        if self.stop.is_set():
+            if self.storage:
+                self.storage.stop.set()
+            raise TrainingStopped(
+                f"{self.stop.reason}: the run was stopped while no rank was running",
+                self.stop.reason,
+            )
+
+    def wait_for(self, future: concurrent.futures.Future[T]) -> T:
+        """Return the result of `future`. Raises as it, and as `check_stop`."""
+        while not concurrent.futures.wait([future], timeout=POLL_INTERVAL).done:
+            self.check_stop()
+        return future.result()
+
     def drive(self, earlier_failure: RankFailure | None = None) -> None:
         """Make attempts until one succeeds. Raises as `run`."""
         if earlier_failure:
             self._look_back(earlier_failure)
-        run, ended = self.run, None
+        ended = None
         while True:
             attempt = self._begin(ended)
             failure: RankFailure | NodeLost | None = None
             try:
-                if attempt.train(run.job, self.num_attempts - 1):
+                if attempt.train(self.job, self.num_attempts - 1):
                     return
             except (RankFailure, NodeLost) as error:
                 failure = error
-            run.emit(attempt.ended(first_line(failure) if failure else attempt.reason))
-            if failure and run.prepared and run.prepared.done() and run.prepared.exception():
-                run.prepared.result()  # raises the caller's own, which a node could only report
+            self.emit(attempt.ended(first_line(failure) if failure else attempt.reason))
+            if failure and self.prepared and self.prepared.done() and self.prepared.exception():
+                self.prepared.result()  # raises the caller's own, which a node could only report
             ended = self._go_on(attempt, failure)
 
     def _begin(self, ended: Ended | None) -> Attempt:
         """Return the next attempt, on nodes that are waited for. The last one has `ended` so."""
-        run, is_cluster = self.run, self.place.is_cluster
+        is_cluster = self.place.is_cluster
         # since then the nodes were started
-        begun = time.time() if self.num_attempts else run.job.launched_at
-        nodes = self.place.gather(run, ended)
+        begun = time.time() if self.num_attempts else self.job.launched_at
+        nodes = self.place.gather(self, ended)
         waited = time.time() - begun if is_cluster else 0.0
-        run.emit(
+        self.emit(
             events.AttemptStarted(
-                len(nodes.nodes), run.job.launched_at, waited, self.place.notice_seconds
+                len(nodes.nodes), self.job.launched_at, waited, self.place.notice_seconds
             )
         )
         self.num_attempts += 1
         self.resumed_step, self.has_loaded = self.newest_step, False
-        run.job = dataclasses.replace(run.job, launched_at=time.time())
-        shows_nodes = is_cluster and run.job.program.shows_ranks
-        take_result = run.results.put if run.results else None
-        return Attempt(nodes, self._take, run.relay, run.stop, shows_nodes, take_result)
+        self.job = dataclasses.replace(self.job, launched_at=time.time())
+        shows_nodes = is_cluster and self.job.program.shows_ranks
+        take_result = self.results.put if self.results else None
+        return Attempt(nodes, self._take, self.relay, self.stop, shows_nodes, take_result)
 
     def _take(self, event: events.Event) -> None:
         """Note what an event of an attempt says of the store, and pass it on."""
@@ -271,36 +252,35 @@ class _Driver:
                 self.resumed_step, self.has_loaded = step, True
                 # newer ones are damaged
                 self.stored = {each for each in stored if each <= step}
-                if step and not self.run.job.is_in_memory:
+                if step and not self.job.is_in_memory:
                     self.stored.add(step)
             case events.CheckpointWritten(step):
                 self.stored = {*stored, step}
-        self.run.emit(event)
+        self.emit(event)
 
     def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
         """Prepare the attempt that follows one that has ended, and return how that did. Raises if
         there is none.
         """
-        run = self.run
         # a state there may lead there again
         ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
         memory_step, where = (0, "") if ran_out else attempt.in_memory()
         kept_step = max(memory_step or -1, self.newest_step)
-        is_announced = attempt.num_leaving > 0
+        is_announced = bool(attempt.departures)
         ended = Ended(failure, attempt.step, self.resumed_step, kept_step, is_announced)
         is_in_memory = memory_step > self.newest_step
         if failure and memory_step:  # the store, which has the same state, may be away
             is_in_memory |= memory_step == self.newest_step
         origin = f"step {memory_step}, from {where}" if is_in_memory else "its last checkpoint"
         self._follow(ended, attempt, origin if kept_step else "the beginning")
-        if run.storage and (not memory_step or ended.is_store_outage):
+        if self.storage and (not memory_step or ended.is_store_outage):
             # raises StorageUnavailable
-            run.wait_for(call_in_background(run.storage.names))
-        run.job = dataclasses.replace(
-            run.job,
+            self.wait_for(call_in_background(self.storage.names))
+        self.job = dataclasses.replace(
+            self.job,
             stored=tuple(sorted(self.stored or ())),
             is_in_memory=is_in_memory,
-            ran_out_of_memory=run.job.ran_out_of_memory or ran_out,
+            ran_out_of_memory=self.job.ran_out_of_memory or ran_out,
         )
         return ended
 
@@ -308,7 +288,7 @@ class _Driver:
     def newest_step(self) -> int:
         """The step of the newest checkpoint in the store; 0 for none, -1 if that is not known."""
         if self.stored is None:
-            return -1 if self.run.storage else 0
+            return -1 if self.storage else 0
         return max(self.stored, default=0)
 
     def _look_back(self, failure: RankFailure) -> None:
@@ -317,7 +297,7 @@ class _Driver:
         """
         newest_step = -1
         with contextlib.suppress(StorageUnavailable):
-            newest_step = max(stored_steps(self.run.job.checkpoints), default=0)
+            newest_step = max(stored_steps(self.job.checkpoints), default=0)
         ended = Ended(failure, 0, newest_step)
         decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
         self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
@@ -326,7 +306,7 @@ class _Driver:
 
     def say_where_to_resume(self, stopped: TrainingStopped) -> None:
         """Add the newest checkpoint in the store to the message."""
-        job, step = self.run.job, self.newest_step
+        job, step = self.job, self.newest_step
         if job.checkpoints and job.is_kept:
             at = f", at step {step}" if step >= 0 else ""
             stopped.args = (
@@ -338,16 +318,16 @@ class _Driver:
         """Prepare the next attempt and log why there is one, and from where, or raise if there is
         none.
         """
-        run, failure, place = self.run, ended.failure, self.place
+        failure, place = ended.failure, self.place
         if ended.has_saved:
             self.num_restarts = 0
         smaller = None
         if isinstance(failure, RankFailure):
-            smaller = run.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
+            smaller = self.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
         before = Before(
             self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
         )
-        repeats_bugs = run.job.program.kind is not Kind.RECIPE
+        repeats_bugs = self.job.program.kind is not Kind.RECIPE
         rules = Rules(place.max_restarts, repeats_bugs, can_shrink=smaller is not None)
         decision = decide(ended, before, rules)
         if decision is Next.MOVE:
@@ -365,7 +345,7 @@ class _Driver:
             self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
         previous = self.previous
         if decision is Next.SHRINK and smaller is not None:
-            run.job = dataclasses.replace(run.job, program=smaller)
+            self.job = dataclasses.replace(self.job, program=smaller)
             num_parts = smaller.batch.num_parts if smaller.batch else 1
             how = f"from {origin} with gradient_accumulation {num_parts}"
         elif decision is Next.WAIT:
@@ -380,7 +360,7 @@ class _Driver:
         logger.warning(
             "the gang was lost%s and restarts %s: %s",
             # a script may report none
-            f" {ended.position}" if ended.step or run.storage else "",
+            f" {ended.position}" if ended.step or self.storage else "",
             how,
             # of a stall the log has all stacks
             first_line(failure) if is_known or failure.kind is FailureKind.STALL else failure,
@@ -393,8 +373,7 @@ class _Driver:
         if kind is OutOfMemory:
             raise OutOfMemory(
                 f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or "
-                "model: the ranks ran "
-                f"out of memory twice. {first_line(failure)}"
+                f"model: the ranks ran out of memory twice. {first_line(failure)}"
             ) from failure
         if kind is ProgramError and isinstance(failure, RankFailure):
             line = (
@@ -423,7 +402,7 @@ class _Driver:
         process drove it.
         """
         with contextlib.suppress(FileNotFoundError, StorageUnavailable):
-            if self.oom_step is None and self.run.storage:
+            if self.oom_step is None and self.storage:
                 self.oom_step = int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
         return self.oom_step
 
@@ -433,13 +412,13 @@ class _Driver:
         """
         self.oom_step = resumed_step
         with contextlib.suppress(StorageUnavailable):
-            if self.run.storage and is_over:
+            if self.storage and is_over:
                 self._notes().delete(OOM_NOTE)
-            elif self.run.storage:
+            elif self.storage:
                 self._notes().write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
 
     def _notes(self) -> Storage:
-        return Storage(self.run.job.checkpoints, timeout=0)
+        return Storage(self.job.checkpoints, timeout=0)
 
 
 @dataclass(eq=False)

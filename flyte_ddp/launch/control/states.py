@@ -120,8 +120,9 @@ def next_state(state: State, facts: Facts) -> State:
     if None not in facts.outcomes:
         return Ended(facts.outcomes, after, isinstance(state, Killing) and state.is_late)
     if isinstance(state, Killing):
-        is_over = facts.now > state.deadline
-        return Ended(facts.outcomes, after, state.is_late) if is_over else state
+        if facts.now > state.deadline:
+            return Ended(facts.outcomes, after, state.is_late)
+        return state
     if isinstance(state, Starting):
         state = Running()
     is_late = after is not None and facts.now > after.deadline
