@@ -76,7 +76,7 @@ def test_a_loopback_that_is_down_is_named(monkeypatch):
             r".*unreachable$"
         ),
     ):
-        local.listening_socket("127.0.0.1")
+        local.listening_socket(0)
 
 
 def test_a_worker_that_may_not_start_ranks_is_told_how_it_may(monkeypatch):

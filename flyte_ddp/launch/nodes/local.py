@@ -69,9 +69,8 @@ class LocalPlace:
         if multiprocessing.current_process().daemon:
             raise ConfigError(
                 "flyte_ddp.run: expected a process that may have children, got a daemonic one, as "
-                "workers of Dask and "
-                "of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False before they start, or "
-                "call it from the client"
+                "workers of Dask and of pools are: set DASK_DISTRIBUTED__WORKER__DAEMON=False "
+                "before they start, or call it from the client"
             )
         check_requested_gpus()
         gpus = num_gpus()
@@ -113,7 +112,7 @@ class LocalNodes(Nodes):
 
     def start(self, job: Job, num_restarts: int) -> None:
         place = self.place
-        listener = self._stack.enter_context(listening_socket(LOOPBACK, place.port))
+        listener = self._stack.enter_context(listening_socket(place.port))
         ranks = NodeRanks(
             first_rank=0,
             num_ranks=place.num_processes,
@@ -154,8 +153,8 @@ class LocalNodes(Nodes):
         self._stack.close()
 
 
-def listening_socket(host: str, port: int = 0) -> socket.socket:
-    """Return a listening socket on `port` of `host`; 0 for a free one.
+def listening_socket(port: int) -> socket.socket:
+    """Return a listening socket on `port` of this machine; 0 for a free one.
 
     It is bound before its port is known, and passed to rank 0 open, so no other process can take
     the port in between.
@@ -163,19 +162,16 @@ def listening_socket(host: str, port: int = 0) -> socket.socket:
     Raises:
         ConfigError: another process has the port, or the ranks of this machine cannot reach it.
     """
-    with contextlib.ExitStack() as stack:
-        if host == LOOPBACK:
-            try:
-                probe = stack.enter_context(socket.create_server((host, 0)))
-                stack.enter_context(socket.create_connection(probe.getsockname(), ANSWER_TIMEOUT))
-            except OSError as error:
-                raise ConfigError(
-                    f"{host}: expected a loopback interface that is up (ip link set lo up), by "
-                    "which the ranks of this "
-                    f"machine meet: {error}"
-                ) from None
     try:
-        return socket.create_server((host, port), backlog=1024)
+        with socket.create_server((LOOPBACK, 0)) as probe:
+            socket.create_connection(probe.getsockname(), ANSWER_TIMEOUT).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{LOOPBACK}: expected a loopback interface that is up (ip link set lo up), by which "
+            f"the ranks of this machine meet: {error}"
+        ) from None
+    try:
+        return socket.create_server((LOOPBACK, port), backlog=1024)
     except OSError as error:
         if not port:
             raise

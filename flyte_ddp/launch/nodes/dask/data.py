@@ -50,9 +50,9 @@ class SharedData:
         note = Path(directory, NOTE)
         addresses = [node.address for node in nodes]
         answers = call_workers(client, addresses, worker.holds_file, str(note), note.read_bytes())
-        sees_data = {address for address in addresses if answers[address] is True}
+        sees_data = {address for address, answer in answers.items() if answer is True}
         with self._lock:
-            if not self.archive and len(sees_data) < len(addresses):
+            if not self.archive and len(sees_data) < len(nodes):
                 fingerprint = describe_data(directory)["fingerprint"]
                 self._upload(Path(directory), f"data-{fingerprint[:16]}.zip")
         return sees_data
@@ -83,19 +83,16 @@ def check_same_directory(client: Client, storage: Storage, nodes: Sequence[DaskN
     """
     if not storage.is_local:
         return
-    token = uuid.uuid4().hex
-    storage.write(f".probe-{token}", token.encode())
-    path = os.path.join(storage.root, f".probe-{token}")
-    answers = call_workers(
-        client, [node.address for node in nodes], worker.holds_file, path, token.encode()
-    )
-    storage.delete(f".probe-{token}")
+    name = f".probe-{uuid.uuid4().hex}"
+    storage.write(name, name.encode())
+    addresses, path = [node.address for node in nodes], f"{storage.root}/{name}"
+    answers = call_workers(client, addresses, worker.holds_file, path, name.encode())
+    storage.delete(name)
     for node in nodes:
         if answers[node.address] is False:
             raise ConfigError(
                 f"{storage.field}: expected a URL, or a path that all machines share, got "
-                f"{storage.root!r}, which is "
-                f"another directory on {node}"
+                f"{storage.root!r}, which is another directory on {node}"
             )
 
 

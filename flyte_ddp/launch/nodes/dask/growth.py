@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.nodes.dask.placement import DaskNode, Worker, assign_nodes
@@ -51,7 +52,7 @@ class GrowthWatch:
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        threading.Thread(target=self._run, name="growth", daemon=True).start()
+        start_thread("growth", self._run)
 
     def replace(self, leaving: frozenset[str]) -> None:
         """Look for workers in place of those of the gang that leave it, as soon as there are
@@ -82,8 +83,7 @@ class GrowthWatch:
         """
         own = {each.address for each in self.gang}
         staying = [each for each in self.gang if each.address not in self.leaving]
-        present = self.roll_call.present_workers(leave_out=own)
-        idle = [each for each in present if self._is_fit(each)]
+        idle = [each for each in self.roll_call.present_workers(own) if self._is_fit(each)]
         now = time.monotonic()
         self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
         delay = 0.0 if self.leaving else self.config.grow_delay

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -31,8 +31,7 @@ async def announce_departures(dask_worker: Worker) -> None:
     if hasattr(dask_worker, "leaves_at"):
         return
     dask_worker.leaves_at = float("inf")  # monotonic
-    loop = asyncio.get_running_loop()
-    _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave, dask_worker))
+    _on_first_sigterm(_leave, dask_worker)
     if dask_worker.nanny:
         async with dask_worker.rpc(dask_worker.nanny) as nanny:
             await nanny.run(function=cloudpickle.dumps(_forward_sigterm))
@@ -42,15 +41,7 @@ async def hold_scheduler(dask_scheduler: Scheduler) -> None:
     """Let the scheduler, when it receives SIGTERM, have its workers announce that they leave, as
     they end with it, and close when no attempt runs.
     """
-    if not hasattr(dask_scheduler, "departure"):
-        dask_scheduler.departure = None
-        loop = asyncio.get_running_loop()
-        _on_first_sigterm(lambda: loop.call_soon_threadsafe(_leave_scheduler, dask_scheduler))
-
-
-def _leave_scheduler(dask_scheduler: Scheduler) -> None:
-    # a task that nobody holds may vanish
-    dask_scheduler.departure = asyncio.create_task(_close_after_attempts(dask_scheduler))
+    _on_first_sigterm(_close_after_attempts, dask_scheduler)
 
 
 async def _close_after_attempts(dask_scheduler: Scheduler) -> None:
@@ -73,19 +64,23 @@ def is_leaving(dask_worker: Worker) -> bool:
     )
 
 
-def _on_first_sigterm(act: Callable[[], object]) -> None:
-    """Call `act` at the first SIGTERM; at the second one, what was called before.
+def _on_first_sigterm(leave: Callable[[Any], Coroutine[Any, Any, None]], server: Any) -> None:
+    """Begin `leave(server)` in its event loop at the first SIGTERM; at the second one, call what
+    was called before. Called again for a server, it changes nothing.
 
     Only the main thread may install a handler. In another one, such as that of a LocalCluster's
     nannies, this changes nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if hasattr(server, "departure") or not is_main:
         return
+    server.departure, loop = None, asyncio.get_running_loop()
     previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def handle(number: int, frame: types.FrameType | None) -> None:
         signal.signal(signal.SIGTERM, previous)
-        act()
+        # held here, because a task that nobody holds may vanish
+        server.departure = asyncio.run_coroutine_threadsafe(leave(server), loop)
 
     signal.signal(signal.SIGTERM, handle)
 
@@ -100,17 +95,12 @@ def _announce(seconds: float, dask_worker: Worker) -> None:
         each.announce_departure(dask_worker.leaves_at)
 
 
-def _leave(dask_worker: Worker) -> None:
-    _announce(_time_to_leave(), dask_worker)
-    # a task that nobody holds may vanish
-    dask_worker.departure = asyncio.create_task(_close_after_ranks(dask_worker))
-
-
 def _time_to_leave() -> float:
     return max(1.0, float(os.environ.get(GRACE_VARIABLE, DEFAULT_GRACE)) - CLOSE_RESERVE)
 
 
-async def _close_after_ranks(dask_worker: Worker) -> None:
+async def _leave(dask_worker: Worker) -> None:
+    _announce(_time_to_leave(), dask_worker)
     while time.monotonic() < dask_worker.leaves_at and any(
         each.is_at_work for each in _plugins_of(dask_worker)
     ):
@@ -123,14 +113,9 @@ def _forward_sigterm(dask_worker: Nanny) -> None:
     """Let a nanny pass its first SIGTERM on to its worker, and end after that. Runs in the nanny's
     process.
     """
-    nanny, loop = dask_worker, asyncio.get_running_loop()
-    if hasattr(nanny, "forwards_sigterm"):
-        return
-    nanny.forwards_sigterm = True
+    _on_first_sigterm(_leave_with_worker, dask_worker)
 
-    def forward() -> None:
-        # it ends with its worker, in whose place it starts no other
-        nanny.close_gracefully(reason="SIGTERM")
-        os.kill(nanny.pid or os.getpid(), signal.SIGTERM)
 
-    _on_first_sigterm(lambda: loop.call_soon_threadsafe(forward))
+async def _leave_with_worker(nanny: Nanny) -> None:
+    nanny.close_gracefully(reason="SIGTERM")  # it starts no other worker in place of this one
+    os.kill(nanny.pid or os.getpid(), signal.SIGTERM)

@@ -176,8 +176,7 @@ class DaskNodes(Nodes):
         answers = call_scheduler(
             self.client, "broadcast", RESULTS_TIMEOUT, msg=message, workers=[address]
         )
-        found: list[bytes | None] = answers[address]
-        return found
+        return list(answers[address])
 
     def close(self) -> None:
         self.growth.close()

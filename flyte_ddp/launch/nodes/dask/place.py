@@ -19,7 +19,7 @@ from distributed import Client
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import closing, connect
 from flyte_ddp.cluster.kubernetes.api import explain
-from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
+from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import ClusterError, ConfigError, WorkersLost
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
@@ -56,7 +56,6 @@ class DaskPlace:
     is_cluster = True
     _code: bytes = b""
     _data: SharedData | None = None
-    _roll_call: RollCall | None = None
     _latest: DaskNodes | None = None
     # addresses of workers that have the directory of the checkpoints
     _checked: set[str] = field(default_factory=set)
@@ -65,6 +64,7 @@ class DaskPlace:
 
     def __post_init__(self) -> None:
         config = self.config
+        self._roll_call = RollCall(self.client)
         self.max_restarts = config.max_restarts
         is_own = config.resolved_kind == "kubernetes"
         grace = config.kubernetes.worker_grace if is_own else DEFAULT_GRACE
@@ -84,14 +84,12 @@ class DaskPlace:
         Raises, besides what `Place` says, ConfigError if the checkpoints are in another directory
         on one of the nodes.
         """
-        if self._roll_call is None:
-            self._roll_call = RollCall(self.client, run.name)
-            self._code = packed_code(run.job.program)
+        if not self._code:
+            self._roll_call.plugin, self._code = run.name, packed_code(run.job.program)
             if run.prepared and run.storage:
                 self._data = self.pool.data if self.pool else SharedData(run.storage)
         sizes = usable_sizes(run.job.program, self.config)
-        expected, patience = self._look_back(previous)
-        workers = self._wait_for_workers(run, previous, sizes, expected, patience)
+        workers = self._wait_for_workers(run, previous, sizes)
         self._roll_call.is_strict = False
         size = next(size for size in sizes if size <= len(workers))
         directory = run.wait_for(run.prepared) if run.prepared else ""
@@ -108,9 +106,8 @@ class DaskPlace:
 
     def close(self, run: Run) -> None:
         """Remove the plugin from the workers and the copy of the data from the store."""
-        if self._roll_call:
-            asked = self._roll_call.known & set(listed_workers(self.client))
-            call_workers(self.client, asked, worker.uninstall, run.name)
+        asked = self._roll_call.known & set(listed_workers(self.client))
+        call_workers(self.client, asked, worker.uninstall, run.name)
         if self.pool:
             self.pool.release(run.name)
         elif self._data:
@@ -124,7 +121,7 @@ class DaskPlace:
         Dask's own reconnection may wait for minutes on an address at which nobody answers any more,
         and holds back for as long what is submitted.
         """
-        if self._latest is None or self._roll_call is None:
+        if self._latest is None:
             return True
         if not (now := scheduler_id(self.client)):
             return False
@@ -138,45 +135,30 @@ class DaskPlace:
             self._latest.scheduler_id = now
         return True
 
-    def _look_back(self, previous: Ended | None) -> tuple[frozenset[str], float]:
-        """Return the addresses of workers that the next gang may have at once, and how long all are
-        waited for.
+    def _look_back(self, run: Run, previous: Ended | None) -> set[str]:
+        """Return the addresses of workers that are enough for the next gang: those that the watch
+        has found, or those of the last one, without the nodes that leave.
         """
-        patience = (
-            self.config.return_timeout if self.config.min_nodes else self.config.start_timeout
-        )
-        if self._latest is None or self._roll_call is None or previous is None:
-            return frozenset(), patience
+        if self._latest is None or previous is None:
+            return set()
+        if self.pool:
+            self.pool.release(run.name)
         if previous.failure is None and not previous.is_announced:
             self._grown_at = time.monotonic()
-            return self._latest.growth.members, ANSWER_TIMEOUT  # for all to be idle
-        if self.pool:
-            self.pool.release(self._latest.plugin)
-        if previous.is_announced:
-            leaving = {node.address for node in self._latest.nodes if node.departure}
-            own = frozenset(node.address for node in self._latest.nodes)
-            # one that is just closing does not answer
-            self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
-            return (self._latest.growth.members or own) - leaving, patience
-        # Without the loss of a node the same ones go on: for a larger gang the watch waits.
-        return frozenset(node.address for node in self._latest.nodes), patience
+        nodes = self._latest.nodes
+        leaving = {node.address for node in nodes if node.departure}
+        # one that is just closing does not answer
+        self._roll_call.unfit |= dict.fromkeys(leaving, "it leaves")
+        return {*(self._latest.growth.members or (node.address for node in nodes))} - leaving
 
     def _wait_for_workers(
-        self,
-        run: Run,
-        previous: Ended | None,
-        sizes: Sequence[int],
-        expected: frozenset[str],
-        patience: float,
+        self, run: Run, previous: Ended | None, sizes: Sequence[int]
     ) -> list[Worker]:
-        """Return the workers for the next attempt.
-
-        Args:
-            expected: addresses of workers that are enough as soon as all of them are idle.
-            patience: seconds after which a smaller size is enough.
+        """Return the workers for the next attempt: all, or those that `_look_back` has found as
+        soon as they are idle, or after a while as many as a smaller size needs.
         """
-        assert self._roll_call is not None  # made by `gather`
-        begun = time.monotonic()
+        expected, config, begun = self._look_back(run, previous), self.config, time.monotonic()
+        patience = config.return_timeout if config.min_nodes else config.start_timeout
         while True:
             run.check_stop()
             is_connected = self._is_connected()
@@ -184,9 +166,7 @@ class DaskPlace:
             if self.pool is None:
                 workers = [each for each in workers if not each.is_busy]
             else:
-                workers = self.pool.claim(
-                    run.name, workers, self.config.gpus_per_node, self.config.num_nodes
-                )
+                workers = self.pool.claim(run.name, workers, config.gpus_per_node, config.num_nodes)
                 if not workers and self.pool.is_in_use():
                     begun = time.monotonic()  # it waits for its turn: no worker is missing
             chosen = [each for each in workers if each.address in expected]
@@ -196,26 +176,21 @@ class DaskPlace:
             if len(workers) >= sizes[0] or (len(workers) >= sizes[-1] and waited >= patience):
                 return workers
             is_gone = not is_connected and self.client.status == "closed"
-            if waited > max(patience, self.config.start_timeout) or is_gone:
+            if waited > max(patience, config.start_timeout) or is_gone:
                 break
             # At first they are about to be idle.
             time.sleep(min(BEAT_INTERVAL, 0.1 + waited, max(0.1, patience - waited)))
-        message = (
-            f"{len(workers)} of {self.config.num_nodes} workers are there and idle after "
-            f"{waited:.0f} s"
-        )
-        if not is_connected:
-            message = "the Dask scheduler is gone"
-        if reason := explain(self.config, self.run_name):
+        message = "the Dask scheduler is gone"
+        if is_connected:
+            message = f"{len(workers)} of {config.num_nodes} workers are there and idle after "
+            message += f"{waited:.0f} s"
+        if reason := explain(config, self.run_name):
             message += f". {reason.rstrip('.')}"
         if previous is None:
             raise ClusterError(message)
-        because = (
-            ""
-            if not is_connected or not previous.failure
-            else f". The gang had to restart, because {previous.failure}"
-        )
-        raise WorkersLost(f"{message}{because}") from previous.failure
+        if is_connected and previous.failure:
+            message += f". The gang had to restart, because {previous.failure}"
+        raise WorkersLost(message) from previous.failure
 
     def _watch_for_growth(
         self,
@@ -226,7 +201,6 @@ class DaskPlace:
         directory: str,
     ) -> GrowthWatch:
         """Return the watch for workers with which the gang of these nodes could be larger."""
-        assert self._roll_call is not None  # made by `gather`
         addresses = {node.address for node in nodes}
         if run.storage is None:
             sizes = [len(nodes)]  # nothing is kept that a larger gang could go on from
@@ -303,11 +277,9 @@ def check(program: Program, config: ClusterConfig) -> None:
         config.num_nodes
     ]:
         raise ConfigError(
-            "min_nodes: expected a smaller number of nodes, because the global batch splits "
-            "evenly at none from "
-            f"{config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} ranks each), "
-            "or 0 for a run that "
-            f"needs all {config.num_nodes}, got {config.min_nodes}"
+            "min_nodes: expected a smaller number of nodes, because the global batch splits evenly "
+            f"at none from {config.min_nodes} to {config.num_nodes - 1} ({config.ranks_per_node} "
+            f"ranks each), or 0 for a run that needs all {config.num_nodes}, got {config.min_nodes}"
         )
 
 

@@ -28,7 +28,7 @@ class RollCall:
     """
 
     client: Client
-    plugin: str  # the name of the run's plugin in the workers
+    plugin: str = ""  # the name of the run's plugin in the workers
     # raise for a worker with other versions; later, in mid-run, leave it out
     is_strict: bool = True
     known: set[str] = field(default_factory=set)  # were found to have our versions

@@ -331,8 +331,7 @@ def call(plugin: str, method: str, *arguments: Any, dask_worker: Worker) -> Any:
 
 def supervise(plugin: str, attempt: str, job: bytes) -> str:
     """Run the task of a node, in one of the worker's threads, for as long as the attempt lasts."""
-    node: NodePlugin = get_worker().plugins[plugin]
-    return node.supervise(attempt, job)
+    return str(get_worker().plugins[plugin].supervise(attempt, job))
 
 
 def holds_file(path: str, contents: bytes) -> bool:
