@@ -30,6 +30,7 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
+from flyte_ddp.rank.session import START
 from tests.support.dask_runs import At, events_of
 from tests.support.errors import raises_one_line
 from tests.support.gang import session_of
@@ -85,8 +86,8 @@ def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **opt
 def resume_at(position, monkeypatch):
     """A session of one rank that has loaded a checkpoint with this position."""
     current, _ = session_of()
-    current._position = current._resumed = copy.deepcopy(position)
-    current._num_sets = position.get("num_sets", 0)
+    current._position = current._resumed = {**START, **copy.deepcopy(position)}
+    current._num_sets = current._resumed["num_sets"]
     monkeypatch.setattr(session, "_current", current)
     return current
 

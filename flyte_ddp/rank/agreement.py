@@ -89,7 +89,7 @@ def check_ranks(recipe: Recipe, facts: Facts, read: Read, world: World) -> None:
     """
     ranks = " on all ranks, as on rank 0", f" on rank {world.rank}"
     place = f"{locate(recipe, 'datasets')}: "
-    compare(world.broadcast_object(facts), facts, read, place, *ranks)
+    compare(place, world.broadcast_object(facts), facts, *ranks, read=read)
 
 
 def check_in_store(
@@ -119,7 +119,7 @@ def check_in_store(
             ": every rank reads the whole data set and keeps its own part, so do not split it by "
             f"rank, {REMEDY}"
         )
-        compare(first, second, read, "session.batches: ", where, there, remedy)
+        compare("session.batches: ", first, second, where, there, remedy, read)
 
 
 def check_checkpoint(
@@ -134,17 +134,17 @@ def check_checkpoint(
         where = f", with which {url} was written"
         remedy = f": {REMEDY}; other data need another place for the checkpoints"
         place = f"{locate(recipe, 'datasets')}: "
-        compare(checkpoint["data_facts"], facts, read, place, where, remedy=remedy)
+        compare(place, checkpoint["data_facts"], facts, where, remedy=remedy, read=read)
 
 
 def compare(
+    place: str,
     expected: Facts,
     got: Facts,
-    read: Read,
-    place: str,
     where: str,
     there: str = "",
     remedy: str = f": {REMEDY}",
+    read: Read = dict,
 ) -> None:
     """Raise ConfigError if facts differ.
 
@@ -269,12 +269,9 @@ def check_save(
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError:
-            expected = (
-                "expected a call on every rank, because the state is split, got none on "
-                f"rank {rank}"
-            )
             raise ConfigError(
-                f"session.save: {expected} for {timeout:g} s, at step {step}"
+                "session.save: expected a call on every rank, because the state is split, got "
+                f"none on rank {rank} for {timeout:g} s, at step {step}"
             ) from None
     calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
     others = [rank for rank in range(world.world_size) if calls[rank][0] != calls[0][0]]
@@ -285,7 +282,7 @@ def check_save(
     first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
     missing = dict.fromkeys([*first, *other], "no tensor")
     where = " on all ranks, as on rank 0", f" on rank {others[0]}"
-    compare({**missing, **first}, {**missing, **other}, dict, "session.save: ", *where, "")
+    compare("session.save: ", {**missing, **first}, {**missing, **other}, *where, "")
     raise ConfigError("session.save: state: expected its keys in one order on all ranks")
 
 
@@ -325,7 +322,6 @@ def _compare_copies(checksums: Sequence[Sequence[tuple[str, Any, str]]]) -> None
             if checksum != expected:
                 raise ConfigError(
                     f"session.save: state: {place}: expected one tensor, got other values on rank "
-                    f"{rank} than on rank "
-                    f"{first} for the same part of it; of a pipeline's stages, save tensors that "
-                    "rank 0 has gathered"
+                    f"{rank} than on rank {first} for the same part of it; of a pipeline's stages, "
+                    "save tensors that rank 0 has gathered"
                 )

@@ -75,17 +75,18 @@ class EpochBatches:
                 object.__setattr__(
                     self, name, whole_number(f"session.batches: {name}", value, minimum)
                 )
+        object.__setattr__(self, "shuffle", self.shuffle and self.epoch is not None)
         _, num_shares = self.share
         if self.global_batch_size < num_shares:
-            expected = f"expected at least {num_shares}, a sample for each rank"
             raise ConfigError(
-                f"session.batches: global_batch_size: {expected}, got {self.global_batch_size}"
+                f"session.batches: global_batch_size: expected at least {num_shares}, a sample "
+                f"for each rank, got {self.global_batch_size}"
             )
         if self.length is None and self.num_workers > 1:
-            expected = (
-                "expected at most 1 for an iterable data set, which each of them would read whole"
+            raise ConfigError(
+                "session.batches: num_workers: expected at most 1 for an iterable data set, which "
+                f"each of them would read whole, got {self.num_workers}"
             )
-            raise ConfigError(f"session.batches: num_workers: {expected}, got {self.num_workers}")
 
     @property
     def length(self) -> int | None:
@@ -124,8 +125,7 @@ class EpochBatches:
     @property
     def stream(self) -> Stream | None:
         """The data set, if its samples are read in an order of its own."""
-        is_shuffled = self.shuffle and self.epoch is not None
-        return as_stream(self.dataset) if is_shuffled else None
+        return as_stream(self.dataset) if self.shuffle else None
 
     def describe_order(self) -> dict[str, Any]:
         """Return the plain values on which a place in an epoch of `stream` depends."""
@@ -169,9 +169,10 @@ class EpochBatches:
             yield order[start : start + size].tolist()
 
     def _item_order(self, length: int) -> torch.Tensor:
-        is_shuffled = self.shuffle and self.epoch is not None
         return (
-            epoch_order(length, self.seed, self.epoch or 0) if is_shuffled else torch.arange(length)
+            epoch_order(length, self.seed, self.epoch or 0)
+            if self.shuffle
+            else torch.arange(length)
         )
 
     def list_samples(self, begin: int, end: int) -> list[int]:
@@ -218,11 +219,10 @@ class EpochBatches:
         with isolate_draws(draws):
             done = sum(1 for _ in itertools.islice(stream, self.first))
         if done < self.first:
-            expected = (
-                f"expected at least the {self.first} samples that the checkpoint's epoch "
-                f"had done, got {done}"
+            raise ConfigError(
+                f"session.batches: dataset: expected at least the {self.first} samples that the "
+                f"checkpoint's epoch had done, got {done}"
             )
-            raise ConfigError(f"session.batches: dataset: {expected}")
         while True:
             with isolate_draws(draws):
                 batch = list(itertools.islice(stream, self.global_batch_size))
@@ -238,11 +238,10 @@ class EpochBatches:
             done += size
             yield (self.collate_fn or collate)(mine), weight, done
         if not done:
-            expected = (
-                "expected an iterable that begins anew in each epoch, as a generator does "
-                "not, got an empty one"
+            raise ConfigError(
+                "session.batches: dataset: expected an iterable that begins anew in each epoch, "
+                "as a generator does not, got an empty one"
             )
-            raise ConfigError(f"session.batches: dataset: {expected}")
 
     def _open_stream(self) -> Iterator[Any]:
         if self.epoch is not None and hasattr(self.dataset, "set_epoch"):
@@ -298,10 +297,10 @@ class Batches(IterableDataset[tuple[Any, float]]):
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         if get_worker_info() is not None:
-            expected = (
-                "expected 0 of a DataLoader around it: session.batches has its own num_workers"
+            raise ConfigError(
+                "session.batches: num_workers: expected 0 of a DataLoader around it: "
+                "session.batches has its own num_workers"
             )
-            raise ConfigError(f"session.batches: num_workers: {expected}")
         if self.track is not None:
             yield from self.track(self.batches)
         else:

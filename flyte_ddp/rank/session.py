@@ -54,6 +54,8 @@ NO_PLACE = "memory://flyte-ddp"
 WRITTEN = ", with which the checkpoint was written"
 MAX_NAME = 100  # characters of a picture's name
 MAX_CHECKED = 4  # data sets of `batches` that a session remembers
+# the place in the data of `batches` before the first
+START: dict[str, Any] = {"epoch": 0, "sets": [], "is_over": False, "num_sets": 0, "num_samples": 0}
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,8 @@ class Session:
     _has_memory: bool | None = None  # for a function's states; None before the first
     # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when the
     # rank resumed.
-    _position: dict[str, Any] = field(default_factory=dict)
-    _resumed: dict[str, Any] = field(default_factory=dict)
+    _position: dict[str, Any] = field(default_factory=lambda: START)
+    _resumed: dict[str, Any] = field(default_factory=lambda: START)
     _saved_position: dict[str, Any] | None = None  # that of the last save
     _is_tracking: bool = False  # in an epoch of `batches`
     _has_begun: bool = False  # with the first batch
@@ -243,9 +245,8 @@ class Session:
             return None
         self.step, self.can_resume = step, True
         self._position = self._resumed = found["position"]
-        self._num_sets = self._resumed.get("num_sets", 0)
-        state: dict[str, Any] = found["state"]
-        return state
+        self._num_sets = self._resumed["num_sets"]
+        return dict(found["state"])
 
     def note_saves(self, world: World) -> None:
         """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
@@ -282,34 +283,28 @@ class Session:
             self._num_sets = len(self._sets) or self._num_sets
             self._epoch, self._sets = epoch, []
         resumed, number = self._resumed, len(self._sets)
-        found = resumed.get("sets", [])
+        found, place = resumed["sets"], (epoch, number)
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
         call: dict[str, Any] = {"shuffle": batches.shuffle, "seed": batches.seed}
         if not batches.stream:  # to which shards may be added between two epochs
             call["dataset: number of samples"] = batches.length
-        compare(earlier.get("call", call), call, dict, "session.batches: ", WRITTEN)
+        compare("session.batches: ", earlier.get("call", call), call, WRITTEN)
         self._sets.append({"call": call, "order": {}, "samples": earlier.get("samples", {})})
-        first = 0
-        if resumed:
-            last = len(found) - 1
-            if (epoch, number) < (resumed["epoch"], last + resumed.get("is_over", False)):
-                return
-            first = resumed["num_samples"] if (epoch, number) == (resumed["epoch"], last) else 0
-            if (
-                not self._num_sets
-                and resumed.get("is_over")
-                and (epoch, number) == (resumed["epoch"] + 1, last + 1)
-            ):
-                # Of a run's first epoch nobody knows how many data sets follow the one that a save
-                # comes after.
-                logger.warning(
-                    "session.batches: epoch %d has more data sets than epoch %d had when its "
-                    "checkpoint was saved: what followed there was not trained. Save in the loops "
-                    "over the data sets of the first epoch",
-                    epoch,
-                    epoch - 1,
-                )
-
+        last = len(found) - 1
+        if place < (resumed["epoch"], last + resumed["is_over"]):
+            return
+        first = resumed["num_samples"] if place == (resumed["epoch"], last) else 0
+        is_next = resumed["is_over"] and place == (resumed["epoch"] + 1, last + 1)
+        # Of a run's first epoch nobody knows how many data sets follow the one that a save comes
+        # after.
+        if is_next and not self._num_sets:
+            logger.warning(
+                "session.batches: epoch %d has more data sets than epoch %d had when its "
+                "checkpoint was saved: what followed there was not trained. Save in the loops "
+                "over the data sets of the first epoch",
+                epoch,
+                epoch - 1,
+            )
         if batches.stream:
             if first:
                 dataset = batches.stream.continue_order(earlier["order"])
@@ -317,7 +312,7 @@ class Session:
             order = self._sets[-1]["order"] = batches.describe_order()
             if first:
                 remedy = ": other data need another place for the checkpoints"
-                compare(earlier["order"], order, dict, "session.batches: ", WRITTEN, "", remedy)
+                compare("session.batches: ", earlier["order"], order, WRITTEN, remedy=remedy)
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
         position = {
@@ -351,8 +346,8 @@ class Session:
         checkpoint.
         """
         resumed = self._resumed
-        is_over = resumed.get("is_over", False) and len(resumed["sets"]) >= resumed["num_sets"]
-        return int(resumed.get("epoch", 0) + is_over)
+        is_over = resumed["is_over"] and len(resumed["sets"]) >= resumed["num_sets"]
+        return int(resumed["epoch"] + is_over)
 
     def _choose_check(self, batches: EpochBatches, name: str, own: dict[str, Any]) -> Check | None:
         """Return what compares the samples of a data set with other ranks' and the checkpoint's;
@@ -365,10 +360,9 @@ class Session:
         for dataset, facts in self._checked:
             if dataset is batches.dataset:
                 if isinstance(dataset, Iterator):
-                    expected = "expected an iterable that begins anew in each epoch"
                     raise ConfigError(
-                        f"session.batches: dataset: {expected}, got a "
-                        f"{type(dataset).__name__} again"
+                        "session.batches: dataset: expected an iterable that begins anew in each "
+                        f"epoch, got a {type(dataset).__name__} again"
                     )
                 own["samples"] = facts
                 return None
@@ -378,7 +372,7 @@ class Session:
 
             facts, again = name_samples(samples), lambda: name_samples(read())
             if batches.length is not None:  # a stream's are those of one place in one epoch
-                compare(own["samples"] or facts, facts, again, "session.batches: ", WRITTEN)
+                compare("session.batches: ", own["samples"] or facts, facts, WRITTEN, read=again)
                 own["samples"] = facts
             self._checked.append((batches.dataset, own["samples"]))
             ranks = batches.readers or range(self.process.node.world_size)
@@ -440,8 +434,9 @@ class Session:
         from flyte_ddp.rank.pictures import encode_picture
 
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
-            expected = f"expected 1 to {MAX_NAME} characters"
-            raise ConfigError(f"session.show: name: {expected}, got {name!r:.200}")
+            raise ConfigError(
+                f"session.show: name: expected 1 to {MAX_NAME} characters, got {name!r:.200}"
+            )
         if self.process.rank == 0:
             self.emit(events.PictureShown(self.step, name, encode_picture(picture)))
 
