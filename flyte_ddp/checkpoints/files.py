@@ -118,9 +118,8 @@ def read_file(storage: Storage, entry: Entry) -> Part:
 def _foreign(storage: Storage, name: str, why: str) -> ConfigError:
     return ConfigError(
         f"checkpoints: {redact_url(storage.join(name))} cannot be read by torch "
-        f"{torch.__version__} and this version "
-        f"of flyte-ddp: {why}; the file is whole, so resume with the versions that wrote it, or "
-        "give another place"
+        f"{torch.__version__} and this version of flyte-ddp: {why}; the file is whole, so resume "
+        "with the versions that wrote it, or give another place"
     )
 
 

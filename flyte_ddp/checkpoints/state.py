@@ -145,8 +145,7 @@ def _unreadable(value: Any, place: str) -> ConfigError:
         )
     return ConfigError(
         f"save: {place or 'state'}: expected tensors, numbers, texts or bytes in dicts, lists, "
-        "tuples and sets, "
-        f"got a {kind.__qualname__} ({kind.__module__}){remedy}"
+        f"tuples and sets, got a {kind.__qualname__} ({kind.__module__}){remedy}"
     )
 
 

@@ -44,8 +44,10 @@ class Batch:
             if self.num_parts > 1:
                 split += f" x {self.num_parts} micro-batches (gradient_accumulation)"
             nearest = max(1, round(self.size / parts)) * parts
-            expected = f"expected a multiple of {parts}, got {self.size}"
-            raise ConfigError(f"global_batch_size: {expected} ({split}; the nearest is {nearest})")
+            raise ConfigError(
+                f"global_batch_size: expected a multiple of {parts}, got {self.size} ({split}; the "
+                f"nearest is {nearest})"
+            )
         return self.size // parts
 
 
@@ -89,10 +91,8 @@ class TrainingConfig(Checked):
     sample_size: int = field(
         0,
         minimum=0,
-        help=(
-            "training samples, drawn by `seed`, a smaller number a part of a larger one; 0: all. "
-            "Held-out data stay"
-        ),
+        help="training samples, drawn by `seed`, a smaller number a part of a larger one; 0: all. "
+        "Held-out data stay",
     )
     evaluation_batch_size: int = field(1000, minimum=1, help="samples per rank and forward pass")
     evaluation_interval: int = field(
@@ -166,10 +166,8 @@ class TrainingConfig(Checked):
     parallel: str = field(
         "ddp",
         choices=PARALLELISMS,
-        help=(
-            "ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are "
-            "split over all ranks"
-        ),
+        help="ddp: each rank holds the model; fsdp: weights, gradients and optimizer state are "
+        "split over all ranks",
     )
     find_unused_parameters: bool = field(
         False,
@@ -183,10 +181,8 @@ class TrainingConfig(Checked):
     )
     activation_checkpointing: bool = field(
         False,
-        help=(
-            "compute each block's activations again in the backward pass: less memory, a "
-            "third more work"
-        ),
+        help="compute each block's activations again in the backward pass: less memory, a "
+        "third more work",
     )
     sync_batch_norm: bool = field(
         False, help="BatchNorm over the samples of all ranks rather than of each; on GPUs only"
@@ -201,10 +197,8 @@ class TrainingConfig(Checked):
     patience: int = field(
         0,
         minimum=0,
-        help=(
-            "evaluations without a better one, by `monitor`, until the training ends; "
-            "0: it never ends early"
-        ),
+        help="evaluations without a better one, by `monitor`, until the training ends; "
+        "0: it never ends early",
     )
     model_state: str = field(
         "best",
@@ -260,9 +254,7 @@ class TrainingConfig(Checked):
     )
     frozen_layers: list[str] = field(
         factory=list,
-        help=(
-            "layers by the beginnings of their names, such as encoder.stem, that are not trained"
-        ),
+        help="layers by the beginnings of their names, such as encoder.stem, that are not trained",
     )
     model_artifact: str = field(
         "", help="name under which W&B or MLflow stores the model at the end; none by default"
@@ -271,10 +263,8 @@ class TrainingConfig(Checked):
         0.0,
         minimum=0,
         unit="hours",
-        help=(
-            "of a Flyte task, all attempts together, until it ends for good with a last "
-            "checkpoint; 0 is no limit"
-        ),
+        help="of a Flyte task, all attempts together, until it ends for good with a last "
+        "checkpoint; 0 is no limit",
     )
     recipe_options: dict[str, Any] = field(factory=dict, help="fields of the recipe's class")
 

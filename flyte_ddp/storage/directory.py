@@ -201,8 +201,7 @@ class Storage:
 
     def read(self, name: str) -> bytes:
         """Return the contents of `name`. Raises FileNotFoundError if there is none."""
-        contents: bytes = self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}"))
-        return contents
+        return bytes(self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}")))
 
     def delete(self, name: str) -> None:
         """Remove `name`, if it is there."""
@@ -245,13 +244,10 @@ class Storage:
         the type "other".
         """
         root = self.root.rstrip("/")
-        list_files = (
-            (lambda: _walk(root))
-            if self.is_local
-            else lambda: self.file_system.find(root, detail=True)
-        )
         try:
-            found: dict[str, dict[str, Any]] = self.retry(list_files)
+            found: dict[str, dict[str, Any]] = self.retry(
+                lambda: _walk(root) if self.is_local else self.file_system.find(root, detail=True)
+            )
         except FileNotFoundError:
             return {}
         return {
@@ -267,9 +263,7 @@ class Storage:
 
         def read(path: str) -> bytes:
             try:
-                return cast(
-                    bytes, self.retry(lambda: self.file_system.cat_file(path, start=0, end=size))
-                )
+                return bytes(self.retry(lambda: self.file_system.cat_file(path, start=0, end=size)))
             except (FileNotFoundError, StorageDenied):
                 return b""
 
@@ -343,8 +337,7 @@ class Storage:
 def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> bytes:
     """Return the contents of the one file at `url`. Raises as `Storage.read` does."""
     place = Storage(url, field, timeout)
-    contents: bytes = place.retry(lambda: place.file_system.cat_file(place.root))
-    return contents
+    return bytes(place.retry(lambda: place.file_system.cat_file(place.root)))
 
 
 def compute_sha256(url: str, field: str = "url") -> str:

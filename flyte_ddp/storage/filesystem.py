@@ -49,7 +49,6 @@ def open_filesystem(
     """
     check_url(url, field)
     client = CLIENTS.get(fsspec.utils.get_protocol(url))
-    own = client.make_options(anonymous) if client else {}
     try:
         if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
             file_system = LocalFileSystem(**options)
@@ -59,7 +58,7 @@ def open_filesystem(
             return file_system, path
         cls = pkgutil.resolve_name(client.file_system)
         in_url = cls._get_kwargs_from_urls(url) if client.has_options_in_urls else {}
-        file_system = cls(**{**in_url, **own, **options})
+        file_system = cls(**{**in_url, **client.make_options(anonymous), **options})
     except (
         ValueError,
         ImportError,
@@ -107,8 +106,10 @@ def check_url(url: str, field: str) -> None:
     is_remote = scheme in fsspec.available_protocols() and scheme not in ("file", "local", "memory")
     is_empty = not url or (scheme in ("file", "local") and rest == "//")
     if is_empty or (is_remote and ":" in url and not re.match(r"//[^/?#]", rest)):
-        expected = "expected a path, or a URL with a host or bucket such as s3://bucket/directory"
-        raise ConfigError(f"{field}: {expected}, got {redact_url(url)!r}")
+        raise ConfigError(
+            f"{field}: expected a path, or a URL with a host or bucket such as "
+            f"s3://bucket/directory, got {redact_url(url)!r}"
+        )
 
 
 def _is_local(url: str) -> bool:
