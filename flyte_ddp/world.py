@@ -62,8 +62,7 @@ class World:
         )
         if self.world_size > 1:
             dist.all_reduce(total, group=self.group)
-        result: list[float] = total.tolist()
-        return result
+        return list(total.tolist())
 
     def all_gather(self, value: float) -> list[float]:
         """Return every rank's `value`, in the order of the ranks. One collective."""
@@ -79,8 +78,8 @@ class World:
         """
         if self.world_size > 1 and tensor.numel():
             contents = tensor.to(self.device).contiguous()
-            as_bytes = contents.view(-1).view(torch.uint8)  # not every type can travel
-            dist.broadcast(as_bytes, group=self.group, group_src=source)
+            # as bytes, because not every type can travel
+            dist.broadcast(contents.view(-1).view(torch.uint8), group=self.group, group_src=source)
             if self.rank != source:
                 tensor.copy_(contents)
         return tensor
@@ -94,12 +93,17 @@ class World:
         packed = io.BytesIO()
         if self.rank == source:
             torch.save(value, packed)
-        num_bytes = int(self.all_reduce(float(len(packed.getvalue())))[0])
-        contents = torch.zeros(num_bytes, dtype=torch.uint8)
-        if self.rank == source:
-            contents = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
-        self.broadcast(contents, source)
+        num_bytes = int(self.all_reduce(packed.tell())[0])
+        own = bytearray(packed.getvalue().ljust(num_bytes, b"\0"))
+        contents = self.broadcast(torch.frombuffer(own, dtype=torch.uint8), source)
         return torch.load(io.BytesIO(contents.numpy().tobytes()), weights_only=True)
+
+    def find_text(self, text: str) -> str:
+        """Return the `text` of the first rank that has one, on every rank; "" if none has. Three
+        collectives at most.
+        """
+        has_text = self.all_gather(bool(text))
+        return str(self.broadcast_object(text, has_text.index(1.0))) if any(has_text) else ""
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size} on {self.device}"
@@ -154,6 +158,6 @@ def call_together(work: Callable[[], T], world: World) -> T:
     patience = 0.01  # seconds
     while True:
         concurrent.futures.wait([done], patience)
-        if not world.all_reduce(float(not done.done()))[0]:
+        if not world.all_reduce(not done.done())[0]:
             return done.result()
         patience = min(2 * patience, MAX_PATIENCE)

@@ -17,7 +17,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import NodeMeasured
-from flyte_ddp.launch.agent import devices, supervisor, utilization
+from flyte_ddp.launch.agent import devices, supervisor
 from flyte_ddp.launch.nodes.dask.placement import assign_nodes
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
@@ -135,7 +135,7 @@ def compute():
 
 def test_the_use_of_a_node_is_measured_while_ranks_run(monkeypatch, forked_functions):
     monkeypatch.setattr(supervisor, "MIN_INTERVAL", 0.01)
-    monkeypatch.setattr(utilization, "SAMPLE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "SAMPLE_SECONDS", 0.1)
     seen = []
     listener = types.SimpleNamespace(handle=seen.append, close=lambda error: None)
     flyte_ddp.run(compute, nproc_per_node=1, listeners=[listener])

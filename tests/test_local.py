@@ -21,7 +21,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent import rank_start, supervisor
 from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
-from flyte_ddp.launch.protocol.messages import InspectedRank
+from flyte_ddp.launch.protocol.messages import Collective, Group, InspectedRank
 from flyte_ddp.storage.cgroups import UNLIMITED, use_of
 from tests.support.dask_runs import eventually
 from tests.support.runs import how_it_ended, new_run, start_parent, wait_for_step
@@ -192,12 +192,8 @@ def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeyp
 
 
 def waiting(number, *collectives, entered=5, name="the default group", ranks=(0, 1, 2, 3)):
-    pending = [
-        {"number": n, "what": what, "operation": what.split()[0], "since": 1.0}
-        for n, what in collectives
-    ]
-    group = {"name": name, "ranks": list(ranks), "entered": entered, "pending": pending}
-    return InspectedRank(number, 4, 5.0, [], [group])
+    pending = [Collective(n, what.split()[0], what, 1.0) for n, what in collectives]
+    return InspectedRank(number, 4, 5.0, [], [Group(name, ranks, entered, pending)])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +214,7 @@ def waiting(number, *collectives, entered=5, name="the default group", ranks=(0,
             [
                 waiting(0, (5, "barrier")),
                 InspectedRank(1, 4, 5.0, [], [
-                    {"name": "the default group", "ranks": [0, 1, 2, 3], "entered": 4, "pending": []},  # noqa: E501
+                    Group("the default group", (0, 1, 2, 3), 4),
                     *waiting(1, (9, "barrier"), name="group b", ranks=(1, 3), entered=9).groups,
                 ]),
                 waiting(3, name="group b", ranks=(1, 3), entered=8),

@@ -18,6 +18,7 @@ from flyte_ddp.checkpoints.memory import NodeMemory, Slots
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.messages import PartSaved
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank import memory_interval
@@ -72,7 +73,7 @@ def test_a_lost_node_costs_the_steps_since_the_newest_state_next_door(
 
 
 BOTH = (0, 1)
-NODE = NodeRanks(0, 2, 2, "127.0.0.1", 0, "lo", False, 1, run_id="run")
+NODE = NodeRanks(0, 2, 2, False, 1, "127.0.0.1", 0, "lo", run_id="run")
 
 
 JOB = Job(None, "", 0.0)
@@ -101,9 +102,7 @@ def node_with(*states, num_parts=2, spoilt=()):
                 if (step, number) == spoilt:
                     file.seek(-9, 2)
                     file.write(b"different")
-            where = {"turn": turn, "step": step, "number": number, "num_parts": num_parts}
-            what = {"num_bytes": entry["bytes"], "checksum": entry[CHECKSUM]}
-            memory.take(**where, **what)
+            memory.take(PartSaved(turn, step, number, num_parts, entry["bytes"], entry[CHECKSUM]))
     return memory
 
 
@@ -153,13 +152,12 @@ def test_the_state_before_a_loss_stays_until_a_new_one_is_whole():
     opened = [os.dup(part.file.descriptor) for part in left if part.step == 2]
     memory.keep_only(0, 2)  # from which the ranks go on
     assert [os.fstat(each).st_size for each in opened] == [0, 0]
-    values = {"num_parts": 2, "num_bytes": 0, "checksum": ""}
     for number in (0, 1):
-        memory.take(turn=1, step=6, number=number, **values)
+        memory.take(PartSaved(1, 6, number, 2, 0, ""))
     left = memory.begin(2, BOTH)
     assert sorted(part.step for part in left) == [4, 4, 6, 6]  # the last may be there in part
     # each rank that begins the next knows that the one before is whole
-    memory.take(turn=2, step=8, number=0, **values)
+    memory.take(PartSaved(2, 8, 0, 2, 0, ""))
     memory.close()
 
 
@@ -175,7 +173,7 @@ def test_a_rank_writes_its_two_files_again_whatever_size_its_state_has(
     memory = NodeMemory()
     memory.begin(0, BOTH)
 
-    slots = Slots(memory.slots_of(0), 0, lambda part: memory.take(**part), False, lambda: None)
+    slots = Slots(memory.slots_of(0), 0, memory.take, False, lambda: None)
     store = CheckpointStore(str(tmp_path), 1, slots=slots)
     for step, size in enumerate((9, 3 << 20, 2 << 20, 5, 3 << 20, 1 << 20), 1):
         weight = torch.randn(size, requires_grad=True)

@@ -4,6 +4,7 @@ torchrun ends it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -14,7 +15,7 @@ from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch.control import stalls
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.control.stalls import Suspicion, suspect
-from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
+from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, _Call, returned_value, run_program
 from tests.support.errors import raises_one_line
@@ -167,14 +168,10 @@ def test_a_rank_that_works_on_alone_while_the_others_have_ended_or_wait_is_left_
 
 
 def waiting(number, group=(0, 1, 2), entered=4, since=1.0, stack=(), **values):
-    pending = {"number": entered, "operation": "barrier", "what": "barrier", "since": since}
-    state = {
-        "name": "the default group",
-        "ranks": list(group),
-        "entered": entered,
-        "pending": [pending],
-    }
-    return InspectedRank(number, 0, None, list(stack), groups=[{**state, **values}])
+    pending = [Collective(entered, "barrier", "barrier", since)]
+    state = Group("the default group", group, entered, pending)
+    state = dataclasses.replace(state, **values)
+    return InspectedRank(number, 0, None, list(stack), groups=[state])
 
 
 IN_TORCH = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 9 in recv'

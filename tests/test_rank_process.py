@@ -25,9 +25,12 @@ def environment_of(monkeypatch, given=(), **config):
         monkeypatch.setenv(name, value)
     job = Job(recipe_program("digits", TrainingConfig(**config)), "checkpoints", 0.0)
     node = NodeRanks(
-        *(6, 2, 8, "10.0.0.1", 1234, "eth0"),
+        *(6, 2, 8),
         use_gpus=False,
         num_threads=3,
+        host="10.0.0.1",
+        port=1234,
+        interface="eth0",
         node_rank=3,
         num_nodes=4,
         run_id="run-1",

@@ -98,9 +98,8 @@ def _read_together(entry: Entry | None, read: Callable[[Entry], Part], world: Wo
             return nothing, str(error)
 
     part, damage = call_together(read_own, world)
-    is_damaged = world.all_gather(float(bool(damage)))
-    if any(is_damaged):
-        raise Damaged(world.broadcast_object(damage, source=is_damaged.index(1.0)))
+    if damage := world.find_text(damage):
+        raise Damaged(damage)
     return part
 
 
@@ -141,8 +140,7 @@ class _Assembly:
             _overlap(self._boxes[number], box)
             for (number, _, _), box in zip(table, boxes, strict=True)
         ]
-        is_needed = [float(world.rank != source and all(each)) for each in common]
-        num_readers = world.all_reduce(*is_needed)
+        num_readers = world.all_reduce(*(world.rank != source and all(each) for each in common))
         for index, (number, starts, shape) in enumerate(table):
             self._read[number].add((tuple(starts), tuple(shape)))
             if world.rank == source:
@@ -181,8 +179,9 @@ class _Assembly:
         for tensor, read in zip(self._tensors, self._read, strict=True):
             num_values = sum(math.prod(shape) for _, shape in read)
             if num_values != tensor.numel():
-                expected = f"expected {tensor.numel()} values of a tensor in all files"
-                raise CheckpointError(f"{expected}, got {num_values}")
+                raise CheckpointError(
+                    f"expected {tensor.numel()} values of a tensor in all files, got {num_values}"
+                )
         found = (  # a rank may keep nothing of a tensor
             self._new(number, self._boxes[number]) if kept is None else kept
             for number, kept in enumerate(self._kept)
@@ -222,8 +221,10 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
         return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)):
         if len(state) != len(into):
-            sizes = f"expected a list of {len(state)} as in the checkpoint, got one of {len(into)}"
-            raise ConfigError(f"session.load: {_name(place)}: {sizes}")
+            raise ConfigError(
+                f"session.load: {_name(place)}: expected a list of {len(state)} as in the "
+                f"checkpoint, got one of {len(into)}"
+            )
         return type(state)(
             fill(into[index], value, (*place, index)) for index, value in enumerate(state)
         )
@@ -243,16 +244,19 @@ def _check(place: Place, target: Any, saved: Tensor) -> None:
     numbers, a wider one.
     """
     got: Any = tuple(target.shape) if isinstance(target, Tensor) else f"a {type(target).__name__}"
-    expected: Any = tuple(saved.shape)
-    if got != expected:
-        expected = f"expected a tensor of shape {expected}, as the checkpoint has"
-        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {got}")
+    if got != (shape := tuple(saved.shape)):
+        raise ConfigError(
+            f"session.load: {_name(place)}: expected a tensor of shape {shape}, as the checkpoint "
+            f"has, got {got}"
+        )
     is_wider = (
         saved.is_floating_point() and torch.promote_types(saved.dtype, target.dtype) == target.dtype
     )
     if saved.dtype != target.dtype and not (is_wider and target.is_floating_point()):
-        expected = f"expected a tensor of {saved.dtype}, as the checkpoint has"
-        raise ConfigError(f"session.load: {_name(place)}: {expected}, got {target.dtype}")
+        raise ConfigError(
+            f"session.load: {_name(place)}: expected a tensor of {saved.dtype}, as the checkpoint "
+            f"has, got {target.dtype}"
+        )
 
 
 def _name(place: Place) -> str:

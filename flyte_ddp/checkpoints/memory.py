@@ -23,13 +23,13 @@ import mmap
 import os
 import pickle
 import queue
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.storage.uncached_file import copy_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NUM_FILES = 2  # files of a rank's
 TIMEOUT = timedelta(days=20)  # for the next state to come; in milliseconds it still is a C int
-HEADER_BYTES = 512  # of the fields of a part, pickled
+HEADER_BYTES = 512  # of a `PartSaved`, pickled
 
 logger = logging.getLogger(__name__)
 
@@ -108,17 +108,23 @@ class MappedFile:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part of a state."""
+class PartSaved:
+    """A message: a file in the memory of the node has a rank's part of a state."""
 
-    file: MemoryFile
-    attempt: int  # number of the one that saved it
     turn: int  # counts the states that the attempt has saved in memory, from 1
     step: int
     number: int  # of the part: the rank that saved it
     num_parts: int  # of the state
     num_bytes: int
     checksum: str
+
+
+@dataclass(frozen=True)
+class Part(PartSaved):
+    """One rank's part of a state, and where it is."""
+
+    file: MemoryFile
+    attempt: int  # number of the one that saved it
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -157,13 +163,12 @@ class NodeMemory:
         """Return the files for the parts of a rank; none where there is no such memory."""
         return self._slots.get(number, [])
 
-    def take(self, **values: Any) -> None:
-        """Note that a file here has a part. `values` are fields of `Part`."""
-        number, turn = values["number"], values["turn"]
-        slot = turn % NUM_FILES
-        part = Part(self._slots[number][slot], self._attempt, **values)
+    def take(self, saved: PartSaved) -> None:
+        """Note that a file here has a part."""
+        number, slot = saved.number, saved.turn % NUM_FILES
+        part = Part(**vars(saved), file=self._slots[number][slot], attempt=self._attempt)
         self._parts[self._attempt, number, slot] = part
-        if turn > 1:  # else the first state of this attempt would not be whole
+        if saved.turn > 1:  # else the first state of this attempt would not be whole
             self._drop(each for each in self._parts.values() if each.attempt != self._attempt)
 
     def keep_only(self, attempt: int, turn: int) -> None:
@@ -201,17 +206,16 @@ class Slots:
 
     files: InitVar[Iterable[MemoryFile]]
     rank: int
-    # sends the fields of a `Part`, but for file and attempt, to the agent
-    send: Callable[[dict[str, Any]], None]
+    send: Callable[[PartSaved], None]  # to the agent
     is_copied: bool  # another node gets each part, too
     # returns the store where the ranks meet, where there is another node
     open_store: Callable[[], Store]
     # by file: what was sent of the part in it
-    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    written: dict[int, PartSaved] = field(default_factory=dict)
     _turn: int = 0
     _complete_turn: int = 0  # the newest of which the part is here and where it is copied to
     # parts that are to be copied
-    _written: queue.SimpleQueue[dict[str, Any]] | None = None
+    _written: queue.SimpleQueue[PartSaved] | None = None
 
     def __post_init__(self, files: Iterable[MemoryFile]) -> None:
         self._files = [MappedFile(file) for file in files]
@@ -230,14 +234,7 @@ class Slots:
         self._turn += 1
         with self._files[self._turn % NUM_FILES] as file:
             num_bytes, checksum = save(file)
-        part = {
-            "turn": self._turn,
-            "step": step,
-            "number": self.rank,
-            "num_parts": num_parts,
-            "num_bytes": num_bytes,
-            "checksum": checksum,
-        }
+        part = PartSaved(self._turn, step, self.rank, num_parts, num_bytes, checksum)
         self.written[self._turn % NUM_FILES] = part
         self.send(part)
         if not self.is_copied:
@@ -245,12 +242,10 @@ class Slots:
             return
         if self._written is None:
             self._written = queue.SimpleQueue()
-            threading.Thread(
-                target=self._send_copies, args=(self._written,), name="copies", daemon=True
-            ).start()
+            start_thread("copies", self._send_copies, self._written)
         self._written.put(part)
 
-    def _send_copies(self, written: queue.SimpleQueue[dict[str, Any]]) -> None:
+    def _send_copies(self, written: queue.SimpleQueue[PartSaved]) -> None:
         import torch
 
         try:
@@ -261,11 +256,10 @@ class Slots:
                 part = written.get()
                 header = bytearray(pickle.dumps(part).ljust(HEADER_BYTES, b"\0"))
                 group.send([torch.frombuffer(header, dtype=torch.uint8)], 1, 0).wait()
-                group.send(
-                    [self._files[part["turn"] % NUM_FILES].view(part["num_bytes"])], 1, 0
-                ).wait()
+                file = self._files[part.turn % NUM_FILES]
+                group.send([file.view(part.num_bytes)], 1, 0).wait()
                 group.recv([torch.zeros(1)], 1, 0).wait()
-                self._complete_turn = part["turn"]
+                self._complete_turn = part.turn
         except RuntimeError as error:  # nothing is ready any more
             reason = str(error).partition("\n")[0]
             logger.warning(
@@ -277,7 +271,7 @@ class Slots:
 def receive_copies(
     given: Iterable[MemoryFile],
     source: int,
-    send: Callable[[dict[str, Any]], None],
+    send: Callable[[PartSaved], None],
     open_store: Callable[[], Store],
 ) -> None:
     """Take the parts of a rank of another node into the memory of this one, for as long as there
@@ -295,8 +289,8 @@ def receive_copies(
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             group.recv([header], 0, 0).wait()
             part = pickle.loads(header.numpy().tobytes())
-            with files[part["turn"] % NUM_FILES] as file:
-                group.recv([file.view(part["num_bytes"])], 0, 0).wait()
+            with files[part.turn % NUM_FILES] as file:
+                group.recv([file.view(part.num_bytes)], 0, 0).wait()
             send(part)
             group.send([torch.zeros(1)], 0, 0).wait()
 

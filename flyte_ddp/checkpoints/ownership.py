@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, FileChanged
 from flyte_ddp.storage import Storage, redact_url
@@ -99,7 +100,6 @@ class Ownership:
         )
         self.token = self._owner.token
         self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ownership", daemon=True)
 
     def __enter__(self) -> Ownership:
         watched, over_at = b"", 0.0
@@ -124,7 +124,7 @@ class Ownership:
                 )
                 logger.warning("checkpoints: %s belongs to %s; %s", place, other, wait)
             time.sleep(LOOK_INTERVAL)
-        self._thread.start()
+        self._thread = start_thread("ownership", self._beat)
         return self
 
     def __exit__(

@@ -47,6 +47,7 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import Buffers, StagingMemory
 from flyte_ddp.checkpoints.state import Part, collect, find_tensors, map_tensors
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
@@ -170,7 +171,7 @@ class CheckpointStore:
             )
             is_ready = self.slots and self.slots.is_ready and not self._num_in_memory
             to_memory = bool(is_ready and (to_store or not waits))
-            to_memory = not self.peers.world.all_reduce(float(not to_memory))[0]
+            to_memory = not self.peers.world.all_reduce(not to_memory)[0]
         if not (to_store or to_memory):
             return None
         part = collect(state, self.peers.world.is_first)
@@ -217,7 +218,7 @@ class CheckpointStore:
         with self._changed:
             self._num_in_memory += 1
         if on_gpu:
-            threading.Thread(target=save, name="memory", daemon=True).start()
+            start_thread("memory", save)
         else:
             write.state = map_tensors(part, lambda each: each.detach())
             save()
@@ -279,8 +280,7 @@ class CheckpointStore:
         if since and time.monotonic() - max(since, self._stored_at) > self.timeout:
             raise StorageUnavailable(
                 f"checkpoints: {redact_url(self.storage.url)} could not be written to for "
-                f"{self.timeout:g} s "
-                f"(store_timeout): {self._outage or 'the store does not answer'}"
+                f"{self.timeout:g} s (store_timeout): {self._outage or 'the store does not answer'}"
             )
 
     def wait(self, on_wait: Callable[[], None] | None = None, seconds: float = math.inf) -> None:
@@ -405,10 +405,7 @@ class CheckpointStore:
             self._queue.append(write)
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._write_queue, name="checkpoint", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread("checkpoint", self._write_queue)
 
     def _write_queue(self) -> None:
         _yield_cores_to_training()

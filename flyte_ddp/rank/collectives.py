@@ -13,7 +13,8 @@ import threading
 import time
 from typing import Any
 
-from flyte_ddp.launch.protocol.messages import RankBeat
+from flyte_ddp.config.background import start_thread
+from flyte_ddp.launch.protocol.messages import Collective, Group, RankBeat
 
 # collectives of a group that have begun and not ended: the oldest ones, of which the first one
 # hangs
@@ -24,13 +25,8 @@ MAX_CPU_SECONDS = 0.001  # of a thread that only waits, between two looks
 NUM_LOOKS = 10  # in the timeout
 
 
-def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | None:
-    """Return what this rank has entered of each process group, as plain values; None where torch
-    does not tell.
-
-    Each has the `name` of its group, its `ranks`, the number of collectives that were `entered`,
-    and of those that have not ended the oldest ones as `pending`: their `number`, `what` they are
-    for people, their `operation` and `since` when they wait, in seconds since the epoch.
+def entered_collectives(only_pending: bool = False) -> list[Group]:
+    """Return what this rank has entered of each process group; nothing where torch does not tell.
 
     Args:
         only_pending: for a look now and then, which costs less; the number `entered` is that of
@@ -39,15 +35,13 @@ def entered_collectives(only_pending: bool = False) -> list[dict[str, Any]] | No
     torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace", None)
     if torch_c10d is None or dump is None:
-        return None
+        return []
     try:
         entries = [entry for backend in BACKENDS for entry in _entries(dump, backend, only_pending)]
         groups = {group.group_name: group for group in torch_c10d._world.pg_map}
         return [_describe(group, torch_c10d, entries) for group in groups.values()]
-    except (
-        Exception
-    ):  # of any kind: these are torch's internals, and a report without them is better than none
-        return None
+    except Exception:  # these are torch's internals, and a report without them is better than none
+        return []
 
 
 def watch_main_thread(position: RankBeat, timeout: float) -> None:
@@ -82,19 +76,15 @@ def watch_main_thread(position: RankBeat, timeout: float) -> None:
                 since = since or time.monotonic() - timeout / NUM_LOOKS
             position.waits_since = since
 
-    threading.Thread(target=watch, name="waiting", daemon=True).start()
+    start_thread("waiting", watch)
 
 
 def _waiting_since() -> float:
     """Return since when this rank waits in a collective, in seconds since the epoch; 0 if it does
     not.
     """
-    pending = [
-        each["since"]
-        for group in entered_collectives(only_pending=True) or ()
-        for each in group["pending"]
-    ]
-    return float(min(pending, default=0.0))
+    groups = entered_collectives(only_pending=True)
+    return min((each.since for group in groups for each in group.pending), default=0.0)
 
 
 def _is_in_collective(thread: int) -> bool:
@@ -112,27 +102,21 @@ def _entries(dump: Any, backend: str, only_pending: bool) -> list[dict[str, Any]
     return [each for each in pickle.loads(contents).get("entries", ()) if not each["is_p2p"]]
 
 
-def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe(group: Any, torch_c10d: Any, entries: list[dict[str, Any]]) -> Group:
     own = [each for each in entries if each["process_group"][0] == group.group_name]
-    return {
-        "name": "the default group"
-        if group.group_desc == "default_pg"
-        else f"group {group.group_desc}",
-        "ranks": sorted(torch_c10d._world.pg_group_ranks[group]),
-        "entered": max((each["collective_seq_id"] for each in own), default=0),
-        "pending": [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],
-    }
-
-
-def _describe_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    operation = (
-        entry["profiling_name"].partition(":")[2].removeprefix("_") or entry["profiling_name"]
+    return Group(
+        "the default group" if group.group_desc == "default_pg" else f"group {group.group_desc}",
+        tuple(sorted(torch_c10d._world.pg_group_ranks[group])),
+        max((each["collective_seq_id"] for each in own), default=0),
+        [_describe_entry(each) for each in own if not each["retired"]][:MAX_PENDING],
     )
+
+
+def _describe_entry(entry: dict[str, Any]) -> Collective:
+    name = entry["profiling_name"]
+    operation = name.partition(":")[2].removeprefix("_") or name
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     of = ", ".join(f"{kind.lower()} {sizes}" for kind, sizes in tensors)
-    return {
-        "number": entry["collective_seq_id"],
-        "operation": operation,
-        "what": f"{operation} of {of}" if of and len(of) < 80 else operation,
-        "since": entry["time_created_ns"] / 1e9,
-    }
+    what = f"{operation} of {of}" if of and len(of) < 80 else operation
+    since = entry["time_created_ns"] / 1e9
+    return Collective(entry["collective_seq_id"], operation, what, since)

@@ -302,10 +302,9 @@ class LoadedSamples:
                 raise
             raise ConfigError(
                 f"{locate(self.recipe, 'datasets')}: expected data sets that pickle can send to "
-                "data_workers, got one "
-                f"that it cannot: {error}; use a function at the top of a module in place of a "
-                "lambda, make locks and "
-                "open files in __getitem__, or set data_workers to 0"
+                f"data_workers, got one that it cannot: {error}; use a function at the top of a "
+                "module in place of a lambda, make locks and open files in __getitem__, or set "
+                "data_workers to 0"
             ) from error
         except DataError as error:
             message = message_of(error)
@@ -492,10 +491,7 @@ def epoch_shards(
     if stream := as_stream(samples.dataset):  # whose epoch may be too long for a list
 
         def take(batch: list[int]) -> list[int]:
-            mine: list[int] = (
-                torch.tensor(batch).tensor_split(world.world_size)[world.rank].tolist()
-            )
-            return mine
+            return list(torch.tensor(batch).tensor_split(world.world_size)[world.rank].tolist())
 
         first = first_batch * global_batch_size
         batches = stream.batches(

@@ -38,11 +38,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import errors, events, session
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
-from flyte_ddp.launch.protocol.messages import Outcome, PartSaved, RaisedError, RankBeat, Returned
+from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
 from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind
 from flyte_ddp.launch.protocol.ranks import (
     STOP_SIGNALS,
@@ -74,9 +75,8 @@ PEER_FAILURE = re.compile(
 # What torch and multiprocessing say where /dev/shm is too small, full, absent or read-only.
 SHARED_MEMORY = re.compile(r"</torch_|out of shared memory|SemLock\(")
 SHARED_MEMORY_HINT = (
-    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task "
-    "a larger "
-    "shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use "
+    "data_workers: expected a /dev/shm that loader processes can write batches to: give the task a "
+    "larger shared_memory (shared_memory_gib in settings.toml, docker run --shm-size), or use "
     "data_workers: 0"
 )
 
@@ -144,37 +144,32 @@ def run_rank(
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
-        call_program(RankProcess(job, node, local_rank, listener, link, *memory))
+        outcome = call_program(RankProcess(job, node, local_rank, listener, link, *memory))
     except BaseException as error:
         if os.getpid() != process:
             raise  # it was forked by the program, and is no rank
-        if isinstance(error, StopRequested):
-            outcome = Outcome.STOPPED
-        else:
-            outcome = Outcome.FAILED
-            # the end of this process may wait for dead peers; the driver ends it in time
-            link.send(Returned(outcome, _describe(error)))
-            # as Python does: W&B marks its run as failed by such a hook
-            if not isinstance(error, SystemExit):
-                sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
+        # the end of this process may wait for dead peers; the driver ends it in time
+        link.send(Returned(Outcome.FAILED, _describe(error)))
+        # as Python does: W&B marks its run as failed by such a hook
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, frames_of_user(error) or error.__traceback__)
+        _flush_files()
     else:
-        outcome = Outcome.DONE
-    _flush_files()
-    if outcome is not Outcome.FAILED:
+        _flush_files()
         link.send(Returned(outcome))
         # what a thread of gloo's that aborts this process now says
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def call_program(process: RankProcess) -> None:
-    """Call the program, and send rank 0's value once every rank's call has returned.
+def call_program(process: RankProcess) -> Outcome:
+    """Call the program, and send rank 0's value once every rank's call has returned; return whether
+    it is done, or has ended because the session asked for it.
 
     Raises:
-        StopRequested: the call has ended because the session asked for it.
         ValueError: the value is too large to be sent.
     """
     program = process.job.program
-    store = _Store(process, program.kind is Kind.COMMAND)
+    store = _Store(process)
     current = Session(process, store.open)
     session.make_current(current)
     if program.kind is not Kind.RECIPE:
@@ -182,10 +177,8 @@ def call_program(process: RankProcess) -> None:
         if process.node.world_size > 1:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.position, timeout)
-    if process.node.copy_distance and program.kind is not Kind.COMMAND:
-        threading.Thread(
-            target=_receive_copies, args=(process, store.open), name="copies", daemon=True
-        ).start()
+    if process.node.num_nodes > 1 and program.kind is not Kind.COMMAND:
+        start_thread("copies", _receive_copies, process, store.open)
     # Nothing shows that multiprocessing has started this process: a script may ask, or choose a
     # start method.
     multiprocessing.set_start_method(None, force=True)
@@ -198,8 +191,7 @@ def call_program(process: RankProcess) -> None:
     if len(value) > MAX_RETURNED_BYTES:
         raise ValueError(
             f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got "
-            f"{len(value) >> 20} MiB: "
-            "write it to session.checkpoints, and return where it is"
+            f"{len(value) >> 20} MiB: write it to session.checkpoints, and return where it is"
         )
     current.close()
     # whose ranks learn by it that this one has ended, or this one of them
@@ -209,9 +201,10 @@ def call_program(process: RankProcess) -> None:
     atexit._run_exitfuncs()  # so may these, which Python then has done
     store.wait_until_all_ended()
     if current.stop.is_reached or current.was_terminated:
-        raise StopRequested
+        return Outcome.STOPPED
     seconds = time.time() - process.job.launched_at
     current.emit(events.RunFinished(current.step, seconds, value, **current.results))
+    return Outcome.DONE
 
 
 def _flush_files() -> None:
@@ -238,10 +231,8 @@ def _receive_copies(process: RankProcess, open_store: Callable[[], Store]) -> No
         time.sleep(POLL_INTERVAL)
     from flyte_ddp.checkpoints.memory import receive_copies
 
-    source = process.node.rank_away(process.rank, -process.node.copy_distance)
-    receive_copies(
-        process.copies, source, lambda part: process.link.send(PartSaved(part)), open_store
-    )
+    source = process.node.copied_rank(process.rank)
+    receive_copies(process.copies, source, process.link.send, open_store)
 
 
 @dataclass(eq=False)
@@ -251,8 +242,6 @@ class _Store:
     """
 
     process: RankProcess
-    # processes below this one's use it, and this one imports no torch itself
-    is_for_others: bool
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # now, even if that imports torch
     _is_needed: threading.Event = field(default_factory=threading.Event)
@@ -260,7 +249,7 @@ class _Store:
 
     def __post_init__(self) -> None:
         if self.process.rank == 0:
-            threading.Thread(target=self._serve, name="store", daemon=True).start()
+            start_thread("store", self._serve)
 
     def open(self) -> Store:
         """Return the store, as a client on all ranks but rank 0."""
@@ -287,12 +276,10 @@ class _Store:
             time.sleep(POLL_INTERVAL)
 
     def _is_asked_for(self) -> bool:
-        listener = self.process.listener
-        return (
-            self.is_for_others
-            and listener is not None
-            and bool(select.select([listener], [], [], 0)[0])
-        )
+        # processes below this one use it, and this one imports no torch itself
+        is_for_others = self.process.job.program.kind is Kind.COMMAND
+        listener = self.process.listener if is_for_others else None
+        return listener is not None and bool(select.select([listener], [], [], 0)[0])
 
     def _serve(self) -> None:
         while not (
@@ -346,8 +333,8 @@ def _describe(error: BaseException) -> RaisedError:
 def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     """Return the variables that torch and its libraries read, with torchrun's names and meaning.
 
-    Those that choose a network interface or a number of threads are the user's own where they are
-    set: a user may know a faster one.
+    The defaults, such as a network interface or a number of threads, are the user's own where they
+    are set: a user may know a faster one.
     """
     values = {
         "RANK": node.first_rank + local_rank,
@@ -365,7 +352,6 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": node.num_restarts,
         "TORCHELASTIC_MAX_RESTARTS": node.max_restarts,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(STOP_SIGNALS),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # all ranks are clients of a store that is served for them
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
@@ -373,6 +359,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": node.interface,
         "NCCL_SOCKET_IFNAME": node.interface,
         "OMP_NUM_THREADS": str(node.num_threads),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     given = {name: os.environ[name] for name in defaults if name in os.environ}
     return (

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flyte_ddp.checkpoints.memory import MemoryFile, Part
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.protocol.messages import (
     Entered,
     Inspect,
@@ -59,13 +61,12 @@ class AgentLink:
     # the thread that writes checkpoints sends as well
     _sending: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _has_data: threading.Event = field(default_factory=threading.Event)
-    _data: str = ""
+    _data: Future[str] = field(default_factory=Future)  # the directory
 
     def __post_init__(self) -> None:
         # in the memory that it shares with the agent: its session and loop write their fields there
         self.position = self.beats[self.local_rank]
-        threading.Thread(target=self._listen, name="agent-link", daemon=True).start()
+        start_thread("agent-link", self._listen)
 
     @property
     def stop_requested(self) -> bool:
@@ -98,8 +99,7 @@ class AgentLink:
 
     def wait_for_data(self) -> Path:
         """Return the directory of the prepared data, as soon as the agent has it."""
-        self._has_data.wait()
-        return Path(self._data)
+        return Path(self._data.result())
 
     def _listen(self) -> None:
         while True:
@@ -109,15 +109,14 @@ class AgentLink:
                 os.killpg(0, signal.SIGKILL)
             match message:
                 case Prepared(directory):
-                    self._data = directory
-                    self._has_data.set()
+                    self._data.set_result(directory)
                 case Inspect():
                     # No thread runs meanwhile. A signal's handler would read the frames of those
                     # that do, and may crash.
                     # else a signal was necessary, and came first
                     if not os.fstat(self.stacks.fileno()).st_size:
                         faulthandler.dump_traceback(self.stacks)
-                    self.send(Entered(entered_collectives() or []))
+                    self.send(Entered(entered_collectives()))
                 case Stop(reason, seconds):
                     self.stop_signal = find_signal(reason)
                     self.saves_until = time.monotonic() + SAVE_SHARE * seconds

@@ -105,12 +105,10 @@ def has_memory(setting: str, num_bytes: int, process: RankProcess, world: World)
         if process.slots
         else "expected Linux, with memfd_create"
     )
-    if not any(lacks := world.all_gather(float(bool(lacking)))):
-        return True
-    lacking = world.broadcast_object(lacking, lacks.index(1.0))
-    if world.is_first:
+    lacking = world.find_text(lacking)
+    if lacking and world.is_first:
         logger.warning("%s: no state is kept in memory: %s", setting, lacking)
-    return False
+    return not lacking
 
 
 def _describe_lack(num_bytes: int, node: NodeRanks) -> str:

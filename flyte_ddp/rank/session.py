@@ -26,7 +26,7 @@ from flyte_ddp.checkpoints.memory import Part
 from flyte_ddp.config.fields import finite_number, plain_number, whole_number
 from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.launch.protocol.messages import Emitted, PartSaved, Submitted
+from flyte_ddp.launch.protocol.messages import Emitted, Submitted
 from flyte_ddp.launch.protocol.programs import Kind
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.stop import StopAgreement
@@ -266,8 +266,8 @@ class Session:
         )
         written = slots.written.items() if slots else ()
         own = [
-            Part(process.slots[number], process.node.num_restarts, **values)
-            for number, values in written
+            Part(**vars(saved), file=process.slots[slot], attempt=process.node.num_restarts)
+            for slot, saved in written
         ]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
@@ -547,8 +547,8 @@ class Session:
             slots = Slots(
                 process.slots,
                 process.rank,
-                lambda part: self._link.send(PartSaved(part)),
-                bool(process.node.copy_distance),
+                self._link.send,
+                process.node.num_nodes > 1,
                 self.open_store,
             )
             self._store = CheckpointStore(

@@ -74,7 +74,7 @@ def load_newest(
     for each in _find_in_memory(process, world) if process.job.is_in_memory else ():
         if each.step < newest_stored:
             break
-        nodes = world.all_gather(float(process.node.node_rank))  # of all ranks
+        nodes = world.all_gather(process.node.node_rank)  # of all ranks
         origin = name_memory((int(nodes[rank]) for rank in each.readers), process.node.num_nodes)
         try:
             state = _read(each, process, world, box_of)
@@ -106,7 +106,7 @@ class _StateInMemory:
 
 def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
     """Return the whole states in the memory of all nodes, the newest first. Every rank calls it."""
-    if not any(world.all_gather(float(len(process.parts)))):
+    if not any(world.all_gather(len(process.parts))):
         return []
     found: dict[tuple[int, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     num_parts: dict[tuple[int, int, int], int] = {}

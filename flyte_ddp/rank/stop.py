@@ -11,8 +11,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from flyte_ddp.config.background import start_thread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,8 +36,8 @@ class StopAgreement:
     is_reached: bool = False  # a call has been told to stop
     _is_stoppable: bool = False  # the agents know, or another rank tells them
     _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
-    _stop_at: int = 0  # number of the call that is told to stop, once that is agreed
-    _is_agreed: threading.Event = field(default_factory=threading.Event)
+    # number of the call that is told to stop, once that is agreed
+    _stop_at: Future[int] = field(default_factory=Future)
     _agreeing: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self, can_resume: bool) -> bool:
@@ -66,8 +69,8 @@ class StopAgreement:
             return False
         key, link = f"flyte_ddp/ends-before-{self.num_polls}", self.process.link
         if self.process.rank > 0:
-            store = self.open_store().clone()  # other threads use the connection of the first one
-            self.is_reached = store.get(key) == b"1"
+            # other threads use the connection of the first one
+            self.is_reached = self.open_store().clone().get(key) == b"1"
             return self.is_reached
         self.is_reached = is_saved or time.monotonic() > link.saves_until
         if self.process.node.world_size > 1:
@@ -82,8 +85,7 @@ class StopAgreement:
         if not self.process.link.stop_requested:
             return False
         self._refuse_no_more(number - 1)
-        self._is_agreed.wait()
-        return number >= self._stop_at
+        return number >= self._stop_at.result()
 
     def is_heeded(self, can_resume: bool) -> bool:
         """Return whether the function ends when it is asked to: it asks, or it is ended between two
@@ -94,8 +96,8 @@ class StopAgreement:
         """
         if self.is_asked or not self.num_polls or self.process.node.world_size == 1:
             return self.is_asked or (bool(self.num_polls) and can_resume)
-        store = self.open_store().clone()  # the function's own connection may be waiting for a key
-        return can_resume or bool(store.check([CAN_RESUME]))
+        # the function's own connection may be waiting for a key
+        return can_resume or bool(self.open_store().clone().check([CAN_RESUME]))
 
     def note_saved(self) -> None:
         """Tell the other ranks that rank 0 has a checkpoint to go on from. For rank 0."""
@@ -143,7 +145,7 @@ class StopAgreement:
             if self._num_refused >= 0:
                 return
             self._num_refused = num_refused
-        threading.Thread(target=self._agree, name="stop", daemon=True).start()
+        start_thread("stop", self._agree)
 
     def _agree(self) -> None:
         """Find the first call that no rank has refused; all ranks stop there.
@@ -164,8 +166,7 @@ class StopAgreement:
                 refused = [
                     store.get(f"flyte_ddp/stop-{rank}").decode() for rank in range(world_size)
                 ]
-            self._stop_at = 1 + max(map(int, refused))
-            self._is_agreed.set()
+            self._stop_at.set_result(1 + max(map(int, refused)))
 
     def _publish(self, store: Store) -> None:
         store.set(f"flyte_ddp/stop-{self.process.rank}", str(self._num_refused))

@@ -116,7 +116,7 @@ class Link:
 def session_of(rank=0, world_size=1, store=None, checkpoints="", link=None, **program):
     """The session of a rank that is alone on its node, and its link."""
     job = Job(Program("train", b"", **program), str(checkpoints), time.time())
-    node = NodeRanks(0, 1, world_size, "127.0.0.1", 0, "lo", False, 1)
+    node = NodeRanks(0, 1, world_size, False, 1, "127.0.0.1", 0, "lo")
     link = link or Link()
     process = SimpleNamespace(job=job, node=node, rank=rank, link=link, **NO_MEMORY)
     return Session(process, lambda: store), link
@@ -125,7 +125,7 @@ def session_of(rank=0, world_size=1, store=None, checkpoints="", link=None, **pr
 def train_recipe(world, store, recipe, config, data, checkpoints):
     """Work of a gang: train a recipe as its ranks do, and return the events as dicts."""
     link = Link(data)
-    node = NodeRanks(0, world.world_size, world.world_size, "127.0.0.1", 0, "lo", False, 1)
+    node = NodeRanks(0, world.world_size, world.world_size, False, 1, "127.0.0.1", 0, "lo")
     job = Job(recipe_program(recipe, config), checkpoints, time.time())
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)

@@ -11,12 +11,12 @@ import ctypes
 import glob
 import itertools
 import os
+from collections.abc import Iterator
 
 MISSING_GPUS_HINT = (
     "Check that the NVIDIA device plugin runs on the node, and that the NVIDIA driver is mounted "
-    "into the container "
-    "and found there: on some clouds its libraries are in /usr/local/nvidia/lib64, which "
-    "LD_LIBRARY_PATH must name"
+    "into the container and found there: on some clouds its libraries are in "
+    "/usr/local/nvidia/lib64, which LD_LIBRARY_PATH must name"
 )
 
 
@@ -96,26 +96,31 @@ def measure_gpus(count: int) -> tuple[float | None, float | None]:
     a MIG slice.
     """
     found: list[tuple[float, float]] = []
-    with contextlib.suppress(OSError, AttributeError):
-        nvml = ctypes.CDLL("libnvidia-ml.so.1") if count else None
-        if nvml is None or nvml.nvmlInit_v2():
-            return None, None
+    with contextlib.suppress(OSError, AttributeError), _open_nvml() as nvml:
         for name in visible_gpus()[:count]:
             gpu, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
             if name.isdigit():
                 nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
             else:
                 nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
-            failures = (
-                nvml.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)),
-                nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(memory)),
-            )
-            if not any(failures):
+            if not (
+                nvml.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates))
+                or nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(memory))
+            ):
                 found.append((rates.gpu / 100, memory.used / memory.total))
-        nvml.nvmlShutdown()
     if not found:
         return None, None
     return sum(rate for rate, _ in found) / len(found), max(share for _, share in found)
+
+
+@contextlib.contextmanager
+def _open_nvml() -> Iterator[ctypes.CDLL]:
+    """Yield the driver's library for measurements. Raises OSError where it is not there."""
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml.nvmlInit_v2():
+        raise OSError("NVML cannot be used")
+    yield nvml
+    nvml.nvmlShutdown()
 
 
 def _count_gpus() -> int:
@@ -125,11 +130,8 @@ def _count_gpus() -> int:
     which CUDA calls 0.
     """
     count = ctypes.c_uint()
-    with contextlib.suppress(OSError):
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() == 0:
-            nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-            nvml.nvmlShutdown()
-            return count.value
+    with contextlib.suppress(OSError), _open_nvml() as nvml:
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return count.value
     # device plugins may not mount the library
     return len(glob.glob("/dev/nvidia[0-9]*")) or int(os.path.exists("/dev/dxg"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from flyte_ddp import events
@@ -27,10 +27,13 @@ class Link:
     beat: Beat = field(default_factory=Beat)
     question: Inspect | None = None  # to answer
     is_over: threading.Event = field(default_factory=threading.Event)
-    _pipe: tuple[Connection, Connection] = field(default_factory=lambda: Pipe(duplex=False))
     _previous: Any = None  # command
     _lines: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        # of which the first can be read when a command has come
+        self.alarm, self._bell = Pipe(duplex=False)
 
     def obey(self, command: Any) -> None:
         """Do what a command says, which may be repeated. After the end of the attempt, do
@@ -46,12 +49,7 @@ class Link:
                 self.question = command
             case Kill():
                 self.kill_ranks("the driver ended the attempt")
-        self._pipe[1].send_bytes(b"-")
-
-    @property
-    def alarm(self) -> Connection:
-        """Can be read when a command has come."""
-        return self._pipe[0]
+        self._bell.send_bytes(b"-")
 
     def kill_ranks(self, reason: str) -> None:
         """Request that the ranks are killed."""

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pickle
 import queue
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zipfile
@@ -30,7 +28,7 @@ from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
 from flyte_ddp.cluster.config import KubernetesConfig
-from flyte_ddp.config.background import call_in_background
+from flyte_ddp.config.background import call_in_background, start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import NodeLost
 from flyte_ddp.launch.agent.link import Link
@@ -67,7 +65,7 @@ class DriverLink(Link):
         self._connection = connection
         self._driver_timeout = driver_timeout
         self._last_command_at = time.monotonic()
-        threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
+        start_thread("beat", self._beat_on)
 
     def obey(self, command: Any) -> None:
         self._last_command_at = time.monotonic()
@@ -117,9 +115,7 @@ def main() -> None:
         queue.SimpleQueue()
     )
     memory = NodeMemory()
-    threading.Thread(
-        target=_listen, args=(connection, attempts.put), name="commands", daemon=True
-    ).start()
+    start_thread("commands", _listen, connection, attempts.put)
     idle_timeout = IDLE_TIMEOUT
     with contextlib.suppress(queue.Empty):
         while True:
@@ -185,10 +181,12 @@ def _run_attempt(
     memory: NodeMemory,
 ) -> None:
     """Run the ranks of this node to their end."""
-    needs_data = node_job.data or node_job.data_archive
-    timeout = node_job.job.program.store_timeout
-    fetch = functools.partial(unpack_data, node_job.data_archive, directory, timeout)
-    prepared = call_in_background(lambda: node_job.data or fetch()) if needs_data else None
+    archive, timeout = node_job.data_archive, node_job.job.program.store_timeout
+    prepared = None
+    if node_job.data or archive:
+        prepared = call_in_background(
+            lambda: node_job.data or unpack_data(archive, directory, timeout)
+        )
     try:
         ranks = node_job.ranks
         results = str(directory / ranks.results) if ranks.results else ""

@@ -15,8 +15,8 @@ late.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 # rank sets threads and malloc's thresholds itself.
 READ_ON_IMPORT = ("FSSPEC_", "LD_", "PYTORCH_", "TORCH_")
 
-ENTRY = ("flyte_ddp.rank.entry", "run_rank")  # by name: an agent imports nothing of a rank's
+ENTRY = "flyte_ddp.rank.entry:run_rank"  # by name: an agent imports nothing of a rank's
 # that a recipe's ranks need besides those of others
-OWN_MODULES = (ENTRY[0], TRAINING[0])
+OWN_MODULES = [name.partition(":")[0] for name in (ENTRY, TRAINING)]
 
 MAX_SOCKET_DIRECTORY = 85  # bytes of a path to which a socket's name is added, on macOS too
 
@@ -165,5 +165,4 @@ def start_rank(
 
 def enter_rank(*arguments: Any) -> None:
     """Call the entry of a rank's process."""
-    module, name = ENTRY
-    getattr(importlib.import_module(module), name)(*arguments)
+    pkgutil.resolve_name(ENTRY)(*arguments)

@@ -16,18 +16,20 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.checkpoints.memory import NodeMemory
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.main_module import hide_main_module
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, POLL_INTERVAL
 from flyte_ddp.errors import (
@@ -39,12 +41,12 @@ from flyte_ddp.errors import (
     RankFailure,
     log_failures,
 )
+from flyte_ddp.events import NodeMeasured
+from flyte_ddp.launch.agent.devices import measure_gpus
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.output import LogTail
-from flyte_ddp.launch.agent.rank_handle import Rank
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, enter_rank, start_rank
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.agent.utilization import INTERVAL_SHARE, MIN_INTERVAL, measure_node
 from flyte_ddp.launch.protocol.failures import find_place, shorten, shorten_traceback
 from flyte_ddp.launch.protocol.messages import (
     DEATH_GRACE,
@@ -54,6 +56,7 @@ from flyte_ddp.launch.protocol.messages import (
     End,
     Entered,
     Failed,
+    Group,
     Inspect,
     Inspected,
     InspectedRank,
@@ -71,7 +74,7 @@ from flyte_ddp.launch.protocol.messages import (
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
 from flyte_ddp.launch.protocol.signals import find_signal
-from flyte_ddp.storage.cgroups import count_oom_kills
+from flyte_ddp.storage.cgroups import count_oom_kills, memory_use
 
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
 # as gloo ends a process
@@ -83,6 +86,10 @@ NUM_STACK_LOOKS = 10
 UNKNOWN_CODE = 255  # of a forked process whose server, which alone could read its code, is gone
 # has the heartbeats, and named semaphores, which macOS does not list
 SHARED_MEMORY = Path("/dev/shm")
+# seconds between two measurements; of the attempt so far, if that is more: days of a run have a
+# thousand points, not a hundred thousand
+MIN_INTERVAL, INTERVAL_SHARE = 15.0, 0.01
+SAMPLE_SECONDS = 1.0  # over which the use of the cores is measured, as the driver does for GPUs
 
 
 def supervise(
@@ -133,6 +140,35 @@ def _check_interfaces() -> None:
         )
 
 
+@dataclass
+class Rank:
+    """The agent's view of one rank."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    log: LogTail
+    outcome: Outcome | None = None  # as the rank reported
+    # the collectives that it has entered, once it was asked
+    groups: list[Group] | None = None
+    device: str = ""  # its GPU, for people
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has just died
+            self.pipe.send(message)
+
+    def kill_group(self, number: int = signal.SIGKILL) -> bool:
+        """Kill it and all that it started, without waiting, or send them another signal. Return
+        whether there was any.
+        """
+        # The rank makes itself the leader of a group early on. Until then it has no children. The
+        # number of a group that is gone may belong to another user's now.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, number)
+            return True
+        return False
+
+
 @dataclass(eq=False)
 class _Ranks:
     """The rank processes of this node. The constructor starts them."""
@@ -163,7 +199,7 @@ class _Ranks:
         except BaseException:
             self.kill()
             raise
-        threading.Thread(target=self._measure, name="measurements", daemon=True).start()
+        start_thread("measurements", self._measure)
 
     def _measure(self) -> None:
         """Send what the node's use is, from time to time. In a thread, because the driver of a
@@ -182,12 +218,12 @@ class _Ranks:
         # A pipe per rank: a process killed while it writes to a queue takes the queue's lock with
         # it.
         pipe, end = Pipe()
-        source = self.node.rank_away(number, -self.node.copy_distance)
-        copies = self.memory.slots_of(source) if self.node.copy_distance else []
+        source = self.node.copied_rank(number)
+        copies = self.memory.slots_of(source) if self.node.num_nodes > 1 else []
         memory = (self.memory.slots_of(number), copies, self.left_parts)
         listener = self.listener if local_rank == 0 else None
-        arguments = (self.job, self.node, local_rank, listener, end, self.beats, self.logs)
-        process = start_rank(self.job.program, enter_rank, (*arguments, memory), f"rank-{number}")
+        arguments = (self.job, self.node, local_rank, listener, end, self.beats, self.logs, memory)
+        process = start_rank(self.job.program, enter_rank, arguments, f"rank-{number}")
         # Only the rank holds it now, so that either side sees the other's death as the end of the
         # pipe.
         end.close()
@@ -198,17 +234,14 @@ class _Ranks:
         how they ended.
         """
         has_data, stop = prepared is None, self.link.stop
-        while any(not rank.outcome or rank.process.is_alive() for rank in self.ranks):
-            live = [
-                rank
-                for rank in self.ranks
-                if not rank.pipe.closed or not rank.outcome or rank.process.is_alive()
-            ]
-            pipes = [self.link.alarm, *(rank.pipe for rank in live if not rank.pipe.closed)]
-            ready = wait([*pipes, *(rank.process.sentinel for rank in live)], POLL_INTERVAL)
+        while running := [
+            rank for rank in self.ranks if not rank.outcome or rank.process.is_alive()
+        ]:
+            pipes = [self.link.alarm, *(rank.pipe for rank in self.ranks if not rank.pipe.closed)]
+            ready = wait([*pipes, *(rank.process.sentinel for rank in running)], POLL_INTERVAL)
             if self.link.alarm in ready:
                 self.link.alarm.recv_bytes()
-            for rank in live:
+            for rank in self.ranks:
                 # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
                 # ask the kernel.
                 has_exited = rank.process.exitcode is not None
@@ -270,8 +303,8 @@ class _Ranks:
                         rank.groups = groups
                     case Device(name):
                         rank.device = name
-                    case PartSaved(part):
-                        self.memory.take(**part)
+                    case PartSaved() as saved:
+                        self.memory.take(saved)
                     case Resumed(attempt, turn):
                         self.memory.keep_only(attempt, turn)
                     case Submitted() as submitted:
@@ -409,6 +442,17 @@ class _Ranks:
             prefix = f"[rank {rank.number}] " if self.job.program.shows_ranks else ""
             for line in rank.log.new_lines(at_end):
                 self.link.relay(f"{prefix}{line}")
+
+
+def measure_node(node: int, num_gpus: int) -> NodeMeasured:
+    """Return how much of this machine is in use, and of the first `num_gpus` GPUs of this process.
+    It takes `SAMPLE_SECONDS`.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    cpu = psutil.cpu_percent(SAMPLE_SECONDS) / 100
+    used, limit = memory_use()
+    return NodeMeasured(node, cpu, used / limit, limit, *measure_gpus(num_gpus))
 
 
 def _describe_error(rank: int, error: RaisedError) -> RankFailure:

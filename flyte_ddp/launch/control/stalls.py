@@ -25,8 +25,7 @@ SAME_COLLECTIVES = (
 MISTAKES = {
     "Expected to have finished reduction in the prior iteration": (
         "A layer or an output was not used in a step: use all in each, or give "
-        "DistributedDataParallel "
-        "find_unused_parameters=True"
+        "DistributedDataParallel find_unused_parameters=True"
     ),
     "Detected mismatch between collectives on ranks": SAME_COLLECTIVES,
 }
@@ -100,11 +99,9 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks that the others wait for, by the number of collectives that each rank has
     entered.
     """
-    groups = (
-        (group["name"], tuple(group["ranks"])) for rank in ranks for group in rank.groups or ()
-    )
+    groups = ((group.name, group.ranks) for rank in ranks for group in rank.groups or ())
     found = [
-        culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(name, ranks)).why
+        culprits for name in dict.fromkeys(groups) if (culprits := _find_culprits(*name, ranks)).why
     ]
     # One that waits in another group's collective is waiting for a rank itself.
     waiting = {rank.number for rank in ranks if rank.pending}
@@ -115,25 +112,25 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
     )
 
 
-def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[InspectedRank]) -> Culprits:
+def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
-    members = {rank.number: rank for rank in ranks if rank.number in name[1]}
+    members = {rank.number: rank for rank in ranks if rank.number in numbers}
     states = {  # of the group, by the number of the rank
         rank.number: group
         for rank in members.values()
         for group in rank.groups or ()
-        if (group["name"], tuple(group["ranks"])) == name
+        if (group.name, group.ranks) == (name, numbers)
     }
-    pending = {number: each for number, group in states.items() for each in group["pending"][:1]}
+    pending = {number: each for number, group in states.items() for each in group.pending[:1]}
     if not pending:
         return Culprits()
-    first = min(each["number"] for each in pending.values())
-    waiting = {number: each for number, each in pending.items() if each["number"] == first}
-    what = next(iter(waiting.values()))["what"]
-    where = f"collective {first} of {name[0]}"
+    first = min(each.number for each in pending.values())
+    waiting = {number: each for number, each in pending.items() if each.number == first}
+    what = next(iter(waiting.values())).what
+    where = f"collective {first} of {name}"
     # Also one that did not answer, such as a stopped one.
     absent = [
-        number for number in members if number not in states or states[number]["entered"] < first
+        number for number in members if number not in states or states[number].entered < first
     ]
     if absent:
         node = members[absent[0]].node if len(absent) == 1 else ""
@@ -142,13 +139,11 @@ def _find_culprits(name: tuple[str, tuple[int, ...]], ranks: Sequence[InspectedR
         return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they}")
     kinds: dict[str, list[int]] = {}
     for number, each in waiting.items():
-        differs = each["operation"] in ("all_reduce", "broadcast", "reduce")
-        kinds.setdefault(each["what"] if differs else each["operation"], []).append(number)
+        differs = each.operation in ("all_reduce", "broadcast", "reduce")
+        kinds.setdefault(each.what if differs else each.operation, []).append(number)
     if len(kinds) > 1:
         rarest = min(kinds.values(), key=len)
-        each_kind = ", ".join(
-            f"{_name_ranks(numbers)} in {kind}" for kind, numbers in kinds.items()
-        )
+        each_kind = ", ".join(f"{_name_ranks(those)} in {kind}" for kind, those in kinds.items())
         return Culprits(
             tuple(rarest), f"the ranks are in different collectives: {each_kind} ({where})"
         )
@@ -165,22 +160,14 @@ def left_failure(ranks: Sequence[InspectedRank], left: Sequence[int]) -> RankFai
             them has gone on.
     """
     pending = [
-        (group, each)
-        for rank in ranks
-        for group in rank.groups or ()
-        for each in group["pending"][:1]
+        (group, each) for rank in ranks for group in rank.groups or () for each in group.pending[:1]
     ]
-    missing = sorted(
-        {number for group, _ in pending for number in group["ranks"] if number in left}
-    )
+    missing = sorted({number for group, _ in pending for number in group.ranks if number in left})
     if not pending and ranks and all(any(WAITING in line for line in rank.stack) for rank in ranks):
         missing = sorted(left)  # they wait for a connection, or for what one of them sends
     if not missing:
         return None
-    named = (
-        f"{each['what']} (collective {each['number']} of {group['name']})"
-        for group, each in pending
-    )
+    named = (f"{each.what} (collective {each.number} of {group.name})" for group, each in pending)
     what = next(named, "a call of torch.distributed")
     waiting = f"{_name_ranks([rank.number for rank in ranks], 'wait')} in {what}"
     return program_failure(_say_left(missing, waiting, find_place(ranks[0].stack)), missing[0])

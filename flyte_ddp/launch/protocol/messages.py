@@ -1,6 +1,7 @@
 """Every message between the processes of a run, and the memory that a rank shares with its agent.
 
-A message is an object of one of these classes, pickled. Its receiver matches the class, and never
+A message is an object of one of these classes, pickled; `PartSaved` is in checkpoints/memory.py,
+because agents keep it. Its receiver matches the class, and never
 reads a text for what it means. A new one is a class here, a line in the table, and a `case` where
 it arrives.
 
@@ -34,6 +35,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from flyte_ddp.checkpoints.memory import PartSaved as PartSaved
 from flyte_ddp.errors import NodeLost, RankFailure
 from flyte_ddp.events import Event
 from flyte_ddp.launch.protocol.programs import Job
@@ -81,6 +83,26 @@ class RankBeat(ctypes.Structure):
         ("is_stoppable", ctypes.c_bool),  # of rank 0: all save their state when they have to end
         ("is_writing", ctypes.c_bool),  # of rank 0: it writes a checkpoint
     )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has entered, and that has not ended."""
+
+    number: int  # in its group
+    operation: str
+    what: str  # for people
+    since: float  # when it waits, in seconds since the epoch
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a rank has entered of a process group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    entered: int  # number of collectives
+    pending: list[Collective] = field(default_factory=list)  # the oldest of those that go on
 
 
 @dataclass(frozen=True)
@@ -196,16 +218,14 @@ class InspectedRank:
     step: int
     silent_for: float | None  # seconds since its last progress; None if it has reported none
     stack: list[str] = field(default_factory=list)  # lines of its main thread
-    # as `entered_collectives` has them; None if it did not answer
-    groups: list[dict[str, Any]] | None = None
+    groups: list[Group] | None = None  # None if it did not answer
     stacks: str = ""  # of all threads
     node: str = ""  # for people; the driver knows it
 
     @property
-    def pending(self) -> dict[str, Any] | None:
-        """The collective that it has waited in for longest."""
-        found = [each for group in self.groups or () for each in group["pending"]]
-        return min(found, key=lambda each: float(each["since"]), default=None)
+    def pending(self) -> list[Collective]:
+        """The collectives that it waits in."""
+        return [each for group in self.groups or () for each in group.pending]
 
 
 @dataclass(frozen=True)
@@ -237,7 +257,7 @@ class Prepared:
 class Entered:
     """The collectives that the rank has entered."""
 
-    groups: list[dict[str, Any]]
+    groups: list[Group]
 
 
 @dataclass(frozen=True)
@@ -245,13 +265,6 @@ class Device:
     """The device that the rank computes on."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class PartSaved:
-    """A file in the memory of the node has a part of a state."""
-
-    part: dict[str, Any]  # fields of `Part`
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import importlib.util
 import os
 import pickle
+import pkgutil
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,8 +112,7 @@ class Program:
         ):
             raise ConfigError(
                 "compile: expected false, or a C++ compiler (an image built with --build-arg "
-                "COMPILER=1), got true and "
-                "no compiler"
+                "COMPILER=1), got true and no compiler"
             )
 
     def with_smaller_batches(self, failure: RankFailure, world_size: int) -> Program | None:
@@ -238,6 +237,5 @@ class _Training:
     config: TrainingConfig
 
     def __call__(self) -> bytes:
-        module, name = TRAINING
-        getattr(importlib.import_module(module), name)(self.recipe, self.config)
+        pkgutil.resolve_name(TRAINING)(self.recipe, self.config)
         return b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-TRAINING = ("flyte_ddp.training.main", "main")  # by name, because its module imports torch
+TRAINING = "flyte_ddp.training.main:main"  # by name, because its module imports torch
 # These end a run early, as torchrun's, and are passed on to a function that does not ask for a
 # stop.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -18,19 +18,16 @@ class NodeRanks:
     first_rank: int
     num_ranks: int  # on this node
     world_size: int
-    host: str  # of the rendezvous, as this node reaches it
-    port: int
-    interface: str  # network interface for the collectives
     use_gpus: bool
     num_threads: int  # CPU threads of each rank
+    host: str = ""  # of the rendezvous, as this node reaches it
+    port: int = 0
+    interface: str = ""  # network interface for the collectives
     node_rank: int = 0  # in the order of the ranks
     num_nodes: int = 1
     run_id: str = ""  # names the run, the same on all nodes and in all attempts
     num_restarts: int = 0  # of the gang before this attempt
     max_restarts: int = 0
-    # From a node to the one that has copies of the states in its memory, in the order of the nodes;
-    # 0: there are none.
-    copy_distance: int = 0
     # directory for files on their way to the caller of the run; "" if it wants none. For an agent
     # of another machine a name in a directory of that one's.
     results: str = ""
@@ -45,14 +42,13 @@ class NodeRanks:
         """The ranks whose states this node has in its memory: its own, and those it has copies
         of.
         """
-        distances = {0, self.copy_distance}
-        return [self.rank_away(number, -each) for number in self.numbers for each in distances]
+        return [*{*self.numbers, *map(self.copied_rank, self.numbers)}]
 
-    def rank_away(self, rank: int, num_nodes: int) -> int:
-        """Return the number of the rank that is in the place of `rank`, but so many nodes behind
-        it.
+    def copied_rank(self, rank: int) -> int:
+        """Return the rank in the place of `rank` on the node before its own, which has copies of
+        its states; on a single node `rank` itself.
         """
-        return (rank + num_nodes * self.num_ranks) % self.world_size
+        return (rank - self.num_ranks) % self.world_size
 
 
 def semaphore_prefix(directory: str) -> str:

@@ -242,7 +242,6 @@ class DaskPlace:
                     results=f"results-{run.name}" if run.results else "",
                     num_restarts=num_restarts,
                     max_restarts=self.max_restarts,
-                    copy_distance=int(len(nodes) > 1),
                 ),
                 driver_timeout=self.config.node_timeout,
                 environment=node.environment,

@@ -37,7 +37,6 @@ class DaskNode(Node):
     """
 
     address: str
-    host: str
     ranks: NodeRanks
     environment: dict[str, str]
     has_plugin: bool
@@ -74,9 +73,6 @@ def assign_nodes(
             first_rank=index * config.ranks_per_node,
             num_ranks=config.ranks_per_node,
             world_size=num_nodes * config.ranks_per_node,
-            host="",
-            port=0,
-            interface="",
             use_gpus=config.gpus_per_node > 0,
             num_threads=config.threads_per_rank
             or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
@@ -90,7 +86,6 @@ def assign_nodes(
                 label=f"node {index} ({each.name} at {each.host})",
                 worker=each.name,
                 address=each.address,
-                host=each.host,
                 ranks=ranks,
                 environment=environment,
                 has_plugin=each.has_plugin,
@@ -116,9 +111,8 @@ def _gpu_environment(
         hint = "" if each.gpus else f". {MISSING_GPUS_HINT}"
         raise ConfigError(
             f"gpus_per_node: expected at most {len(each.gpus) // len(sharers)}, because worker "
-            f"{each.name} at "
-            f"{each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, got "
-            f"{config.gpus_per_node}{hint}"
+            f"{each.name} at {each.host} sees {len(each.gpus)} GPUs for {len(sharers)} workers, "
+            f"got {config.gpus_per_node}{hint}"
         )
     if len(neighbours) > 1 or each.shares_host:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
