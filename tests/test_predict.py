@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import dask
 import pytest
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, WorkerPlugin
 from pyarrow import parquet
 
 from examples.score_nightly import SCORE
@@ -22,7 +23,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ClusterError, ConfigError, DataError
-from flyte_ddp.launch.nodes.dask.calls import listed_workers
+from flyte_ddp.launch.nodes.dask.calls import ByValue, listed_workers
 from flyte_ddp.prediction import keeper, workers
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.prediction.model import OneDevice, Predictor
@@ -76,10 +77,12 @@ def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp
     assert [key for table in tables for key in table["key"].to_pylist()] == list(range(360))
 
     (one / "part-000002.parquet").unlink()
-    times = {file: file.stat().st_mtime_ns for file in one.iterdir()}
+    (remains := one / "part-000001.parquet.killed.tmp").touch()
+    times = {file: file.stat().st_mtime_ns for file in one.iterdir() if file != remains}
     assert predict(recipe, state, "", str(one), config=config, **given) == made
     assert {file: file.stat().st_mtime_ns for file in times} == times
     assert contents(one) == contents(two)
+    assert not remains.exists()
 
 
 class OneProcess(PredictionWorkers):
@@ -116,6 +119,22 @@ def test_a_lost_part_is_made_again_also_when_it_was_done_and_some_times_at_most(
     monkeypatch.setattr(workers, "MAX_LOSSES", 0)
     with pytest.raises(ClusterError, match=r"^part\(0,\) lost 1 processes that predict"):
         next(one_process.run("part", [(0,)]))
+
+
+def test_a_node_whose_processes_end_too_often_is_given_up(one_process):
+    class Ending(WorkerPlugin):
+        """Starts processes that end at once."""
+
+        name = "one"
+
+        def start_process(self, module, connection):
+            self.connection = os.dup(connection.fileno())  # as the process would have it
+            return subprocess.Popen(["false"])
+
+    one_process.client.register_plugin(Ending())
+    call = ByValue(keeper.keep_processes)
+    with pytest.raises(RuntimeError, match=r"^2 processes .* on 0, the last with exit code 1$"):
+        one_process.client.submit(call, "one", b"", [{}], 1).result()
 
 
 def list_task_states(dask_scheduler):
