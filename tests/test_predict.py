@@ -16,6 +16,7 @@ import pytest
 import torch
 from distributed import Client, LocalCluster, WorkerPlugin
 from pyarrow import parquet
+from torch.utils.data import TensorDataset
 
 from examples.score_nightly import SCORE
 from flyte_ddp import predict
@@ -34,6 +35,7 @@ from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage.weights import with_class_names
+from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
 from tests.support.errors import raises_one_line
 from tests.support.image_store import image_tree, write_tree
@@ -274,6 +276,16 @@ def test_columns_are_those_of_the_task_or_of_the_recipe(tmp_path, monkeypatch, s
     monkeypatch.setattr(Digits, "prediction_columns", lambda self, outputs: {"first": outputs[:1]})
     with pytest.raises(ConfigError, match="value for each of 2 samples, .* got 'first' with 1"):
         predictor.write_part(0)
+
+
+def test_a_split_without_a_seed_is_that_of_the_training(tmp_path, monkeypatch, state):
+    def draw(self, directory):
+        return [TensorDataset(torch.rand(9, 8, 8), torch.zeros(9)) for _ in range(2)]
+
+    monkeypatch.setattr(Digits, "datasets", draw)
+    predictor = open_predictor(tmp_path, "digits", state)
+    _, held_out = open_datasets(get_recipe("digits"), tmp_path, resolve({}, {}))
+    assert predictor.dataset.tensors[0].equal(held_out.tensors[0])
 
 
 def test_data_without_samples_are_refused(tmp_path, monkeypatch, state):
