@@ -49,7 +49,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
     global_batch_size: int | None = None
     # of the checkpoint that the training goes on from
     _found: dict[str, Any] | None = None
-    # of the data and the batch, by a checkpoint; nothing of `session.batches`
+    # what `share_batch` keeps of data and batch; nothing with `session.batches`
     _kept: dict[str, Any] = field(default_factory=dict)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

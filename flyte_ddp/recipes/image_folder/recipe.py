@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.data.readers import KEY, Fields
@@ -160,13 +160,12 @@ class ImageFolder(Recipe):
         if (directory / SHARDS).exists():
             note = json.loads((directory / SHARDS).read_text(encoding="utf-8"))
             self.class_names, self._image_size = note["classes"], note["image_size"]
-            shards = open_splits(
+            return open_splits(  # type: ignore[return-value]
                 note["url"],
                 *(ToSample(self._image_size, augments) for augments in (self.augment, False)),
                 unreadable="ignore" if self.unreadable == "skip" else "fail",
                 cache_gib=self.cache_gib or None,
             )
-            return cast("tuple[Dataset[Any], Dataset[Any]]", shards)
         index = read_index(directory)
         self.class_names = index.classes or self.class_names
         self._image_size = index.image_size  # for `model`
@@ -177,7 +176,7 @@ class ImageFolder(Recipe):
         skips = self.unreadable == "skip" and bool(index.classes)  # predictions leave none out
         train = Images(index.train, reader, index.image_size, self.augment, skips)
         test = Images(index.test, reader, index.image_size, False, skips)
-        return cast("tuple[Dataset[Any], Dataset[Any]]", (train, test))
+        return train, test  # type: ignore[return-value]
 
     def model(self) -> nn.Module:
         """Return the architecture with a last layer for the classes, which `datasets` must have
