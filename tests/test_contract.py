@@ -20,7 +20,7 @@ from flyte_ddp.events import Reported
 from flyte_ddp.rank.data import open_samples
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.recipes import config_of, get_recipe
-from flyte_ddp.training.contract import check_contract, check_datasets, open_model
+from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.optim import build_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.world import ALONE
@@ -259,7 +259,7 @@ def check(base=Line, name="Line", **attributes):
         patch.setattr(mistakes, name, kind, raising=False)
         dotted = f"{mistakes.__name__}.{name}"
         recipe, config = get_recipe(dotted), config_of(dotted, {})
-    train, _ = check_datasets(recipe, recipe.datasets(None))
+    train, _ = open_datasets(recipe, None, config)
     (samples,) = open_samples([train], recipe, config, ALONE)
     parallelism = Parallelism(recipe, config, ALONE)
     check_contract(open_model(parallelism), samples, parallelism)

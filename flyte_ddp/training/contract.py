@@ -56,13 +56,22 @@ logger = logging.getLogger(__name__)
 MAX_NAMES = 3  # of parameters in an error
 
 
-def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return the training and the held-out data that `recipe.datasets` has returned.
+def open_datasets(
+    recipe: Recipe, directory: Path, config: TrainingConfig
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the recipe's training and held-out data, checked. It draws the same in every process
+    of a run.
+
+    So a split without a seed is one split: of all ranks, after a resume, and of who compares two
+    models later.
 
     Raises:
         ConfigError: they are no pair of data sets with `__len__` and `__getitem__`, or one is
             empty.
     """
+    with isolate_draws([]):
+        seed_generators(derived_seed(config.seed, *b"datasets"))
+        found: Any = recipe.datasets(directory)
     expected = (
         f"{locate(recipe, 'datasets')}: expected a pair of data sets, for training and held out,"
     )
@@ -77,20 +86,6 @@ def check_datasets(recipe: Recipe, found: Any) -> tuple[Dataset[Any], Dataset[An
                 f"{expected} each with at least one sample, got none for the {use} data"
             )
     return found[0], found[1]
-
-
-def open_datasets(
-    recipe: Recipe, directory: Path, config: TrainingConfig
-) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return the recipe's training and held-out data, checked. It draws the same in every process
-    of a run.
-
-    So a split without a seed is one split: of all ranks, after a resume, and of who compares two
-    models later.
-    """
-    with isolate_draws([]):
-        seed_generators(derived_seed(config.seed, *b"datasets"))
-        return check_datasets(recipe, recipe.datasets(directory))
 
 
 def open_model(parallelism: Parallelism) -> nn.Module:
