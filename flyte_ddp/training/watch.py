@@ -124,8 +124,9 @@ class LossWatch:
         found: dict[int, tuple[list[float], BadSample]] = {}
         for index, losses in zip(watched.shard.micro_batches, watched.losses, strict=True):
             for sample, loss in zip(index.tolist(), split_losses(losses, len(index)), strict=True):
-                size = self._measure(sample, watched.epoch)
-                found[sample] = [*rank_loss(loss), size], BadSample(sample, self.key(sample), loss)
+                order = [1.0, 0.0] if math.isnan(loss) else [0.0, loss]
+                order.append(self._measure(sample, watched.epoch))
+                found[sample] = order, BadSample(sample, self.key(sample), loss)
         return sorted(found.values(), key=lambda each: each[0], reverse=True)
 
     def _name_samples(self, watched: WatchedStep) -> list[BadSample]:
@@ -160,8 +161,3 @@ def split_losses(losses: Tensor, num_samples: int) -> Sequence[float]:
     if losses.numel() % num_samples or (losses.dim() > 1 and len(losses) != num_samples):
         return [math.nan] * num_samples
     return list(losses.double().reshape(num_samples, -1).sum(1).tolist())
-
-
-def rank_loss(loss: float) -> tuple[float, float]:
-    """Return what a loss is sorted by: NaN after all others."""
-    return (1.0, 0.0) if math.isnan(loss) else (0.0, loss)
