@@ -74,8 +74,8 @@ def load_newest(
     for each in _find_in_memory(process, world) if process.job.is_in_memory else ():
         if each.step < newest_stored:
             break
-        nodes = world.all_gather(process.node.node_rank)  # of all ranks
-        origin = name_memory((int(nodes[rank]) for rank in each.readers), process.node.num_nodes)
+        node = process.node  # each has as many ranks
+        origin = name_memory((rank // node.num_ranks for rank in each.readers), node.num_nodes)
         try:
             state = _read(each, process, world, box_of)
         except Damaged as damage:
