@@ -98,7 +98,7 @@ def kube_cluster(
                 config = config.with_pods(image=driver.image)
             owner = driver if driver is not None and driver.namespace == namespace else None
             spec = cluster_spec(config, name, owner)
-            preflight(config, spec, namespace, driver)
+            preflight(config, spec, namespace, owner)
         except ApiRefused as error:
             raise ClusterError(f"the Kubernetes API server refused a request: {error}") from error
         token = uuid.uuid4().hex
@@ -123,20 +123,20 @@ def kube_cluster(
 
 
 def preflight(
-    config: ClusterConfig, spec: Mapping[str, Any], namespace: str, driver: Driver | None = None
+    config: ClusterConfig, spec: Mapping[str, Any], namespace: str, owner: Driver | None
 ) -> None:
     """Check that `spec`, a DaskCluster, can start in `namespace`. Checks without RBAC permission
     are skipped.
 
     Args:
-        driver: the pod of this process, which a quota of its namespace counts, too.
+        owner: the pod of this process if it is in `namespace`, whose quotas count it, too.
 
     Raises:
         PreflightError: it cannot, with each finding.
         ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in
             which it cannot start. Another attempt ran on them, so they may be mended.
     """
-    requests = driver.requests if driver is not None and driver.namespace == namespace else {}
+    requests = owner.requests if owner else {}
     findings, _ = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
     # An operator that restarts has a minute to react to the new cluster.
     obstacles = [each for each in findings if each.level == BAD and each.passes != STARTING]

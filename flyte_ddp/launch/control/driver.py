@@ -328,8 +328,9 @@ class Run:
             self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
         )
         repeats_bugs = self.job.program.kind is not Kind.RECIPE
-        rules = Rules(place.max_restarts, repeats_bugs, can_shrink=smaller is not None)
-        decision = decide(ended, before, rules)
+        decision = decide(
+            ended, before, Rules(place.max_restarts, repeats_bugs, smaller is not None)
+        )
         if decision is Next.MOVE:
             is_late = 0 <= ended.kept_step < ended.step
             start = f"step {ended.kept_step}, because no later one was saved in time"

@@ -46,11 +46,11 @@ class PaceWatch:
         for pace in paces:
             self._latest[pace.rank] = dataclasses.replace(pace, node=node)
         now = time.monotonic()
-        if len(self._latest) < self.world_size or not self._latest:
+        if len(self._latest) < max(2, self.world_size):  # one alone has none to be compared with
             return
         if not self._begun:
             self._begun, self._begun_at = dict(self._latest), now
-        if self.world_size == 1 or now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
+        if now - self._begun_at < SLOW_SECONDS / NUM_WINDOWS:
             return
         steps = {
             rank: pace.num_steps - self._begun[rank].num_steps
