@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.data.source import CONCURRENT_READS
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def fetch_ahead(
                 fetch(part)
 
     for _ in range(CONCURRENT_READS if distance else 0):
-        threading.Thread(target=fetch_all, name="fetch-ahead", daemon=True).start()
+        start_thread("fetch-ahead", fetch_all)
     try:
         for item in items:
             yield item

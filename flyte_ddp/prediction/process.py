@@ -11,13 +11,13 @@ import logging
 import os
 import pickle
 import sys
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import Worker
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.agent.main import unpack_data
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.storage import adopt_storage_environment
@@ -39,7 +39,7 @@ def main() -> None:
     _given.update(job=pickle.loads(connection.recv_bytes()), directory=directory)
     options = pickle.loads(connection.recv_bytes())
     adopt_storage_environment(_given["job"].storage)
-    threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
+    start_thread("end", _exit_with, connection)
     asyncio.run(_work(**options))
     os._exit(0)
 

@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.launch.agent.scratch import own_directory
@@ -91,7 +91,7 @@ def open_terminal(name: str) -> None:
         f"{name}-out": (f"{name}-out", "/dev/stderr"),
     }.items():
         os.mkfifo(pipe)
-        threading.Thread(target=pass_on, args=ends, daemon=True).start()
+        start_thread("copies", pass_on, *ends)
 
 
 def pass_on(source: str, target: str) -> None:

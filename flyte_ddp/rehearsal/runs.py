@@ -23,6 +23,7 @@ from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.failures import first_line
@@ -231,8 +232,7 @@ class Rehearsal:
                     stop.set("SIGTERM")
                     return
 
-        thread = threading.Thread(target=interfere, daemon=True)
-        thread.start()
+        thread = start_thread("faults", interfere)
         error: Exception | None = None
         with open(directory / "output.log", "a") as log:
             try:

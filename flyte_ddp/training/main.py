@@ -25,6 +25,7 @@ from flyte_ddp.checkpoints import EXPORT, EXPORTED_STATE, MODEL_STATE
 from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
@@ -276,8 +277,7 @@ def keep_beating(beat: Callable[[], None]) -> Iterator[None]:
             beat()
 
     beat()
-    thread = threading.Thread(target=beat_until_over, name="beats", daemon=True)
-    thread.start()
+    thread = start_thread("beats", beat_until_over)
     try:
         yield
     finally:
