@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -24,7 +25,7 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
 from flyte_ddp.errors import ClusterError, ConfigError, DataError
-from flyte_ddp.launch.nodes.dask.calls import ByValue, listed_workers
+from flyte_ddp.launch.nodes.dask.calls import ByValue
 from flyte_ddp.prediction import keeper, workers
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.prediction.model import OneDevice, Predictor
@@ -37,6 +38,7 @@ from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage.weights import with_class_names
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
+from tests.support.dask_runs import start_scheduler
 from tests.support.errors import raises_one_line
 from tests.support.image_store import image_tree, write_tree
 from tests.test_champion import manifest
@@ -91,12 +93,12 @@ class OneProcess(PredictionWorkers):
     """A cluster whose own workers predict."""
 
     def _check_nodes(self):
-        self._num_processes = len(listed_workers(self.client))
+        self._num_processes = 1
 
 
 @pytest.fixture
 def one_process():
-    settings = {"no-workers-timeout": "500ms", "allowed-failures": 0}  # less than a restart takes
+    settings = {"no-workers-timeout": "50ms", "allowed-failures": 0}  # less than a restart takes
     with (
         dask.config.set({f"distributed.scheduler.{name}": each for name, each in settings.items()}),
         LocalCluster(n_workers=1, dashboard_address=None, resources={"one": 1}) as cluster,
@@ -137,6 +139,25 @@ def test_a_node_whose_processes_end_too_often_is_given_up(one_process):
     call = ByValue(keeper.keep_processes)
     with pytest.raises(RuntimeError, match=r"^2 processes .* on 0, the last with exit code 1$"):
         one_process.client.submit(call, "one", b"", [{}], 1).result()
+
+
+def test_a_scheduler_that_is_gone_ends_the_predictions_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper, "call", lambda method, number: number)
+    scheduler, address = start_scheduler(tmp_path)
+    command = [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--no-dashboard"]
+    with (
+        subprocess.Popen([*command, "--resources", "one=1"], stderr=subprocess.DEVNULL) as worker,
+        Client(address) as client,
+    ):
+        made = OneProcess(client, None, None, b"", "", None, "one").run("part", [(0,), (1,), (2,)])
+        next(made)
+        while "processing" in client.run_on_scheduler(list_task_states):
+            time.sleep(0.01)
+        scheduler.kill()
+        with raises_one_line(ClusterError, match="^the Dask scheduler is gone$"):
+            list(made)
+        worker.kill()
+    scheduler.wait()
 
 
 def list_task_states(dask_scheduler):
