@@ -89,6 +89,11 @@ def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp
     assert not remains.exists()
 
 
+def test_processes_that_predict_keep_the_memory_of_batches(client, state, tmp_path):
+    given = {"client": client, "cluster": {"threads_per_rank": 1}, "progress": False}
+    predict("tests.support.predicted.Thrifty", state, "", str(tmp_path / "made"), **given)
+
+
 class OneProcess(PredictionWorkers):
     """A cluster whose own workers predict."""
 

@@ -62,7 +62,9 @@ def open_predictor() -> Predictor:
     import torch
 
     from flyte_ddp.prediction.model import Predictor
+    from flyte_ddp.rank.entry import keep_freed_memory
 
     job: PredictionJob = _given["job"]
+    keep_freed_memory()  # else, as Dask's environment has it, a call of the system for each tensor
     torch.set_num_threads(job.num_threads)
     return Predictor(job, job.data or unpack_data(job.data_archive, _given["directory"]))
