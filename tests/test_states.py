@@ -159,6 +159,7 @@ def test_the_table_of_messages_has_each_of_them():
         for name, each in vars(messages).items()
         if dataclasses.is_dataclass(each) and each.__module__ == messages.__name__
     }
+    kinds["PartSaved"] = messages.PartSaved  # which is defined elsewhere
     types = " ".join(str(part.type) for each in kinds.values() for part in dataclasses.fields(each))
     rows = re.findall(r"^\| `(\w+)`", messages.__doc__, re.MULTILINE)
     assert sorted(rows) == sorted(name for name in kinds if not re.search(rf"\b{name}\b", types))

@@ -46,7 +46,7 @@ CONTAINER_SECURITY = {"securityContext": _TEMPLATE["containers"][0]["securityCon
 
 # Code for pods that the image does not have: this checkout's, and the tests' own.
 CODE = ["flyte_ddp", "tests/__init__.py", "tests/support/runs.py", "tests/support/recipes.py"]
-CODE += ["tests/support/predicted.py"]
+CODE += ["tests/support/events.py", "tests/support/predicted.py"]
 CODE += ["tests/kubernetes/__init__.py", "tests/kubernetes/driver.py"]
 SCRIPT = 'python -W ignore -c "$0"'  # a command of a driver's pod
 # which leaves a container without a word

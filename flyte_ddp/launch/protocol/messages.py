@@ -1,9 +1,8 @@
 """Every message between the processes of a run, and the memory that a rank shares with its agent.
 
 A message is an object of one of these classes, pickled; `PartSaved` is in checkpoints/memory.py,
-because agents keep it. Its receiver matches the class, and never
-reads a text for what it means. A new one is a class here, a line in the table, and a `case` where
-it arrives.
+because agents keep it. Its receiver matches the class, and never reads a text for what it means. A
+new one is a class here, a line in the table, and a `case` where it arrives.
 
 | message     | sender        | receiver      | when                                               |
 |-------------|---------------|---------------|----------------------------------------------------|
