@@ -190,15 +190,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     dist.barrier()
-    started, numbers = time.perf_counter(), list[int]()
+    started, numbers, times = time.perf_counter(), list[int](), list[float]()
     batches = SYSTEMS[system](directory)
     for found, _ in itertools.islice(batches, num_batches or None):
         numbers += found.tolist()
-    seconds = time.perf_counter() - started
+        times.append(time.perf_counter() - started)
     dist.barrier()  # before there is a state that a rank which begins late could take for its own
     batches.close()
     (directory / f"{dist.get_world_size()}-{dist.get_rank()}").write_text(
-        json.dumps([seconds, numbers])
+        json.dumps([times, numbers])
     )
 
 
