@@ -96,7 +96,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """What a rank has entered of a process group."""
+    """A process group, and how many of its collectives a rank has entered."""
 
     name: str
     ranks: tuple[int, ...]
