@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import dask
@@ -146,23 +149,33 @@ def test_a_node_whose_processes_end_too_often_is_given_up(one_process):
         one_process.client.submit(call, "one", b"", [{}], 1).result()
 
 
-def test_a_scheduler_that_is_gone_ends_the_predictions_in_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_scheduler_that_is_gone_ends_the_predictions_in_one_line(
+    tmp_path, monkeypatch, is_noticed
+):
+    """Also where a result is asked for before the client notices, and nothing answers."""
     monkeypatch.setattr(keeper, "call", lambda method, number: number)
     scheduler, address = start_scheduler(tmp_path)
     command = [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--no-dashboard"]
+    is_over = threading.Event()
     with (
         subprocess.Popen([*command, "--resources", "one=1"], stderr=subprocess.DEVNULL) as worker,
         Client(address) as client,
+        contextlib.ExitStack() as stack,
     ):
+        for end in (worker.kill, scheduler.wait, scheduler.kill, is_over.set):
+            stack.callback(end)
         made = OneProcess(client, None, None, b"", "", None, "one").run("part", [(0,), (1,), (2,)])
         next(made)
         while "processing" in client.run_on_scheduler(list_task_states):
             time.sleep(0.01)
+        if not is_noticed:
+            monkeypatch.setattr(client, "_reconnect", partial(asyncio.to_thread, is_over.wait))
+            client.rpc.timeout = 0.1
         scheduler.kill()
+        scheduler.wait()
         with raises_one_line(ClusterError, match="^the Dask scheduler is gone$"):
             list(made)
-        worker.kill()
-    scheduler.wait()
 
 
 def list_task_states(dask_scheduler):

@@ -22,7 +22,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from distributed import CancelledError, Client, Future, TimeoutError
-from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
 from flyte_ddp.cluster.config import ClusterConfig
@@ -107,7 +106,9 @@ class PredictionWorkers:
             given = pending.pop(future)
             try:
                 result = future.result()  # which may be lost, too, before it is fetched
-            except (CancelledError, CommClosedError):
+            except (CancelledError, OSError):
+                if future.status == "error":  # of the method
+                    raise
                 raise ClusterError("the Dask scheduler is gone") from None
             except (NoValidWorkerError, NoWorkerError):  # until a node has its processes again
                 waiting.appendleft(given)
