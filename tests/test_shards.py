@@ -339,7 +339,8 @@ def test_the_cache_is_bounded_shared_and_for_one_user(bucket, cache, s3):  # noq
         small[30]
     # what a killed process has left goes first, and not what a live one makes
     place, lock_of = shards._cache._place, shards._cache._lock_of
-    used = {lock_of(place(shards._index.entry(n), part)[0]) for n in range(8) for part in (HEAD, 0)}
+    parts = (WHOLE, HEAD, 0)
+    used = {lock_of(place(shards._index.entry(n), part)[0]) for n in range(8) for part in parts}
     free = [n for n in range(64) if f"{cache}/{n}.lock" not in used]  # not to wait for our own
     left, made = (cache / f"{number:08x}{'0' * 24}.part" for number in free[:2])
     own = cache / "notes.txt"  # a user's
