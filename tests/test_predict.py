@@ -133,6 +133,15 @@ def test_a_lost_part_is_made_again_also_when_it_was_done_and_some_times_at_most(
         next(one_process.run("part", [(0,)]))
 
 
+def test_a_file_that_is_missing_is_not_a_scheduler_that_is_gone(one_process, monkeypatch):
+    def read(method, number):
+        raise FileNotFoundError(2, "No such file or directory", "images/1.png")
+
+    monkeypatch.setattr(keeper, "call", read)
+    with pytest.raises(FileNotFoundError, match=r"images/1\.png"):
+        next(one_process.run("part", [(0,)]))
+
+
 def test_a_node_whose_processes_end_too_often_is_given_up(one_process):
     class Ending(WorkerPlugin):
         """Starts processes that end at once."""
