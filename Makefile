@@ -15,6 +15,9 @@ BUILDER ?= docker build
 # bytecode: the first run does that for what it imports, a fifth of all.
 UV := $(or $(shell command -v uv 2>/dev/null),.uv/bin/uv)
 INSTALLED := $(VENV)/.installed
+# On the environment's path, with a link to the library alone: the checkout itself there would make its recipes/ and
+# settings.toml another project's.
+CHECKOUT := $(VENV)/checkout
 # with what tests and checks need besides
 TESTED := $(VENV)/.tested
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --require-hashes
@@ -35,7 +38,9 @@ $(INSTALLED): requirements.txt | $(UV)
 	  *) echo "setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got $$(uname -sm)" >&2; exit 1 ;; esac
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
 	$(INSTALL) -r requirements.txt
-	@printf '#!/bin/sh\nexec "$$(dirname "$$0")/python" -m flyte_ddp "$$@"\n' > $(BIN)/flyte-ddp; chmod +x $(BIN)/flyte-ddp
+	@printf '#!/bin/sh\nexec "$$(dirname "$$(readlink -f "$$0")")/python" -m flyte_ddp "$$@"\n' > $(BIN)/flyte-ddp; chmod +x $(BIN)/flyte-ddp
+	@mkdir -p $(CHECKOUT) && ln -sfn ../../flyte_ddp $(CHECKOUT)/flyte_ddp
+	@for packages in $(VENV)/lib/python3*/site-packages; do echo ../../../checkout > $$packages/flyte-ddp.pth; done
 	@touch $@
 
 $(TESTED): requirements-dev.txt $(INSTALLED)

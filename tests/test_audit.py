@@ -136,6 +136,7 @@ def test_the_image_installs_nothing_without_a_hash():
 )
 def test_setup_is_refused_in_a_line_where_torch_has_no_wheels(tmp_path, machine, passes):
     (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/lib/python3.11/site-packages").mkdir(parents=True)
     done = make(tmp_path, "setup", uname=f"echo {machine}", uv="exit 0")
     assert (done.returncode == 0) == passes == (tmp_path / ".venv/.installed").exists(), (
         done.stdout + done.stderr

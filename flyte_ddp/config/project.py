@@ -21,7 +21,8 @@ from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
-ROOT = Path(__file__).parents[2]  # of the checkout, or of the installed packages
+# of the checkout, to which `make setup` puts a link on the path, or of the installed packages
+ROOT = Path(__file__).resolve().parents[2]
 DATA = "share/flyte-ddp/"  # where an installation has the files
 TRAINING = (
     *("recipes/wine.py", "tasks/__init__.py", "tasks/train.py", "tests/test_recipes.py"),

@@ -33,8 +33,10 @@ def copy_repository(directory):
     environment = directory / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
-        if entry.name not in (".installed", ".tested"):
+        if entry.name not in (".installed", ".tested", "checkout"):
             (environment / entry.name).symlink_to(entry)
+    (environment / "checkout").mkdir()  # as `make setup` makes it: the library of this copy
+    (environment / "checkout/flyte_ddp").symlink_to("../../flyte_ddp")
     for name in (".installed", ".tested"):  # newer than the pins: make installs nothing
         (environment / name).touch()
     if (REPOSITORY / ".uv").is_dir():
