@@ -401,9 +401,44 @@ def test_a_mixture_goes_on_at_another_number_of_ranks(stop, tmp_path, caplog):
     ]
     assert batches_of([found for found, _ in begun]) + batches_of(parts) == expected
     assert "web/ has 1 shards more than its checkpoint" in caplog.text
-    other = dataclasses.replace(data, proportions={"code": 1, "web": 2})
-    with pytest.raises(ConfigError, match="session.batches: shares: expected"):
-        read(other, 0, 1, 24, position=begun[0][1])
+    web = dataclasses.replace(data.sources["web"], window=5)
+    # with the windows of the checkpoint
+    other = dataclasses.replace(data, sources={**data.sources, "web": web})
+    assert batches_of([read(other, 0, 1, 24, position=begun[0][1])[0]]) == expected[3:]
+    for change, what in (
+        ({"proportions": {"code": 1, "web": 2}}, "shares: expected"),
+        (
+            {"sources": dict(reversed(data.sources.items())), "proportions": {"code": 3, "web": 1}},
+            "sources: expected",
+        ),
+        ({}, "version of the order: expected 1, .* got 2: end this run with the flyte-ddp that"),
+    ):
+        position = copy.deepcopy(begun[0][1])
+        if not change:
+            position["sets"][0]["order"] = as_of_version_1(position["sets"][0]["order"])
+        other = dataclasses.replace(data, **change)
+        with pytest.raises(ConfigError, match=f"session.batches: {what}"):
+            read(other, 0, 1, 24, position=position)
+
+
+def as_of_version_1(order):
+    """What a mixture's order was described with before the windows of its sources were."""
+    names = ("number of shards", "checksum of the shards")
+    kept = [f"{source}: {name}" for source in ("code", "web") for name in names]
+    kept += ["shares", "stop", "lanes", "version of the order", "checksum of the order"]
+    return {name: order[name] for name in kept} | {"version of the order": 1}
+
+
+def test_the_windows_of_a_mixture_of_a_recipe_are_facts_of_its_checkpoint(tmp_path):
+    described = [
+        Mixture(
+            {"a": prepared(tmp_path / "a", window=window), "b": prepared(tmp_path / "b")},
+            {"a": 1, "b": 1},
+        ).describe_order(12, 0)
+        for window in (5, 6)
+    ]
+    differing = {name for name in described[0] if described[0][name] != described[1][name]}
+    assert "a: window" in differing
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyte_ddp.data.mixture import SLACK, UNIT, MixedOrder
+from flyte_ddp.data import Mixture, Shards
+from flyte_ddp.data.mixture import GOLDEN, SLACK, UNIT, MixedOrder, sum_floors
 from flyte_ddp.data.order import EpochOrder, choose_lanes, choose_window
 from flyte_ddp.data.permutation import derive_key, permute
+from flyte_ddp.errors import ConfigError
 
 ORDERS = st.builds(
     lambda sizes, **fields: EpochOrder(np.array(sizes, np.int64), **fields),
@@ -156,6 +158,83 @@ def test_a_mixture_has_exact_counts_and_is_through_before_it_begins_again(
         own_length = (length - lane + lanes - 1) // lanes
         assert set(whole) <= {own_length}, "a lane of a source is through before it begins again"
         assert last <= own_length
+
+
+def mixed(lengths, proportions, lanes, epoch=0, seed=0, until_all=False):
+    """The order of a mixture, and its sources' shares."""
+    shares = Mixture(
+        {str(number): Shards("/data") for number in range(len(lengths))},
+        {str(number): each for number, each in enumerate(proportions)},
+    )._shares
+
+    def make(source, seed):
+        return EpochOrder(np.array([lengths[source]]), seed, epoch, lanes, 30)
+
+    return MixedOrder(make, lengths, shares, until_all, seed, epoch, lanes), np.array(shares) / UNIT
+
+
+def count_sources(order, lengths):
+    """Samples of each source in an epoch."""
+    numbers = np.array(samples(order), np.int64) % sum(lengths)
+    sources = np.searchsorted(np.cumsum(lengths), numbers, side="right")
+    return np.bincount(sources, minlength=len(lengths))
+
+
+@given(
+    rare=st.floats(0.001, 0.1),
+    others=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    lanes=st.integers(1, 64),
+    per_lane=st.integers(6, 60),
+    seed=st.integers(0, 2**64),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_all_lanes_of_an_epoch_together_have_each_sources_share(
+    rare, others, lanes, per_lane, seed
+):
+    proportions = [rare, *(each * (1 - rare) / sum(others) for each in others)]
+    lengths = [int(per_lane * each) * lanes + lanes for each in proportions]
+    found, num_samples = np.zeros(len(lengths)), set()
+    for epoch in range(6):
+        order, shares = mixed(lengths, proportions, lanes, epoch, seed)
+        counts = count_sources(order, lengths)
+        # also where lanes have blocks of one place
+        assert (abs(counts - shares * order.num_samples) < SLACK).all()
+        num_samples.add(order.num_samples)
+        found += counts
+    assert len(num_samples) == 1, "epochs are equally long"
+    error = abs(found - shares * sum(num_samples) * 6)
+    assert (error < 2 * SLACK).all(), "other epochs have what one has not"
+
+
+def test_a_rare_source_is_read_where_lanes_are_many():
+    lengths, found = [64, 10_000, 10_000], np.zeros(3)
+    for epoch in range(20):
+        order, shares = mixed(lengths, [0.005, 0.2, 0.795], 64, epoch)
+        found += count_sources(order, lengths)
+    assert found == pytest.approx(shares * 20 * order.num_samples, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(-9 * UNIT, 9 * UNIT)), min_size=1))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_sums_of_floors_are_those_of_a_loop(pairs):
+    counts, starts = np.array(pairs).T
+    expected = [sum((GOLDEN * n + start) // UNIT for n in range(count)) for count, start in pairs]
+    assert sum_floors(counts, starts).tolist() == expected
+
+
+@pytest.mark.parametrize("share", [1e-9, 1e-300])
+def test_a_share_that_is_too_small_is_refused_in_a_line(share):
+    expected = r"proportions\['0'\]: expected at least 1e-06 of their sum, got"
+    with pytest.raises(ConfigError, match=expected):
+        mixed([1000, 1000], [share, 1], 8)
+    order, _ = mixed([10**9, 10**9], [2e-6, 1], 8)
+    assert order.batch(10**8, 16).shape == (16,)
+    with pytest.raises(ConfigError, match=r'stop: expected "first_exhausted", .* of more than'):
+        mixed([10**11, 1000], [2e-6, 1], 8, until_all=True)
+
+
+def test_proportions_whose_sum_is_no_number_are_shares():
+    assert mixed([100, 100], [1.5e308, 0.5e308], 8)[1].tolist() == [0.75, 0.25]
 
 
 def test_lanes_and_window_follow_from_batch_and_index():

@@ -4,6 +4,7 @@ ranks. No torch.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +12,108 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.config.fields import finite_number
-from flyte_ddp.data.order import MAX_LANES, MIN_LANES, SHARDS_PER_LANE, EpochOrder, Indices, Order
-from flyte_ddp.data.permutation import VERSION, derive_key, permute
+from flyte_ddp.data.order import (
+    MAX_LANES,
+    MIN_LANES,
+    ORDER,
+    SHARDS_PER_LANE,
+    EpochOrder,
+    Indices,
+    Order,
+)
+from flyte_ddp.data.permutation import derive_key, permute
 from flyte_ddp.data.shards import Shards, Stream
 from flyte_ddp.errors import ConfigError
 
+# Checkpoints depend on what `MixedOrder.samples` returns: a change of it, or of
+# `permutation.VERSION`, is a new version.
+ORDER_VERSION = 2
 UNIT = 1 << 32  # of which each source has a share
+MIN_SHARE = 1e-6  # of a source; a smaller one would be rounded by more than 0.02 %
 GOLDEN = 0x9E3779B9  # of UNIT; its multiples are spread evenly
+PHASES = 1024  # in which a lane may begin
+# Between two lanes. Its multiples and those of GOLDEN together are spread evenly too: it is about
+# sqrt(2) - 1 of PHASES.
+PHASE_STEP = 425
 MAX_BLOCK = 1024  # places of a lane that have exact counts of each source
+MAX_BLOCKS = 1 << 30  # of a lane, in 64-bit numbers
 MIN_BLOCKS = 16  # of a lane; of small data the blocks are smaller
 SLACK = 8  # samples by which the counts of blocks may differ from the shares
+MAX_PASSES = 64  # over sources, whose orders are kept
 
 
-def count_in_blocks(shares: Sequence[int], block: int, num_blocks: int) -> Indices:
-    """Return how many samples of each source come before each block of a lane, and in all,
-    (num_blocks + 1, sources).
+def sum_floors(counts: Indices, starts: Indices) -> Indices:
+    """Return the sums of `(GOLDEN * number + start) // UNIT` over the numbers in [0, count).
+
+    Both arrays broadcast. It exchanges the axes of the points below the line, as Euclid does.
+    """
+    left, start = np.broadcast_arrays(counts, starts)
+    slope, unit = GOLDEN, UNIT
+    found = np.zeros(left.shape, np.int64)
+    while left.any():
+        found += left * (left - 1) // 2 * (slope // unit) + left * (start // unit)
+        slope, start = slope % unit, start % unit
+        top = slope * left + start
+        left, start = top // unit, top % unit
+        slope, unit = unit, slope
+    return found
+
+
+def count_before(shares: Sequence[int], block: int, numbers: Indices, phases: Indices) -> Indices:
+    """Return how many samples of each source come before the blocks of these numbers in lanes with
+    these phases, (N, sources).
 
     A block has the whole part of each source's share, and what is left of the shares in turn.
+
+    Args:
+        numbers, phases: (N,); phases in parts of `UNIT`.
     """
     exact = np.array(shares, np.int64) * block
     ends = np.concatenate([[0], np.cumsum(exact % UNIT)])
-    shift = np.arange(num_blocks, dtype=np.int64)[:, None] * GOLDEN % UNIT
-    in_turn = np.diff(-((shift - ends) // UNIT), axis=1)
-    counts = exact // UNIT + in_turn
-    return np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(counts, axis=0)])
+    in_turn = -np.diff(sum_floors(numbers[:, None], phases[:, None] - ends), axis=1)
+    return numbers[:, None] * (exact // UNIT) + in_turn
+
+
+@functools.lru_cache(maxsize=16)
+def choose_blocks(
+    lengths: tuple[int, ...], shares: tuple[int, ...], until_all: bool, lanes: int
+) -> tuple[int, int]:
+    """Return the places of a block, and the blocks of a lane: as many as fit whatever its phase is,
+    so that all epochs are equally long. Raises ConfigError for more than `MAX_BLOCKS`.
+    """
+    sources = list(zip(lengths, shares, strict=True))
+    places = [(length // lanes + SLACK) * UNIT // share for length, share in sources]
+    block = MAX_BLOCK
+    while block > 1 and min(places) < MIN_BLOCKS * block:
+        block //= 2
+    phases = np.arange(PHASES) * (UNIT // PHASES)
+
+    def is_through(num_blocks: int) -> bool:
+        """Return whether so many blocks end the epoch."""
+        counts = count_before(shares, block, np.full(PHASES, num_blocks), phases)
+        if until_all:
+            return bool((counts >= -(-np.array(lengths) // lanes)).all())
+        return bool((counts > np.array(lengths) // lanes).any())
+
+    limit = (max if until_all else min)(places) // block + 2
+    if limit > MAX_BLOCKS:
+        raise ConfigError(
+            'stop: expected "first_exhausted", or larger proportions of large sources, got an '
+            f"epoch of more than {MAX_BLOCKS * block * lanes:.1g} samples until each is read"
+        )
+    found = bisect.bisect_left(range(limit), True, key=is_through)
+    return block, found if until_all else found - 1
 
 
 class MixedOrder(Order):
     """The order of one epoch of several sources.
 
-    A block of a lane has a whole number of each source's samples, in an order of its own. A source
-    whose lane is through begins again, in another order.
+    A block of a lane has a whole number of each source's samples, in an order of its own. Lanes and
+    epochs begin in phases of their own, so that all lanes together have each source's share. A
+    source whose lane is through begins again, in another order.
 
     Args:
         make: returns the order of a source by its number and a seed.
@@ -62,23 +132,15 @@ class MixedOrder(Order):
         epoch: int,
         lanes: int,
     ) -> None:
-        self.make = functools.lru_cache(maxsize=None)(make)
-        self.lengths, self.seed, self.epoch, self.lanes = lengths, seed, epoch, lanes
-        places = [
-            (length // lanes + SLACK) * UNIT // share
-            for length, share in zip(lengths, shares, strict=True)
-        ]
-        self.block = MAX_BLOCK
-        while self.block > 1 and min(places) < MIN_BLOCKS * self.block:
-            self.block //= 2
-        num_blocks = (max if until_all else min)(places) // self.block + 2
-        self.before = count_in_blocks(shares, self.block, num_blocks)
-        if until_all:
-            wanted = -(-np.array(lengths) // lanes)
-            num_blocks = int((self.before < wanted).any(axis=1).sum())
-        else:
-            num_blocks = int((self.before <= np.array(lengths) // lanes).all(axis=1).sum()) - 1
+        self.make = functools.lru_cache(maxsize=MAX_PASSES)(make)
+        self.lengths, self.shares, self.seed, self.epoch = lengths, shares, seed, epoch
+        self.lanes = lanes
+        self.block, num_blocks = choose_blocks(tuple(lengths), tuple(shares), until_all, lanes)
         self.num_samples = num_blocks * self.block * lanes
+        key = derive_key(ORDER_VERSION, seed, epoch, 3)
+        turns = permute(np.arange(lanes), lanes, key)
+        first = int(key[0] % PHASES)
+        self.phases = (turns * PHASE_STEP + first) % PHASES * (UNIT // PHASES)
 
     def samples(self, times: Indices) -> Indices:
         """Return the number of the sample at each of `times`, those of one source behind those of
@@ -86,12 +148,12 @@ class MixedOrder(Order):
         """
         lane, place = times % self.lanes, times // self.lanes
         number = place // self.block
-        key = derive_key(VERSION, self.seed, self.epoch, 2, lane, number)
+        key = derive_key(ORDER_VERSION, self.seed, self.epoch, 2, lane, number)
         inside = permute(place % self.block, self.block, key)
-        ends = np.cumsum(self.before[number + 1] - self.before[number], axis=1)
+        after, ends = self._count(lane, number)
         source = (inside[:, None] >= ends).sum(axis=1)
         rows = np.arange(len(times))
-        count = self.before[number + 1, source] - ends[rows, source] + inside
+        count = after[rows, source] - ends[rows, source] + inside
         found = np.empty_like(times)
         for each, length in enumerate(self.lengths):
             offset = sum(self.lengths[:each])
@@ -104,6 +166,16 @@ class MixedOrder(Order):
                 numbers = self.make(each, seed).samples(own)
                 found[chosen] = numbers + offset + number_of_pass * sum(self.lengths)
         return found
+
+    def _count(self, lane: Indices, number: Indices) -> tuple[Indices, Indices]:
+        """Return how many samples of each source come before the end of blocks, and the ends of the
+        sources in them, both (N, sources).
+        """
+        blocks, places = np.unique(number * self.lanes + lane, return_inverse=True)
+        number, phases = blocks // self.lanes, self.phases[blocks % self.lanes]
+        before = count_before(self.shares, self.block, number, phases)
+        after = count_before(self.shares, self.block, number + 1, phases)
+        return after[places], np.cumsum(after - before, axis=1)[places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +213,12 @@ class Mixture(Stream):
             )
         for name, value in self.proportions.items():
             finite_number(f"proportions[{name!r}]", value, above=0)
+        for name, part in zip(self.sources, self._parts.tolist(), strict=True):
+            if part < MIN_SHARE:
+                raise ConfigError(
+                    f"proportions[{name!r}]: expected at least {MIN_SHARE:g} of their sum, got "
+                    f"{part:.3g}: leave this source out"
+                )
         if self.stop not in ("first_exhausted", "all_exhausted"):
             raise ConfigError(
                 f'stop: expected "first_exhausted" or "all_exhausted", got {self.stop!r}'
@@ -187,19 +265,29 @@ class Mixture(Stream):
             for what, value in each.describe_shards().items()
         }
         order = self._make_order(seed, 0)
+        windows = {
+            f"{name}: window": self._source_order(number, seed, 0).window
+            for number, name in enumerate(self.sources)
+        }
         return {
             **found,
             "shares": ", ".join(map(str, self._shares)),
             "stop": self.stop,
             "lanes": order.lanes,
-            "version of the order": VERSION,
+            ORDER: ORDER_VERSION,
+            "sources": str(list(self.sources)),
+            **windows,
             "checksum of the order": order.checksum_next(0),
         }
 
     def continue_order(self, described: Mapping[str, Any]) -> Mixture:
-        """Return the sources as they were in the epoch whose order is `described`, in its lanes."""
+        """Return the sources as they were in the epoch whose order is `described`, in its lanes and
+        windows.
+        """
         sources = {
-            name: each.take_first(described.get(f"{name}: number of shards"))
+            name: each.continue_order(
+                {what: described.get(f"{name}: {what}") for what in ("window", "number of shards")}
+            )
             for name, each in self.sources.items()
         }
         return dataclasses.replace(self, sources=sources, lanes=described.get("lanes"))
@@ -241,9 +329,17 @@ class Mixture(Stream):
     @functools.cached_property
     def _shares(self) -> list[int]:
         """The proportions in parts of `UNIT`."""
+        ends = np.rint(np.cumsum(self._parts) * UNIT).astype(np.int64)
+        found: list[int] = np.diff(ends, prepend=0).tolist()
+        return found
+
+    @functools.cached_property
+    def _parts(self) -> NDArray[np.float64]:
+        """The proportions in parts of their sum."""
         wanted = np.array([self.proportions[name] for name in self.sources], np.float64)
-        ends = np.rint(np.cumsum(wanted / wanted.sum()) * UNIT).astype(np.int64)
-        return [max(1, each) for each in np.diff(ends, prepend=0).tolist()]
+        wanted /= wanted.max()  # a sum of the largest numbers would be infinite
+        parts: NDArray[np.float64] = wanted / wanted.sum()
+        return parts
 
     @functools.cached_property
     def _num_lanes(self) -> int:

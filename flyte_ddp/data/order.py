@@ -21,6 +21,7 @@ MIN_LANES, MAX_LANES = 8, 64
 SHARDS_PER_LANE = 16  # so that a lane's ends, in shards that it shares, are few of its bytes
 MAX_OPEN_SAMPLES = 1 << 18  # in the open windows of all lanes
 MAX_OPEN_BYTES = 8 << 30
+ORDER = "version of the order"  # the name of this fact of a position
 NUM_NEXT = 8  # keys whose checksum a position has
 
 Indices = NDArray[np.int64]

@@ -24,7 +24,7 @@ from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
 from flyte_ddp.data.cache import ShardCache, make_directory, reading
 from flyte_ddp.data.index import OWN_INDEX, ShardIndex, prepare_index, read_index
-from flyte_ddp.data.order import EpochOrder, Order, choose_lanes, choose_window
+from flyte_ddp.data.order import ORDER, EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
 from flyte_ddp.data.readers import Fields, Read
 from flyte_ddp.data.source import READ_TIMEOUT, Entry, Source
@@ -222,7 +222,7 @@ class Shards(Stream):
             **self.describe_shards(),
             "lanes": order.lanes,
             "window": order.window,
-            "version of the order": VERSION,
+            ORDER: VERSION,
             "checksum of the order": order.checksum_next(0),
         }
 

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from flyte_ddp.checkpoints.files import compute_checksum
 from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.data.order import ORDER
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
 from flyte_ddp.rank.nested import parts_in
@@ -154,6 +155,11 @@ def compare(
     """
     if found := find_difference(expected, got, read):
         name, value, other = found
+        if name.endswith(ORDER):
+            remedy = (
+                ": end this run with the flyte-ddp that began it, or give another place for the "
+                "checkpoints"
+            )
         raise ConfigError(f"{place}{name}: expected {value}{where}, got {other}{there}{remedy}")
 
 
