@@ -6,6 +6,7 @@ import functools
 import os
 import re
 
+import numpy
 import pytest
 
 import flyte_ddp
@@ -14,7 +15,14 @@ from flyte_ddp.errors import ConfigError, SweepFailed, TrainingStopped
 from flyte_ddp.studies import sweep
 from flyte_ddp.studies.results import FAILED, FINISHED, STOPPED_EARLY
 from tests.support.errors import raises_one_line
-from tests.support.swept_functions import count_ranks, count_to_four, misbehave, train
+from tests.support.swept_functions import (
+    add_up,
+    count_ranks,
+    count_to_four,
+    leave,
+    misbehave,
+    train,
+)
 
 EXPERIMENTS = [(32, 0.001), (32, 0.1), (64, 0.001), (64, 0.1)]
 
@@ -139,6 +147,40 @@ def test_a_sweep_in_which_all_trials_fail_raises_with_their_errors(client, tmp_p
     assert not caught.value.may_succeed
 
 
+def test_a_trial_that_ends_its_process_fails_and_costs_no_other(client):
+    swept = flyte_ddp.sweep(leave, [1, 2, 3], client=client)
+    assert [run.status for run in swept.trials] == [FINISHED, FAILED, FINISHED]
+    assert swept.trials[1].error == (
+        "ConfigError: function: expected one that returns or raises, got one that ended its "
+        "process with exit code 0"
+    )
+    assert swept.best.trial.values == {"x": 1}
+
+
+def test_a_figure_that_is_not_finite_is_never_the_best_of_a_sweep(client):
+    values = [numpy.empty(0), numpy.ones(2)]
+    swept = flyte_ddp.sweep(add_up, {"values": values}, client=client)
+    assert swept.best is swept.trials[1]
+    swept._repr_html_()
+    with pytest.raises(SweepFailed) as caught:
+        flyte_ddp.sweep(add_up, {"values": values[:1]}, client=client)
+    assert str(caught.value) == (
+        "loss: expected a finite number from a trial that finished, got none\n"
+        'trial 1 (values "array([], dtype=float64)"): loss nan'
+    )
+    assert not caught.value.may_succeed
+
+
+def test_arrays_and_other_sequences_are_lists_of_choices():
+    rates = numpy.logspace(-2, -1, 2)
+    for grid in ({"shift": rates}, {"shift": tuple(rates)}):
+        found = sweep._build_trials(count_ranks, grid, 0, Monitor("loss"), [1])
+        assert [dict(trial.overrides) for trial in found] == [{"shift": 0.01}, {"shift": 0.1}]
+    for items in (numpy.arange(2), range(2)):
+        found = sweep._build_trials(count_ranks, items, 0, Monitor("loss"), [1])
+        assert [dict(trial.overrides) for trial in found] == [{"factor": 0}, {"factor": 1}]
+
+
 def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
     def trials(grid, num_trials=0):
         found = sweep._build_trials(count_ranks, grid, num_trials, Monitor("loss"), [1])
@@ -147,6 +189,14 @@ def test_trials_are_drawn_by_keyword_or_every_combination_without_duplicates():
     every = [{"factor": 1, "shift": 0}, {"factor": 1, "shift": 5}]
     assert trials({"factor": [1, 1], "shift": [0, 5]}) == every
     assert trials([{"factor": 1}, 1, 2]) == [{"factor": 1}, {"factor": 2}]
+    nested = [{"factor": {"a": 1, "b": [{"c": 2, "d": 3}]}, "shift": 0}]
+    same = [{"shift": 0, "factor": {"b": [{"d": 3, "c": 2}], "a": 1}}]
+    assert trials([*nested, *same]) == nested
+    first, second = (
+        sweep._build_trials(count_ranks, each, 0, Monitor("loss"), [1])[0].identity([])
+        for each in (nested, same)
+    )
+    assert first == second
     drawn = trials({"factor": {"low": 0.1, "high": 0.2}}, 3)
     assert len(drawn) == 3
     assert all(0.1 <= each["factor"] <= 0.2 for each in drawn)

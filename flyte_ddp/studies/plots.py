@@ -78,7 +78,7 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     ]
     for index, name in enumerate(ranked[0].trial.values):
         values = [run.trial.values[name] for run in ranked]
-        if all(value == values[0] for value in values):
+        if len({repr(value) for value in values}) == 1:
             continue
         numbers = values if all(type(value) in (int, float) for value in values) else ()
         places = numbers or [printable(format_value(value))[:MAX_CHOICE] for value in values]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.errors import SweepFailed
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
     CheckpointLoaded,
@@ -218,9 +220,30 @@ def rank_of(run: TrialRun) -> tuple[float, int]:
 
 def find_best(runs: Iterable[TrialRun]) -> TrialRun | None:
     """Return the finished trial that is the best in its kept epoch, the first of equals; None if
-    none finished.
+    none finished with a finite figure.
     """
-    return min((run for run in runs if run.status == FINISHED), key=rank_of, default=None)
+    finished = [run for run in runs if run.status == FINISHED]
+    best = min(finished, key=rank_of, default=None)
+    if best is None or not math.isfinite(best.score(best.kept)):
+        return None
+    return best
+
+
+def choose_best(runs: Sequence[TrialRun]) -> TrialRun:
+    """Return the best trial of a study in which at least one finished, as `find_best`.
+
+    Raises:
+        SweepFailed: no trial finished with a finite figure; names the figure of each.
+    """
+    best = find_best(runs)
+    if best is not None:
+        return best
+    metric = runs[0].metric
+    lines = [f"{metric}: expected a finite number from a trial that finished, got none"]
+    for run in runs:
+        figures = figures_of(run.kept) if run.kept else {}
+        lines.append(f"{run.trial}: {run.error or f'{metric} {figures.get(metric)}'}")
+    raise SweepFailed("\n".join(lines), may_succeed=False)
 
 
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:

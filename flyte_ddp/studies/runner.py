@@ -302,10 +302,16 @@ class TrialRunner:
             except TrainingStopped:
                 if run.status != STOPPED_EARLY:
                     raise
-            if finished := run.state.finished:  # else it is stopped early
+            finished = run.state.finished
+            if finished:
                 for event in run.trial.reports_of(finished.value, run.state.reports):
                     run.handle(event)
                 run.status = FINISHED
+            elif run.status != STOPPED_EARLY:
+                raise ConfigError(
+                    "function: expected one that returns or raises, got one that ended its process "
+                    "with exit code 0"
+                )
             run.store()
         except TrainingStopped:
             run.status = INTERRUPTED

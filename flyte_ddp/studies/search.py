@@ -134,7 +134,9 @@ def build_trials(
     return list(trials.values())
 
 
-def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+def expand_grid(
+    grid: Any, num_models: int = 0, seed: int = 0, sampler: str = "random"
+) -> list[dict[str, Any]]:
     """Return the choices that a sweep's `grid` describes, each a value by name.
 
     Args:
@@ -146,6 +148,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
         num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where
             there are not as many different ones.
         seed: of the sampling. The same seed samples the same choices.
+        sampler: see `Search`. "tpe" learns from models that were drawn, so it needs `num_models`.
 
     Raises:
         ConfigError: the grid is malformed, or names an unknown field.
@@ -162,6 +165,7 @@ def expand_grid(grid: Any, num_models: int = 0, seed: int = 0) -> list[dict[str,
     for name in SHARED:
         if name in names:
             raise ConfigError(f"grid: expected no {name}, which all models share (config)")
+    check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))
     return [dict(each) for each in expand(grid, num_models, seed)]
 
 

@@ -20,7 +20,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.config.by_value import Checksum
-from flyte_ddp.config.fields import plain_number, whole_number
+from flyte_ddp.config.fields import check_object, plain_number, whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Reported
 from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
@@ -33,7 +33,7 @@ from flyte_ddp.recipes.prepare import code_version
 from flyte_ddp.storage import redact_errors
 from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
-from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, describe_kept, find_best
+from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, choose_best, describe_kept
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import WORLD_SIZE, Search, Trial, expand
 
@@ -61,7 +61,7 @@ class FunctionTrial(Trial):
         return function_program(self.function, self.arguments, keywords)
 
     def identity(self, data_version: Sequence[str]) -> list[Any]:
-        return [self.version, Checksum(()).of(self.overrides).hex(), self.world_size]
+        return [self.version, _identify(self.overrides).hex(), self.world_size]
 
     def reports_of(self, value: bytes, reports: Sequence[Reported]) -> Sequence[Reported]:
         """Return what counts as reports of the value that the function has returned: where it has
@@ -144,9 +144,9 @@ def sweep(
     Args:
         function: as of `launch.run.run`. What it gives `session.report` counts; where that has no
             metric, what it returns: a number, a dict of numbers, or a list of such.
-        grid: a list of arguments, of which a mapping has the function's keywords and anything else
-            is its only argument; or for each keyword a list of values, of which every combination
-            is a trial, or with `num_trials` also a range, see `search.expand_grid`.
+        grid: a list or array of arguments. A mapping in it gives the function's keywords; anything
+            else is its only argument. Or a list or array of values for each keyword: every
+            combination is a trial. With `num_trials` also a range, see `search.expand_grid`.
         metric, mode: the figure that trials are compared by, and whether the "min" or the "max" is
             best.
         num_trials: so many are drawn of a grid by name.
@@ -163,7 +163,7 @@ def sweep(
 
     Raises:
         ConfigError: bad input, before anything is started.
-        SweepFailed: no trial has finished; has the error of each.
+        SweepFailed: no trial finished, or none with a finite figure; names the error of each.
         ClusterError, StorageUnavailable, TrainingStopped: as `TrialRunner.train`.
     """
     nnodes = whole_number("nnodes", nnodes, minimum=1)
@@ -197,9 +197,7 @@ def sweep(
         )
         runs = runner.train(trials)
     report.close(None)
-    best = find_best(runs)
-    assert best is not None  # else it has raised
-    return Swept(runs, best, report)
+    return Swept(runs, choose_best(runs), report)
 
 
 def _build_trials(
@@ -214,13 +212,15 @@ def _build_trials(
     """
     if not callable(function):
         raise ConfigError(f"function: expected one to call, got {function!r}")
-    if not grid or not isinstance(grid, (list, tuple, Mapping)):
+    grid = _plain(grid)
+    if isinstance(grid, Mapping):
+        grid = {name: _plain(values) for name, values in grid.items()}
+    if not grid or not isinstance(grid, (list, Mapping)):
         raise ConfigError(
             'grid: expected a list of arguments, or by keyword a list each such as {"lr": [0.1, '
             f"0.01]}}, got {grid!r}"
         )
-    items = grid if isinstance(grid, Mapping) else list(grid)
-    choices = expand(items, num_trials, name_of_number="num_trials")
+    choices = expand(grid, num_trials, name_of_number="num_trials")
     parameter = next(iter(inspect.signature(function).parameters), "argument")
     named = [each if isinstance(each, Mapping) else {parameter: each} for each in choices]
     names = dict.fromkeys(name for each in named for name in each)
@@ -239,8 +239,30 @@ def _build_trials(
             arguments=() if isinstance(choice, Mapping) else (choice,),
             version=version,
         )
-        trials.setdefault(Checksum(()).of([world_size, values]), trial)
+        trials.setdefault(_identify([world_size, values]), trial)
     return list(trials.values())
+
+
+def _plain(values: Any) -> Any:
+    """Return an array, a tuple or a range as a list of its items, and anything else unchanged."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    if isinstance(values, (tuple, range)):
+        return list(values)
+    return values
+
+
+def _identify(values: Any) -> bytes:
+    """Return a checksum of a trial's arguments, in which the order of keywords does not count."""
+    return Checksum(()).of(_sort(values))
+
+
+def _sort(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _sort(values[name]) for name in sorted(values, key=repr)}
+    if isinstance(values, list):
+        return [_sort(each) for each in values]
+    return values
 
 
 def _find_cluster(
@@ -252,6 +274,7 @@ def _find_cluster(
 ) -> ClusterConfig:
     """Return the cluster of all trials. Raises ConfigError as `sweep`."""
     if not isinstance(cluster, ClusterConfig):
+        check_object("cluster", {} if cluster is None else cluster)
         given: dict[str, Any] = {"max_restarts": 0}
         if client is not None:
             workers = client.scheduler_info(n_workers=-1)["workers"]

@@ -74,3 +74,15 @@ def count_to_four(driver):
             while not session.stop_requested:
                 time.sleep(0.01)
             return
+
+
+def leave(x):
+    """End the process in one of the trials, as a library of the user's may."""
+    if x == 2:
+        os._exit(0)
+    return x
+
+
+def add_up(values):
+    """Return the sum of an array; NaN without values."""
+    return float(sum(values)) if len(values) else float("nan")
