@@ -239,6 +239,87 @@ def test_predictions_have_outputs_and_no_report(packages, tmp_path):
     assert not Path(*re.findall(r"report (\S+/report\.html)", output)).exists()
 
 
+TWINS = """
+import json
+from pathlib import Path
+import flyte
+from flyte_ddp import flyte2
+from flyte_ddp.promotion.champion import LAST_RUN, ChampionStore
+
+env = flyte2.environment("twins", flyte2.SETTINGS.small)
+
+@env.task
+def sweep() -> flyte2.SweepOutputs:
+    grid = {"learning_rate": [0.01, 0.1]}
+    return flyte2.sweep("lines.Lines", grid, {"recipe_options": {"slope": 2.0}})
+
+@env.task
+def train() -> flyte2.TrainingOutputs:
+    return flyte2.train("lines.Lines", {"recipe_options": {"slope": 2.0}}, num_processes=1)
+
+@env.task
+def predict(state: str) -> flyte2.PredictionOutputs:
+    return flyte2.predict("lines.Lines", state, num_processes=1)
+
+@env.task
+def retrain() -> flyte2.RetrainingOutputs:
+    config = {"recipe_options": {"slope": 2.0}}
+    planned = flyte2.plan_retraining(None, "champion", "lines.Lines", config)
+    return flyte2.challenge(planned, num_processes=1)
+
+flyte.init()
+accuracies, config, metrics, *_ = flyte.run(sweep).outputs()
+print("sweep", accuracies, sorted(metrics))
+*_, export, history, model_state = flyte.run(train).outputs()
+card = json.loads(Path(export.path, "run_card.json").read_text())
+print("origin", sorted(card["origin"]), len(card["origin"]["code_version"]))
+# The file lies beside the run card, which has the option that the call leaves out.
+print("predicted", flyte.run(predict, model_state.path).outputs()[0])
+print("retrained", flyte.run(retrain).outputs()[3])
+store = ChampionStore("champion")
+print("execution", repr(store.in_use().manifest.execution), store.storage.read(LAST_RUN).decode())
+"""
+LINES = """
+import dataclasses
+from typing import ClassVar
+
+import torch
+from flyte_ddp.recipes.tasks import Regression
+
+
+@dataclasses.dataclass
+class Lines(Regression):
+    defaults: ClassVar = {"epochs": 1, "global_batch_size": 32}
+    slope: float
+
+    def prepare(self, source, directory):
+        return "a line"
+
+    def datasets(self, directory):
+        x = torch.linspace(0, 1, 96)[:, None]
+        data = torch.utils.data.TensorDataset(x, self.slope * x)
+        return torch.utils.data.random_split(data, [64, 32], torch.Generator().manual_seed(0))
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+"""
+
+
+def test_sweeps_cards_and_predictions_are_those_of_the_other_door(packages, tmp_path):
+    """A recipe without an accuracy, with an option that has no default."""
+    (tmp_path / "lines.py").write_text(LINES)
+    (tmp_path / "twins.py").write_text(TWINS)
+    output = run([*packages, tmp_path], "-S", "twins.py", cwd=tmp_path)
+    said = dict(line.split(" ", 1) for line in output.splitlines() if " " in line)
+    assert said["sweep"].startswith("[] ['")
+    assert "'test_loss'" in said["sweep"]
+    assert "'code_version'" in said["origin"]
+    assert said["origin"].endswith(" 16")
+    assert said["predicted"] == "32"
+    assert said["retrained"] == "promoted"
+    assert said["execution"].startswith("'' ")
+
+
 MISTAKES = """
 import flyte
 from flyte_ddp import flyte2
@@ -279,7 +360,19 @@ def late() -> str:
 
 async def later() -> None: ...
 
+def in_a_task(name, call):
+    @env.task
+    def refused() -> str:
+        call()
+        return ""
+    return lambda: flyte.run(refused)
+
+SWEEPS = [{"sampler": "tpe"}, {"grid": [1]}, {"cluster": [1]}, {"config": [1]}]
 flyte.init()
+for number, changes in enumerate(SWEEPS):
+    given = {"recipe": "digits", "grid": {"momentum": [0.1]}, **changes}
+    tell(in_a_task(f"sweep{number}", lambda: flyte2.sweep(**given)))
+tell(in_a_task("predict", lambda: flyte2.predict("digits", "missing.pt", config=[1])))
 tell(lambda: flyte.run(late))
 tell(lambda: flyte2.train("digits"))
 tell(lambda: flyte2.environment("other", SIZE, object()))
@@ -294,6 +387,11 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
     output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("said ")]
     wanted = (
+        "num_models: expected a whole number of at least 1, got 0",
+        'grid: expected a JSON object such as {"learning_rate": [0.001, 0.01]}',
+        "cluster: expected fields with their values, got [1]",
+        "config: expected fields with their values, got [1]",
+        "config: expected fields with their values, got [1]",
         "max_hours: the run has taken 8.33333e-05 h, all attempts together, which is its limit",
         "ConfigError task: expected a call in a task of Flyte 2, got one outside of any",
         "ConfigError config: expected flyte_ddp.flyte2.Distributed, got builtins.object",

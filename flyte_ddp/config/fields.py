@@ -249,12 +249,20 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def check_object(name: str, values: object) -> None:
+    """Raise ConfigError, which begins with `name`, if `values` is no mapping."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name}: expected fields with their values, got {values!r}")
+
+
 def check_names(config_class: Any, values: Mapping[str, Any], name: str) -> None:
     """Compare the keys of `values` with the fields of `config_class`.
 
     Raises:
-        ConfigError: a key is no field, or a field without a default is missing; begins with `name`.
+        ConfigError: `values` is no mapping, a key is no field, or a field without a default is
+            missing; begins with `name`.
     """
+    check_object(name, values)
     known = {each.name: each for each in dataclasses.fields(config_class)}
     for key in values:
         if key not in known:

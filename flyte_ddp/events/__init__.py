@@ -45,6 +45,8 @@ from flyte_ddp.events.kinds import (
 from flyte_ddp.events.state import (
     RunState,
     find_best,
+    list_accuracies,
+    list_metrics,
 )
 from flyte_ddp.events.wall_time import (
     TimeSpent,
@@ -80,6 +82,8 @@ __all__ = [
     "TimeSpent",
     "find_best",
     "len_of_whole_lines",
+    "list_accuracies",
+    "list_metrics",
     "parse_history",
     "plain",
     "read_history",

@@ -6,7 +6,8 @@ run's epochs, reports or result folds its events with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -47,6 +48,20 @@ def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
         return monitor.score(values), values.get("test_loss", 0.0)
 
     return min(results, key=key, default=None)
+
+
+def list_accuracies(epochs: Iterable[EpochFinished]) -> list[float]:
+    """Return the accuracy after each epoch, in [0, 1]; an empty list without an accuracy."""
+    return [epoch.metrics["accuracy"] for epoch in epochs if "accuracy" in epoch.metrics]
+
+
+def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
+    """Return the held-out loss and every metric after each epoch, by name; NaN where an epoch
+    lacks a metric.
+    """
+    names = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
+    lists = {name: [epoch.metrics.get(name, math.nan) for epoch in epochs] for name in names}
+    return {"test_loss": [epoch.test_loss for epoch in epochs], **lists}
 
 
 @dataclass

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.errors import ConfigError, log_failures
-from flyte_ddp.events import EpochFinished, plain
+from flyte_ddp.events import plain
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.inputs import given
 from flyte_ddp.observers.command_line import make_run_directory
@@ -45,16 +43,6 @@ class TrainingOutputs(NamedTuple):
     report: FlyteFile  # the HTML page that the Deck shows too
     history: FlyteFile  # every event of the run, as JSON lines
     export: FlyteDirectory  # the weights as safetensors, and the run card: docs/outputs.md
-
-
-def list_accuracies(epochs: Sequence[EpochFinished]) -> list[float]:
-    return [epoch.metrics["accuracy"] for epoch in epochs if "accuracy" in epoch.metrics]
-
-
-def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
-    lists = {name: [epoch.metrics.get(name, math.nan) for epoch in epochs] for name in names}
-    return {"test_loss": [epoch.test_loss for epoch in epochs], **lists}
 
 
 class RetrainingOutputs(NamedTuple):

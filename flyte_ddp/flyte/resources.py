@@ -7,9 +7,7 @@ Local runs ask for nothing.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
-from collections.abc import Iterable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -27,6 +25,7 @@ from flyte_ddp.config.source_code import (
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
+from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.pods import pod_with
 from flyte_ddp.flyte.settings import SETTINGS, Size, check_settings
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
@@ -132,16 +131,6 @@ def check_library() -> None:
             f"{os.environ.get(IMAGE_VARIABLE, 'this environment')}: build and push it again, or "
             "register again"
         )
-
-
-def code_version(packages: Iterable[str] = ()) -> str:
-    """Return a hash of the code that decides what training does: the library, `packages` and
-    torch's version.
-
-    A hash of the recipe's own files travels with the prepared data.
-    """
-    code = compute_digest_of_files(source_files(["flyte_ddp", *packages]))
-    return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
 
 
 # All recipes, because one may import others by computed names: a miss costs less than a wrong hit.

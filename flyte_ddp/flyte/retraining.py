@@ -26,9 +26,9 @@ from flyte_ddp.flyte.inputs import (
     OptionalOverrides,
     OptionalSource,
 )
+from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
-from flyte_ddp.flyte.resources import code_version
 from flyte_ddp.flyte.task import check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore

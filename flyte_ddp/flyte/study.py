@@ -12,9 +12,8 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import log_failures
-from flyte_ddp.events import EpochFinished, Event, Listener
+from flyte_ddp.events import EpochFinished, Event, Listener, list_accuracies, list_metrics
 from flyte_ddp.flyte.frame import HISTORY, Frame
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
@@ -24,11 +23,10 @@ from flyte_ddp.flyte.inputs import (
     given,
     make_overrides,
 )
-from flyte_ddp.flyte.outputs import list_accuracies, list_metrics
+from flyte_ddp.flyte.origin import describe_origin
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
-    describe_origin,
     open_task_frame,
     task_body,
 )
@@ -41,8 +39,8 @@ from flyte_ddp.studies.results import (
     TrialLines,
     TrialRun,
     build_table,
+    choose_best,
     describe_kept,
-    find_best,
 )
 from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
 from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
@@ -93,9 +91,7 @@ def check_sweep(
     cluster: OptionalCluster,
 ) -> CheckedStudy:
     """Check every trial of the sweep before anything is prepared or started for the first."""
-    choices = expand_grid(grid, num_models, seed)
-    # which learns from what is drawn
-    check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))
+    choices = expand_grid(grid, num_models, seed, sampler)
     Search(stop_early, sampler, grid, seed)
     return _check(recipe, config, choices, cluster)
 
@@ -261,7 +257,7 @@ class _Observer:
             *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
             self.frame.tracker(
                 f"{self.group}-{run.key}",
-                origin=describe_origin(self.frame),
+                origin=describe_origin(self.frame.execution.run_id),
                 history=f"{run.url}/{OUTCOME}",
                 name=str(run.trial),
                 group=self.group,
@@ -272,11 +268,11 @@ class _Observer:
 
     def sweep_outputs(self) -> SweepOutputs:
         """Return the outputs of a sweep, and print where they are."""
-        best = find_best(self.report.runs)
-        assert best is not None  # a sweep without a finished trial has failed
+        best = choose_best(self.report.runs)
         assert best.state.finished is not None
         results, csv = self._save_table(build_table(self.report.runs))
-        finished, card = best.state.finished, run_card(best.state, **describe_origin(self.frame))
+        finished = best.state.finished
+        card = run_card(best.state, **describe_origin(self.frame.execution.run_id))
         outputs = SweepOutputs(
             results=results,
             csv=csv,

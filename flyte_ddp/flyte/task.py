@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 from flyte_ddp.cluster import admission
-from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import extend_path
@@ -24,7 +22,6 @@ from flyte_ddp.flyte.outputs import open_output_directory
 from flyte_ddp.flyte.resources import (
     TRACKING,
     check_library,
-    code_version,
 )
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.observers.reports.page import Page
@@ -69,15 +66,6 @@ def open_task_frame(
     check_urls(checkpoints=checkpoints)
     directory = open_output_directory(output, name)
     return open_frame(report, name, checkpoints, TRACKING, output_directory=directory)
-
-
-def describe_origin(frame: Frame) -> dict[str, str]:
-    """Return what the run card of a task has besides the run's events."""
-    return {
-        "code_version": code_version(),
-        "image": os.environ.get(IMAGE_VARIABLE, ""),
-        "execution": frame.execution.run_id,
-    }
 
 
 def check_cluster(config: ClusterConfig | None) -> None:

@@ -9,12 +9,13 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
+from flyte_ddp.events import list_accuracies, list_metrics
 from flyte_ddp.flyte.frame import HISTORY
-from flyte_ddp.flyte.outputs import TrainingOutputs, list_accuracies, list_metrics
+from flyte_ddp.flyte.origin import describe_origin
+from flyte_ddp.flyte.outputs import TrainingOutputs
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
-    describe_origin,
     open_task_frame,
     task_body,
 )
@@ -100,7 +101,7 @@ def _train(
     with open_task_frame(report, recipe, checkpoints, output) as frame:
         frame.limit_time(config.max_hours)
         program = recipe_program(recipe, check_config(config))
-        origin = {**describe_origin(frame), "parent_champion": parent_champion}
+        origin = {**describe_origin(frame.execution.run_id), "parent_champion": parent_champion}
         check_cluster(cluster)
         opened: AbstractContextManager[driver.Place]
         if cluster:

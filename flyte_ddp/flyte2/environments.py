@@ -7,6 +7,7 @@ from typing import Any
 
 import flyte
 
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ConfigError
@@ -53,8 +54,11 @@ def environment(
     }
     kind = SETTINGS.gpu_type
     grace = flyte.PodTemplate().with_termination_grace_period(SETTINGS.termination_grace)
+    image = options.get("image", SETTINGS.image or "auto")
+    if isinstance(image, str) and image != "auto":
+        environment_variables[IMAGE_VARIABLE] = image
     given = {
-        "image": SETTINGS.image or "auto",
+        "image": image,
         "resources": flyte.Resources(
             cpu=size.cpus * share,
             memory=f"{size.memory_gib * share}Gi",

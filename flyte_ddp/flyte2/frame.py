@@ -30,6 +30,7 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.source_code import extend_path, find_project
 from flyte_ddp.errors import ConfigError, TrainingStopped, log_failures
 from flyte_ddp.events import Listener
+from flyte_ddp.flyte.origin import describe_origin
 from flyte_ddp.flyte.outcome import Retry, judge_failure
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -135,6 +136,11 @@ def run_id() -> str:
     return f"{action.run_name}-{action.name}"
 
 
+def current_execution() -> str:
+    """Return the name of the current action for records that outlive it; "" in a local run."""
+    return "" if is_local() else run_id()
+
+
 @dataclass
 class Frame:
     run_id: str  # the same for all attempts: a retry takes a killed pod's place over at once
@@ -229,7 +235,7 @@ def _make_tracker(
         frame.directory,
         frame.storage,
         is_local=local,
-        origin={"execution": frame.run_id},
+        origin=describe_origin(current_execution()),
         history=f"{frame.outputs}/{HISTORY}",
         keys=keys,
     )
@@ -253,6 +259,6 @@ def check_cluster(cluster: Mapping[str, Any] | None) -> ClusterConfig | None:
     """Return the cluster that a run names, if it is allowed. Raises ConfigError."""
     if cluster is None:
         return None
-    config = cluster_config(dict(cluster))
+    config = cluster_config(cluster)
     check_allowed(config, SETTINGS.allowed, own_namespace())
     return config

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from flyte.io import Dir
 
-from flyte_ddp.cluster.admission import check_urls
+from flyte_ddp.cluster.admission import check_urls, list_places
 from flyte_ddp.flyte.settings import SETTINGS
 from flyte_ddp.flyte2.frame import check_cluster, is_local, open_frame
-from flyte_ddp.flyte2.training import check_inputs
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.prediction import predict as predictions
@@ -39,10 +38,12 @@ def predict(
     action's own.
     """
     check_requested_gpus()
-    check_inputs(recipe, config, data)
     nodes = check_cluster(cluster)
     if not is_local():
-        check_urls({"model_state": model_state, "output": output}, SETTINGS.allowed)
+        # The options that `config` leaves out are those of the model's training.
+        places = list_places(config, "config")
+        given = {"model_state": model_state, "data": data, "output": output, **places}
+        check_urls(given, SETTINGS.allowed)
     with open_frame(None) as frame:
         url = output or f"{frame.outputs}/predictions"
         made = predictions.predict(

@@ -18,17 +18,17 @@ from urllib.parse import urlsplit
 import flyte
 
 from flyte_ddp.cluster.admission import check_urls
-from flyte_ddp.config.source_code import compute_digest_of_files, source_files
 from flyte_ddp.errors import ConfigError
+from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.settings import SETTINGS
 from flyte_ddp.flyte2.frame import (
     check_cluster,
+    current_execution,
     flyte_errors,
     is_local,
     open_frame,
     project_tracking,
     publish,
-    run_id,
 )
 from flyte_ddp.flyte2.training import check_inputs, run_training
 from flyte_ddp.launch.agent.devices import check_requested_gpus
@@ -172,8 +172,8 @@ def _prepare(retraining: Retraining) -> Iterator[Challenge]:
             config=config,
             directory=Path(directory),
             kickoff_time=retraining.kickoff_time,
-            code_version=compute_digest_of_files(source_files(["flyte_ddp"]))[:16],
-            execution="" if is_local() else run_id(),
+            code_version=code_version(),
+            execution=current_execution(),
         )
 
 
@@ -182,7 +182,7 @@ def _list_outputs(
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, and make the retraining's report its own."""
     store, outcome = ChampionStore(retraining.champion), result.outcome.value
-    store.record(LAST_RUN, outcome, run_id())
+    store.record(LAST_RUN, outcome, current_execution())
     page = RetrainingReport(store, retraining.recipe, result, "")
     page.close(None)
     PagePublisher(page, publish).close(None)

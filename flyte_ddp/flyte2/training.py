@@ -13,12 +13,14 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.admission import check_urls, places_of_config
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import EpochFinished, Event
+from flyte_ddp.events import EpochFinished, Event, list_accuracies, list_metrics
+from flyte_ddp.flyte.origin import describe_origin
 from flyte_ddp.flyte.settings import SETTINGS
 from flyte_ddp.flyte2.frame import (
     HISTORY,
     Frame,
     check_cluster,
+    current_execution,
     is_local,
     open_frame,
     project_tracking,
@@ -30,7 +32,7 @@ from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.studies.report import StudyReport
-from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, find_best
+from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, choose_best
 from flyte_ddp.studies.runner import TrialRunner, check_trials
 from flyte_ddp.studies.search import Search, build_trials, expand_grid
 
@@ -54,6 +56,7 @@ class SweepOutputs(NamedTuple):
 
     best_accuracies: list[float]
     best_config: str  # as JSON
+    best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
     best_model_state: File
     results: File  # a CSV file, a row for every epoch of every trial
 
@@ -62,7 +65,7 @@ def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> Tr
     """Return the config of a run. Raises ConfigError for a bad one, and for places that are not
     allowed.
     """
-    resolved = config_of(recipe, config or {})
+    resolved = config_of(recipe, {} if config is None else config)
     if not is_local():
         check_urls({"data": data, **places_of_config(resolved)}, SETTINGS.allowed)
     return resolved
@@ -112,16 +115,14 @@ def run_training(
         checkpoints=frame.storage.url,
         run_id=frame.run_id,
         listeners=frame.listeners,
+        origin=describe_origin(current_execution()),
     )
 
 
 def list_outputs(frame: Frame, trained: training.Trained) -> TrainingOutputs:
-    epochs = trained.epochs
-    names = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
-    metrics = {name: [epoch.metrics[name] for epoch in epochs] for name in names}
     return TrainingOutputs(
-        epoch_accuracies=metrics.get("accuracy", []),
-        epoch_metrics={"test_loss": [epoch.test_loss for epoch in epochs], **metrics},
+        epoch_accuracies=list_accuracies(trained.epochs),
+        epoch_metrics=list_metrics(trained.epochs),
         model_state=File.from_existing_remote(trained.model_state_url),
         history=File.from_existing_remote(f"{frame.outputs}/{HISTORY}"),
         export=Dir.from_existing_remote(trained.export_url),
@@ -143,10 +144,10 @@ def sweep(
     """Train one model, a trial, for each configuration of `grid`, and compare them. Arguments as of
     the workflow of the same name and of `train`.
     """
-    nodes = check_cluster(cluster or {}) or ClusterConfig()
-    trials = build_trials(recipe, config or {}, expand_grid(grid, num_models, seed))
-    search = Search(stop_early, sampler, grid, seed)
+    nodes = check_cluster({} if cluster is None else cluster) or ClusterConfig()
     resolved = check_inputs(recipe, config, data)
+    trials = build_trials(recipe, config or {}, expand_grid(grid, num_models, seed, sampler))
+    search = Search(stop_early, sampler, grid, seed)
     check_trials(trials, nodes)
     report = StudyReport(recipe)
     with open_frame(report, checkpoints, resolved.max_hours) as frame:
@@ -170,14 +171,13 @@ def sweep(
                 runs=report.runs,
             )
             runner.train(trials)
-        best = find_best(report.runs)
-        assert best is not None  # a sweep without a finished trial has failed
+        best = choose_best(report.runs)
         assert best.state.finished is not None
         build_table(report.runs).to_csv(frame.directory / "results.csv", index=False)
-        epochs = best.epochs
         return SweepOutputs(
             results=File.from_existing_remote(frame.upload("results.csv")),
             best_config=json.dumps(dict(best.trial.overrides)),
-            best_accuracies=[each.metrics["accuracy"] for each in epochs if each.metrics],
+            best_accuracies=list_accuracies(best.epochs),
+            best_metrics=list_metrics(best.epochs),
             best_model_state=File.from_existing_remote(best.state.finished.model_state_url),
         )

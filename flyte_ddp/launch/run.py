@@ -31,7 +31,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.by_value import pickle
-from flyte_ddp.config.fields import finite_number, whole_number
+from flyte_ddp.config.fields import check_object, finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.agent.devices import default_num_processes, num_cores, num_gpus
@@ -137,6 +137,7 @@ class Gang:
         given = {} if self.cluster is None else self.cluster
         if isinstance(given, ClusterConfig):
             return given
+        check_object("cluster", given)
         least, _, most = str(self.nnodes).rpartition(":")
         values: dict[str, Any] = {"num_nodes": int(most), "max_restarts": self.max_restarts}
         if least:

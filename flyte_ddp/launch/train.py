@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import events
@@ -83,6 +84,7 @@ def train(
     run_id: str = "",
     listeners: Sequence[events.Listener] = (),
     progress: bool = True,
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> Trained:
     """Prepare the data of a recipe, train it in every rank of a gang, and return its model state
     and metrics.
@@ -100,6 +102,7 @@ def train(
         run_id: as for `launch.run.run`.
         listeners: receive every event of the run.
         progress: show a bar and the ranks' lines on standard error.
+        origin: for the run card, see `run_card`.
 
     Raises:
         ConfigError, DataError: bad input, before any rank trains.
@@ -125,6 +128,7 @@ def train(
             run_id=run_id,
             listeners=[*bars, run, *listeners],
             relay=bars[0].write if bars else None,
+            origin=origin,
         )
         assert run.finished is not None  # else it has raised
         assert run.best is not None
@@ -144,6 +148,7 @@ def train_recipe(
     run_id: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Train as `train` does, without loading the model state; return the run card.
 
@@ -165,7 +170,7 @@ def train_recipe(
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
         state = driver.run(job, place, prepare, listeners, relay)
         assert state.finished is not None  # else it has raised
-        card = run_card(state)
+        card = run_card(state, **origin)
         if is_kept:
             with log_failures("run card"):
                 for name, contents in card_files(card).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.config.fields import whole_number
+from flyte_ddp.config.fields import check_object, whole_number
 from flyte_ddp.errors import ConfigError, StorageDenied
 from flyte_ddp.launch.agent.devices import num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
@@ -94,6 +94,8 @@ def predict(
         StorageUnavailable: a store could not be reached for some minutes.
     """
     recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
+    given = {} if config is None else config
+    check_object("config", given)
     whole_number("batch_size", batch_size, minimum=1)
     if whole_number("part_size", part_size, minimum=1) % batch_size:
         raise ConfigError(
@@ -102,7 +104,6 @@ def predict(
     gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster)
     place = _cluster_config(gang, client)
     model = find_model(model_state)
-    given = dict(config or {})
     options = _merge_options(recipe, model, given.get("recipe_options", {}))
     resolved = config_of(recipe, {**given, "recipe_options": options})
     resolved = dataclasses.replace(resolved, parallel="ddp")

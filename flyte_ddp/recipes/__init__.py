@@ -29,7 +29,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp.config import OWN, TrainingConfig, resolve
 from flyte_ddp.config.by_value import is_by_value, pickle
 from flyte_ddp.config.extras import EXTRAS, how_to_install
-from flyte_ddp.config.fields import check, suggest
+from flyte_ddp.config.fields import check, check_object, suggest
 from flyte_ddp.config.source_code import (
     extend_path,
     find_packages,
@@ -116,6 +116,7 @@ def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> Trainin
     Raises:
         ConfigError: an unknown recipe, field or option, or a value of the wrong type or range.
     """
+    check_object("config", overrides)
     edits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(name, str):
         edits = importing_edits(list_packages(path_of(name)))

@@ -1,0 +1,36 @@
+"""The origin of a model: the code and the image that trained it, and where. Imports no SDK of
+Flyte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib.metadata import version
+
+from flyte_ddp.cluster.admission import IMAGE_VARIABLE
+from flyte_ddp.config.source_code import compute_digest_of_files, source_files
+
+
+def code_version(packages: Iterable[str] = ()) -> str:
+    """Return a hash of the code that decides what training does: the library, `packages` and
+    torch's version.
+
+    A hash of the recipe's own files travels with the prepared data.
+    """
+    code = compute_digest_of_files(source_files(["flyte_ddp", *packages]))
+    return hashlib.sha256((version("torch") + code).encode()).hexdigest()[:16]
+
+
+def describe_origin(execution: str) -> dict[str, str]:
+    """Return what the run card of a task contains besides the run's events.
+
+    Args:
+        execution: a name that all attempts of the task share; "" in a local run.
+    """
+    return {
+        "code_version": code_version(),
+        "image": os.environ.get(IMAGE_VARIABLE, ""),
+        "execution": execution,
+    }
