@@ -34,6 +34,19 @@ _QUOTED = r"\"(?!\.\.\.\")[^\"\n]+\"|'(?!\.\.\.')[^'\n]+'"
 _URL = re.compile(r"\b[a-zA-Z][\w+.-]{0,30}://[^\s'\"<>]+")
 _SECRET_NAME = re.compile(rf".*{_SECRET}|token|pwd|(?:proxy-)?authorization", re.I | re.S)
 _SIGNED = re.compile(r"\b(?:x-(?:amz|goog)-\w+|sig|signature|awsaccesskeyid|googleaccessid)=", re.I)
+# The parts of a query that a store has signed, of S3, Google Cloud Storage, CloudFront and Azure.
+_SIGNATURE_PART = re.compile(
+    r"x-(?:amz|goog)-[\w-]+|sig|signature|awsaccesskeyid|googleaccessid|expires|key-pair-id|policy|"
+    r"s[ersvi]|s[ps]|spr|sip|srt|ses|sks|skt|ske|skv|skoid|sktid|sdd|st|scid|rsc[cdelt]",
+    re.I,
+)
+_SECRET_IN_QUERY = re.compile(
+    rf".*{_SECRET}|auth|code|jwt|key|pass|sas|session_?id|ticket|(?:.*[_.-])?(?:token|sig|signature|credentials?|pwd)",
+    re.I | re.S,
+)
+# a value of a query that no person writes
+_RANDOM = re.compile(r"(?=.*[a-z])(?=.*\d)[a-z\d+/=%]{24,}", re.I)
+_QUERY = re.compile(r"(?<=\?)[^\s'\"<>?#]+")
 _RULES = [  # the first group stays
     re.compile(r"(private key-----)(?!\.\.\.).+?(?=-----END|\Z)", re.I | re.S),
     re.compile(
@@ -180,21 +193,47 @@ def _redact(url: str) -> str:
         place = rest[len(user) + len(at) :]
     if at and (":" in user or not _SCHEMES_WITH_USERS.fullmatch(scheme.lower())):
         user = HIDDEN
-    address, mark, query = place.partition(
-        "&" if "?" in rest[: len(rest) - len(place)] and "?" not in place else "?"
-    )
-    address, sharp, fragment = address.partition("#")
-    fragment = f"{sharp}{_hide(fragment)}" if not mark else ""
-    return f"{scheme}://{user}{at}{address}{fragment}" + (
-        f"?{_hide(query.partition('#')[0])}" if mark and query else ""
-    )
+    is_in_query = "?" in rest[: len(rest) - len(place)] and "?" not in place
+    place, sharp, fragment = place.partition("#")
+    address, mark, query = place.partition("&" if is_in_query else "?")
+    if mark:
+        mark = "?"
+    return f"{scheme}://{user}{at}{address}{mark}{_hide(query)}{sharp}{_hide(fragment)}"
 
 
 def _hide(query: str) -> str:
-    """Return the names of a query with hidden values."""
+    """Return a query, or a fragment of its form, with its secrets and its signature hidden."""
     if "=" not in query:
         return query
-    return "&".join(f"{pair.partition('=')[0]}={HIDDEN}" for pair in query.split("&") if pair)
+    is_signed = bool(_SIGNED.search(query))
+    shown = []
+    for pair in query.split("&"):
+        name, _, value = pair.partition("=")
+        is_secret = _SECRET_IN_QUERY.fullmatch(name) or _RANDOM.fullmatch(value)
+        if value and (is_secret or (is_signed and _SIGNATURE_PART.fullmatch(name))):
+            pair = f"{name}={HIDDEN}"
+        shown.append(pair)
+    return "&".join(shown)
+
+
+def drop_signatures(value: Any) -> Any:
+    """Return plain values without the signatures in their URLs: a store signs a URL anew each time,
+    and it is the same URL.
+    """
+    if isinstance(value, str):
+        return _QUERY.sub(lambda match: _drop_signature(match[0]), value)
+    if isinstance(value, Mapping):
+        return {key: drop_signatures(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [drop_signatures(each) for each in value]
+    return value
+
+
+def _drop_signature(query: str) -> str:
+    if not _SIGNED.search(query):
+        return query
+    pairs = query.split("&")
+    return "&".join(pair for pair in pairs if not _SIGNATURE_PART.fullmatch(pair.partition("=")[0]))
 
 
 def has_password(url: str) -> bool:
