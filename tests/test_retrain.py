@@ -286,6 +286,26 @@ def test_neither_the_champions_training_nor_a_lost_challenge_is_repeated(store, 
         assert not plan(store, given, criteria).outcome
 
 
+def test_another_hidden_option_is_another_training(store, make):
+    def challenge(token, source=""):
+        return make(source, "WithToken", recipe_options={"token": token})
+
+    def outcome(*given):
+        return plan(store, challenge(*given), PromotionCriteria()).outcome
+
+    judge(store, challenge("char"), PromotionCriteria(), model_state(3, "WithToken"))
+    judge(store, challenge("char", "5"), PromotionCriteria(), model_state(6, "WithToken"))
+    for source in ("", "5"):  # as the champion's own, and as the last challenge
+        assert outcome("char", source) == Outcome.UNCHANGED
+        assert not outcome("word", source)
+        assert not outcome("...", source)
+    _, manifest = load_champion(store.url)
+    assert manifest.config["recipe_options"]["token"] == "..."
+    old = dataclasses.replace(manifest, hidden=None)  # of an earlier version
+    store.promote(model_state(3, "WithToken"), old, store.pointer())
+    assert not outcome("char")
+
+
 def test_a_rollback_holds_until_it_is_released(store, make):
     judge(store, make(), PromotionCriteria(), model_state(20))
     judge(store, make("5"), PromotionCriteria(), model_state(0))

@@ -94,6 +94,9 @@ class RunStarted(Timed):
     # Known of a recipe:
     data: str = ""  # one line that describes the data
     config: dict[str, Any] = field(default_factory=dict)
+    # hashes of the config's values that are not shown, see `storage.hidden`; None in histories of
+    # an earlier version
+    hidden: list[dict[str, str]] | None = None
     device: str = ""  # "cpu" or the GPU's name
     backend: str = ""
     num_threads: int = 0  # CPU threads per rank

@@ -30,7 +30,7 @@ from flyte_ddp.storage import redact_url, redact_values
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # by their options
 MAX_EVENTS = 20_000  # that wait for the service
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
-NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "layers")
+NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "hidden", "layers")
 
 NOTHING = {"step": 0.0, "epoch": 0.0}
 PREFIXES = {"step": "train/", "epoch": "epoch/", "": ""}  # of figures, by their axis

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,9 @@ from flyte_ddp.prediction.job import PredictionJob, part_name
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
+from flyte_ddp.recipes.recorded import restore_options
 from flyte_ddp.storage import Storage, redact_errors, redact_values, storage_environment
+from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten, hash_hidden
 from flyte_ddp.storage.weights import pin_state, split_pin
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ class TrainedModel:
 
     state: str  # URL with the checksum of its contents
     recipe: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, as they are shown
+    # of those that are hidden; None where an earlier version trained
+    hidden: Sequence[Mapping[str, str]] | None = ()
 
 
 @redact_errors()
@@ -117,14 +121,14 @@ def predict(
         facts = {
             "recipe": name_of(recipe),
             "recipe_version": note["recipe_version"],
-            "recipe_options": redact_values(resolved.recipe_options),
             "precision": resolved.precision,
             "model_state": split_pin(model.state)[1] or model.state,
             "data": note["fingerprint"],
             "batch_size": batch_size,
             "part_size": part_size,
         }
-        names, num_samples = _look_into(storage, facts)
+        options = {OPTIONS: resolved.recipe_options}
+        names, num_samples = _look_into(storage, facts, options)
         job = PredictionJob(
             *(recipe, resolved, model.state, storage.url, batch_size, part_size),
             storage=storage_environment(),
@@ -152,7 +156,8 @@ def predict(
             stack.callback(workers.close)
             if not num_samples:
                 (num_samples,) = workers.run("__len__", [()])
-                manifest = json.dumps({**facts, "num_samples": num_samples}, indent=1)
+                record = {**redact_values(options), "hidden": hash_hidden(options)}
+                manifest = json.dumps({**facts, **record, "num_samples": num_samples}, indent=1)
                 storage.write(MANIFEST, manifest.encode())
             missing = [(number,) for number, part in enumerate(parts()) if part not in names]
             written = tqdm(
@@ -182,7 +187,8 @@ def find_model(url: str) -> TrainedModel:
             return TrainedModel(
                 f"{store.state_url(manifest)} (sha256 {manifest.sha256})",
                 manifest.recipe,
-                manifest.config.get("recipe_options", {}),
+                manifest.config.get(OPTIONS, {}),
+                manifest.hidden,
             )
     pinned = pin_state(url)
     if not split_pin(pinned)[1]:
@@ -194,7 +200,7 @@ def find_model(url: str) -> TrainedModel:
     for place in (directory, f"{directory}/export"):  # where a training leaves its card
         with contextlib.suppress(FileNotFoundError, ValueError):
             card = json.loads(Storage(place, "model_state").read(CARD))
-            return TrainedModel(pinned, card["recipe"], card["config"]["recipe_options"])
+            return TrainedModel(pinned, card["recipe"], card["config"][OPTIONS], card.get("hidden"))
     return TrainedModel(pinned)
 
 
@@ -204,7 +210,8 @@ def _merge_options(
     """Return the recipe's options: those of the training, and what is given besides.
 
     Raises:
-        ConfigError: the model is of another recipe, or was trained with another value.
+        ConfigError: the model is of another recipe, or was trained with another value, or with one
+            that is hidden and not given.
     """
     ours, theirs = (
         path_of(each).rpartition(".")[2] for each in (name_of(recipe), model.recipe or "")
@@ -213,20 +220,18 @@ def _merge_options(
         raise ConfigError(
             f"recipe: expected {model.recipe!r}, of which the model is, got {name_of(recipe)!r}"
         )
-    options = {**model.options, **given}
-    changeable = get_recipe(recipe, options).changeable_options
-    for option, value in model.options.items():
-        if options[option] != value and option not in changeable:
-            raise ConfigError(
-                f"recipe_options.{option}: expected {value!r}, with which the model was trained, "
-                f"got {given[option]!r}"
-            )
-    return options
+    trained = RecordedConfig({OPTIONS: model.options}, model.hidden)
+    return restore_options(recipe, trained, given)
 
 
-def _look_into(storage: Storage, facts: Mapping[str, Any]) -> tuple[set[str], int]:
+def _look_into(
+    storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[set[str], int]:
     """Return the names of the files in the output, and the number of samples; 0 where it is not
     known yet.
+
+    Args:
+        options: of the recipe, under their name in a config.
 
     Raises:
         ConfigError: it has other files, or predictions that others would have made.
@@ -246,6 +251,17 @@ def _look_into(storage: Storage, facts: Mapping[str, Any]) -> tuple[set[str], in
                 f"{field_name}: expected {manifest.get(field_name)!r}, as of the predictions in "
                 f"{storage.url!r}, got {value!r}; others need another output"
             )
+    made = RecordedConfig({OPTIONS: manifest[OPTIONS]}, manifest.get("hidden"))
+    for name, value in flatten(options).items():
+        if not made.is_comparable(name):
+            raise ConfigError(
+                f"{name}: expected a value that can be compared, but the predictions in "
+                f"{storage.url!r} hide it and are of an earlier version: give another output"
+            )
+        if not made.is_same(name, value):
+            where = f", as of the predictions in {storage.url!r}"
+            difference = made.describe_difference(name, value, where)
+            raise ConfigError(f"{name}: {difference}; others need another output")
     return names, manifest["num_samples"]
 
 

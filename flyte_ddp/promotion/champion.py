@@ -76,6 +76,9 @@ class Manifest:
     # in the order of the model's outputs; empty if not known
     class_names: list[str] = field(default_factory=list)
     file: str = MODEL_STATE  # with the state dict; its name says in which format
+    # hashes of the config's values that are not shown, see `storage.hidden`; None in manifests of
+    # an earlier version
+    hidden: list[dict[str, str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from flyte_ddp.promotion.champion import LAST_CHALLENGE, ChampionStore, Manifest
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url, redact_values
+from flyte_ddp.storage.hidden import RecordedConfig, hash_hidden
 from flyte_ddp.storage.weights import from_bytes, identify_state, is_same_state
 
 if TYPE_CHECKING:
@@ -148,22 +149,19 @@ def plan(store: ChampionStore, challenge: Challenge, criteria: PromotionCriteria
                 f"{of_champion:,}; correct the data or lower these"
             )
             return Plan(Outcome.REFUSED.value, reason)
-    origin = _origin(challenge)
-    starts_alike = manifest and (
+    starts_alike = manifest is not None and (
         criteria.start_from == FROM_CHAMPION
         or is_same_state(manifest.initial_state, redact_url(challenge.config.initial_model_state))
     )
-    if starts_alike and {name: getattr(manifest, name) for name in origin} == origin:
+    config = _own_config(challenge)
+    if starts_alike and _is_in(_origin(challenge), config, vars(manifest)):
         return Plan(
             Outcome.UNCHANGED.value,
             "data, recipe, config and code are those that the champion was trained with",
         )
     last = store.last(LAST_CHALLENGE)
     identity = _identity(challenge, criteria, current.version)
-    if (
-        last.get("outcome") != Outcome.HELD
-        and {name: last.get(name) for name in identity} == identity
-    ):
+    if last.get("outcome") != Outcome.HELD and _is_in(identity, config, last):
         return Plan(
             Outcome.UNCHANGED.value,
             "data, recipe, config, code and champion are those of the last challenge, which ended "
@@ -227,6 +225,7 @@ def judge(
         store.record(
             LAST_CHALLENGE,
             **_identity(challenge, criteria, version),
+            **_record(_own_config(challenge)),
             **dataclasses.asdict(result),
             had_champion=(version or store.in_use().version) != "",
             execution=challenge.execution,
@@ -363,25 +362,42 @@ def _open(challenge: Challenge) -> tuple[Recipe, int, int]:
     return recipe, min(num_train, challenge.config.sample_size or num_train), len(test)  # type: ignore[arg-type]
 
 
+def _own_config(challenge: Challenge) -> dict[str, Any]:
+    """Return the config that decides the result of a training from given weights, as JSON has
+    it.
+    """
+    given = dataclasses.replace(challenge.config, initial_model_state="", model_artifact="")
+    return dict(json.loads(json.dumps(dataclasses.asdict(given))))
+
+
+def _record(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as a manifest has it."""
+    return {"config": redact_values(config), "hidden": hash_hidden(config)}
+
+
+def _is_in(facts: Mapping[str, Any], config: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Return whether a record has these facts and this config."""
+    if {name: record.get(name) for name in facts} != facts:
+        return False
+    return RecordedConfig(record["config"], record.get("hidden")).is_all(config)
+
+
 def _origin(challenge: Challenge) -> dict[str, Any]:
-    """Return everything that decides the result of a training from given weights, by the manifest's
-    names.
+    """Return what decides besides the config the result of a training from given weights, by the
+    manifest's names.
     """
     note = describe_data(challenge.directory)
-    given = dataclasses.replace(challenge.config, initial_model_state="", model_artifact="")
     return {
         "recipe": challenge.recipe,
         "recipe_version": note["recipe_version"],
-        # as it is read back
-        "config": json.loads(json.dumps(redact_values(dataclasses.asdict(given)))),
         "data_fingerprint": note["fingerprint"],
         "code_version": challenge.code_version,
     }
 
 
 def _identity(challenge: Challenge, criteria: PromotionCriteria, against: str) -> dict[str, Any]:
-    """Return everything that decides how a challenge ends. `against` is the version in use; "" for
-    none.
+    """Return what decides besides the config how a challenge ends. `against` is the version in
+    use; "" for none.
     """
     is_given = not against or criteria.start_from == FROM_SCRATCH
     return {
@@ -397,6 +413,7 @@ def _manifest(challenge: Challenge, result: PromotionResult) -> Manifest:
     recipe, num_train, num_test = _open(challenge)
     return Manifest(
         **_origin(challenge),
+        **_record(_own_config(challenge)),
         version="",
         parent="",
         created_at="",

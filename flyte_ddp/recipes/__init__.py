@@ -261,6 +261,18 @@ def _option_types(recipe: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(recipe) if field.init}
 
 
+def default_options(name: str | type[Recipe]) -> dict[str, Any]:
+    """Return the options of a recipe that have a default, with their defaults."""
+    kind: Any = _find(name) if isinstance(name, str) else name
+    defaults = {}
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
+
+
 def path_of(name: str) -> str:
     """Return the dotted name of a recipe's class."""
     return BUILTIN.get(name, name).replace(":", ".")

@@ -19,19 +19,25 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.config.options import make_parser
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.run_options import read_given
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.recipes.recorded import restore_options
+from flyte_ddp.storage.hidden import OPTIONS
+from flyte_ddp.storage.urls import HIDDEN
 
-OPTIONS = (
+ARGUMENTS = (
     ("place", "directory or URL of the run's checkpoints", None),
     ("--step", "its number, from 1", 0),
     ("--processes", "ranks, all on this machine (default: as many as the run had)", 0),
     ("--data", "path or URL of the data (default: the run's)", ""),
+    ("--config", 'options that the checkpoint hides, as {"recipe_options": {...}}', ""),
     ("--without", "index or key of a sample to leave out of the step", ""),
     ("--pdb", "stop after the backward pass, with model, batch and losses", False),
     ("--json", "print what is seen as JSON", False),
@@ -41,10 +47,11 @@ DEBUGGING_TIMEOUT = 86_400.0  # seconds that ranks wait for one that is debugged
 
 def main(arguments: Sequence[str]) -> int:
     """Replay a step, and print what is seen of it."""
+    from flyte_ddp.training.initial_state import recorded_config
     from flyte_ddp.training.replay import ReplayCall, find_state
 
     text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
-    options = make_parser("replay", text, OPTIONS).parse_args(arguments)
+    options = make_parser("replay", text, ARGUMENTS).parse_args(arguments)
     whole_number("--step", options.step, minimum=1)
     start, is_bad, state, left_out = find_state(options.place, options.step)
     print_line(f"from the state after step {start}; steps repeated: {options.step - 1 - start}")
@@ -53,6 +60,19 @@ def main(arguments: Sequence[str]) -> int:
     # as many samples in a pass as in the run
     parts = state["config"]["gradient_accumulation"] * origin["num_ranks"] // num_ranks
     fields = {**state["config"], "gradient_accumulation": max(1, parts), "memory_interval": 0}
+    given = read_given("--config", options.config) or {}
+    if given.keys() - {OPTIONS}:
+        raise ConfigError(
+            f"--config: expected {OPTIONS} alone, because a replay has the config of its run, got "
+            f"{', '.join(given)}"
+        )
+    fields[OPTIONS] = restore_options(recipe, recorded_config(state), given.get(OPTIONS, {}))
+    data_source = options.data or origin["data"]
+    if HIDDEN in data_source:
+        raise ConfigError(
+            f"--data: expected the place of the run's data, of which the checkpoint has "
+            f"{data_source!r} alone, got none"
+        )
     # a recipe may print while it prepares its data
     with own_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
         terminal = f"{directory}/terminal" if options.pdb else ""
@@ -61,9 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             fields |= dict.fromkeys(("collective_timeout", "stall_timeout"), DEBUGGING_TIMEOUT)
         config = config_of(recipe, fields)
         (data := Path(directory, "data")).mkdir()
-        prepare_data(
-            get_recipe(recipe, config.recipe_options), options.data or origin["data"], data
-        )
+        prepare_data(get_recipe(recipe, config.recipe_options), data_source, data)
         call = ReplayCall(
             *(recipe, config, options.place, options.step, start, is_bad, left_out),
             origin["num_threads"] if num_ranks == origin["num_ranks"] else 0,

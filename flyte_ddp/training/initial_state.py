@@ -13,7 +13,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.rank.sharding import load_model
-from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_values
+from flyte_ddp.storage import STORE_TIMEOUT, read_file, redact_url
+from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten
 from flyte_ddp.storage.weights import (
     TORCHVISION,
     class_names_of,
@@ -73,21 +74,24 @@ def check_same_run(
             f"epoch {num_epochs}; "
             "fewer epochs need another place for the checkpoints"
         )
-    # in the form that is stored
-    theirs, ours = redact_values([checkpoint["config"], dataclasses.asdict(config)])
-    before = {**dataclasses.asdict(TrainingConfig()), **theirs}  # of a version with fewer fields
-    fixed = [(name, before[name], ours[name]) for name in FIXED_BY_CHECKPOINT]
-    options, our_options = theirs["recipe_options"], ours["recipe_options"]
-    fixed += [
-        (f"recipe_options.{name}", options.get(name), our_options.get(name))
-        for name in {**options, **our_options}
-        if name not in changeable_options
+    theirs, ours = recorded_config(checkpoint), flatten(dataclasses.asdict(config))
+    fixed = [
+        name
+        for name in {**theirs.shown, **ours}
+        if name in FIXED_BY_CHECKPOINT
+        or (name.startswith(f"{OPTIONS}.") and name.partition(".")[2] not in changeable_options)
     ]
-    for name, their_value, our_value in fixed:
-        if their_value != our_value:
+    for name in fixed:
+        if not theirs.is_comparable(name):
             raise ConfigError(
-                f"{name}: expected {their_value!r}, with which {url} was written, got "
-                f"{our_value!r}; "
+                f"{name}: expected a value that can be compared, but {url} hides it and was "
+                "written by an earlier version: finish that run with its version, or give another "
+                "place for the checkpoints"
+            )
+        if not theirs.is_same(name, ours.get(name)):
+            where = f", with which {url} was written"
+            raise ConfigError(
+                f"{name}: {theirs.describe_difference(name, ours.get(name), where)}; "
                 "another value needs another place for the checkpoints"
             )
     if checkpoint["data_fingerprint"] != data_fingerprint:
@@ -95,12 +99,22 @@ def check_same_run(
             f"data: expected the data with which {url} was written, got others; "
             "other data need another place for the checkpoints"
         )
-    started_from, given = theirs.get("initial_model_state", ""), ours["initial_model_state"]
+    # The address of a state may be signed anew; what is compared is its contents' checksum.
+    started_from = theirs.shown["initial_model_state"]
+    given = redact_url(config.initial_model_state)
     if not is_same_state(started_from, given):
         raise ConfigError(
             f"initial_model_state: expected {started_from!r}, from which the run of {url} "
             f"started, got {given!r}; another one needs another place for the checkpoints"
         )
+
+
+def recorded_config(checkpoint: Mapping[str, Any]) -> RecordedConfig:
+    """Return the config of a recipe's checkpoint. Fields that an earlier version did not have are
+    at their defaults.
+    """
+    shown = {**dataclasses.asdict(TrainingConfig()), **checkpoint["config"]}
+    return RecordedConfig(shown, checkpoint.get("hidden"))
 
 
 def load_initial_state(

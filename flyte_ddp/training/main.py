@@ -213,6 +213,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         layers = describe_layers(model, sample_inputs(trainer.test, trainer.parallelism))
     return {
         "config": redact_values(dataclasses.asdict(config)),
+        "hidden": trainer.hidden,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "backend": dist.get_backend() if world.world_size > 1 else "none",
         "num_threads": process.node.num_threads,

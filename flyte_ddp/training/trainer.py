@@ -40,11 +40,16 @@ from flyte_ddp.rank.states import load_newest
 from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import list_class_names
 from flyte_ddp.storage import redact_values
+from flyte_ddp.storage.hidden import OPTIONS, hash_hidden
 from flyte_ddp.training import inspection
 from flyte_ddp.training.average import WeightAverage
 from flyte_ddp.training.batch_norm import keep_frozen_statistics
 from flyte_ddp.training.evaluation import Evaluation, evaluate, sample_utilization, share_buffers
-from flyte_ddp.training.initial_state import check_same_run, load_initial_state
+from flyte_ddp.training.initial_state import (
+    check_same_run,
+    load_initial_state,
+    recorded_config,
+)
 from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.optim import Schedule, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
@@ -98,6 +103,7 @@ class Trainer:
         parallelism, model = self.parallelism, self.model
         recipe = self.recipe = parallelism.recipe
         config, world = self.config, self.world = parallelism.config, parallelism.world
+        self.hidden = hash_hidden(dataclasses.asdict(config))
         self.scaler = parallelism.scaler
         self.store = self.session.open_checkpoints()
         self.store.returns_to_best = config.model_state == "best"
@@ -338,6 +344,7 @@ class Trainer:
         """Return what this rank writes of a checkpoint."""
         return {
             "config": redact_values(dataclasses.asdict(self.config)),
+            "hidden": self.hidden,
             "data_fingerprint": self.data_fingerprint,
             "recipe": [type(self.recipe).__qualname__, self.recipe_version],
             "data_facts": self.data_facts,
@@ -411,9 +418,9 @@ class Trainer:
                 *state["recipe"],
                 f"; changed: {', '.join(changed)}" if before and changed else "",
             )
-        if state["config"]["recipe_options"] == redact_values(
-            self.config.recipe_options
-        ):  # augmentation may change
+        theirs, options = recorded_config(state), self.config.recipe_options
+        # The samples may differ where an option such as the augmentation has changed.
+        if all(theirs.is_same(f"{OPTIONS}.{name}", value) for name, value in options.items()):
             read = functools.partial(
                 describe_samples, self.recipe, self.config, self.train, self.test
             )

@@ -170,6 +170,13 @@ class WithToken(Optional):
     token: str = ""
 
 
+@dataclass
+class WithDefaultToken(WithToken):
+    """The default of that option is hidden, too."""
+
+    token: str = "such as this default"
+
+
 class Restarting(Tiny):
     """With an optimizer and a schedule of its own."""
 

@@ -74,6 +74,7 @@ def run_card(state: RunState, **origin: str) -> dict[str, Any]:
         "seconds": {"wall": state.time_spent().wall, **state.time_spent().parts()},
         "versions": started.versions,
         "config": started.config,
+        "hidden": started.hidden,
     }
     return plain(redact_values(card))  # type: ignore[no-any-return]
 

@@ -1,0 +1,100 @@
+"""The config in a record: shown without secrets, and compared by its true values.
+
+A checkpoint, a run card or a manifest holds a config in the form for showing (`redact_values`).
+Nothing is compared with that form where it hides something, and nothing is built from it. Beside it
+stands a salted, slow hash of each hidden value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flyte_ddp.storage.urls import HIDDEN, drop_signatures, redact_values
+
+OPTIONS = "recipe_options"
+COST = {"n": 2**14, "r": 8, "p": 1}  # of scrypt: 40 ms and 16 MiB for a value
+SALT_BYTES = 16
+
+# Name, salt and hash of each hidden value. A list, because names such as api_key are themselves
+# keys whose values are hidden.
+Hashes = list[dict[str, str]]
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config by name, each option of the recipe as recipe_options.NAME."""
+    values = dict(config)
+    options = values.pop(OPTIONS, {})
+    return values | {f"{OPTIONS}.{name}": value for name, value in options.items()}
+
+
+def hash_hidden(config: Mapping[str, Any]) -> Hashes:
+    """Return the hashes of the values that a record of `config` hides."""
+    shown = flatten(redact_values(config))
+    hashes = []
+    for name, value in flatten(config).items():
+        if shown[name] != value:
+            salt = os.urandom(SALT_BYTES).hex()
+            hashes.append({"name": name, "salt": salt, "scrypt": _hash(value, salt)})
+    return hashes
+
+
+def _hash(value: Any, salt: str) -> str:
+    text = json.dumps(drop_signatures(value), sort_keys=True, default=str)
+    return hashlib.scrypt(text.encode(), salt=bytes.fromhex(salt), **COST).hex()
+
+
+class RecordedConfig:
+    """A config that a record has.
+
+    Args:
+        shown: the config as the record shows it.
+        hashes: of what it hides; None in the record of an earlier version, which had none.
+    """
+
+    def __init__(self, shown: Mapping[str, Any], hashes: Sequence[Mapping[str, str]] | None):
+        self.shown = flatten(shown)
+        self._has_hashes = hashes is not None
+        self._hashes = {each["name"]: each for each in hashes or ()}
+
+    def is_hidden(self, name: str) -> bool:
+        """Return whether the record hides the value called `name`."""
+        if self._has_hashes:
+            return name in self._hashes
+        return HIDDEN in json.dumps(self.shown.get(name))
+
+    def is_comparable(self, name: str) -> bool:
+        """Return whether the record tells if a value is the one that it has."""
+        return self._has_hashes or not self.is_hidden(name)
+
+    def is_same(self, name: str, value: Any) -> bool:
+        """Return whether the record has this value; False where that cannot be told."""
+        if not self.is_comparable(name):
+            return False
+        if not self.is_hidden(name):
+            return bool(self.shown.get(name) == value)
+        found = self._hashes[name]
+        return _hash(value, found["salt"]) == found["scrypt"]
+
+    def is_all(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the record has the values of `config`, and no others."""
+        values = flatten(config)
+        if values.keys() != self.shown.keys():
+            return False
+        return all(self.is_same(name, value) for name, value in values.items())
+
+    def describe_difference(self, name: str, value: Any, where: str) -> str:
+        """Return "expected ..., got ..." of another value, in the form for showing.
+
+        Args:
+            where: what is said after the expected value.
+        """
+        expected = repr(self.shown.get(name))
+        key = name.removeprefix(f"{OPTIONS}.")
+        got = repr(redact_values({key: value})[key])
+        if got == expected:
+            got = "another value, which is hidden too"
+        return f"expected {expected}{where}, got {got}"
