@@ -8,7 +8,6 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import inspect
@@ -22,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +39,10 @@ from flyte_ddp.data.readers import (
 from flyte_ddp.data.source import CONCURRENT_READS, Entry, Source, version_of
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_line
 from flyte_ddp.storage.failures import is_full
+from flyte_ddp.storage.file_lock import lock_file
 
 NUM_LOCKS = 64
+MAX_NOTE = 64  # bytes in the lock's file: two numbers
 SLACK = 64  # a part of the cache that is freed with what is needed
 UNFINISHED = ".part", ".raw"
 # the names of its files; a user's own in this directory stay
@@ -232,7 +233,7 @@ class ShardCache:
         if part >= 0:
             shard = self._open_shard(entry)
             size, copy = int(shard.sizes[part]), functools.partial(shard.make_part, part)
-        with _lock(self._lock_of(path)):
+        with lock_file(self._lock_of(path)):
             if not self._touch(entry, part):
                 with _room_for_reads(os.getpid()):
                     self._make_room(size)
@@ -255,14 +256,14 @@ class ShardCache:
 
         The lock's file has the limit, and the bytes that still fit: a look at all files takes long.
         """
-        with _lock(f"{self.directory}/room.lock") as file:
-            limit, left = map(int, (file.read() or "0 0").split())
+        with lock_file(f"{self.directory}/room.lock") as file:
+            limit, left = map(int, (os.pread(file, MAX_NOTE, 0) or b"0 0").split())
             free = shutil.disk_usage(self.directory).free
             if limit != self.limit or needed > left or (not is_made and needed > free):
                 needed = 0 if is_made else needed
                 left = self.limit - self._remove_oldest(needed)
-            file.truncate(0)
-            file.write(f"{self.limit} {left - needed}")
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{self.limit} {left - needed}".encode(), 0)
 
     def _remove_oldest(self, needed: int) -> int:
         """Remove the files that were not used for longest, until `needed` bytes fit, and some more.
@@ -281,7 +282,7 @@ class ShardCache:
                 break
             is_left = path.endswith(UNFINISHED)  # by a process that was killed, if not locked
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                with _lock(self._lock_of(path), False) if is_left else contextlib.nullcontext():
+                with lock_file(self._lock_of(path), False) if is_left else contextlib.nullcontext():
                     os.unlink(path)
                 total -= size
         if total + needed > self.limit:
@@ -346,12 +347,3 @@ def make_directory(directory: str) -> None:
     status = os.stat(directory)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"cache_dir: expected a directory of this user's alone, got {directory}")
-
-
-@contextlib.contextmanager
-def _lock(path: str, waits: bool = True) -> Iterator[TextIO]:
-    """Exclusive file lock. Without `waits` raises BlockingIOError if there is another holder."""
-    with open(path, "a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        file.seek(0)
-        yield file

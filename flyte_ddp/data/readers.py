@@ -436,7 +436,11 @@ class Format:
 
 
 def find_format(name: str, read: Read | None) -> Format | None:
-    """Return the format of a file by its name; None if it is none. `read` reads any."""
+    """Return the format of a file by its name; None if it is none. `read` reads any.
+
+    What it needs is imported here, before threads read: a process that is forked while a thread
+    imports waits for ever for what that thread has begun to import.
+    """
     if read is not None:
         return Format(PickledShard, lambda source, target: _pickle(read(source), target))
     stem, suffix = os.path.splitext(name.lower().partition("?")[0])
@@ -444,20 +448,28 @@ def find_format(name: str, read: Read | None) -> Format | None:
         stem, suffix = f"{stem}.tar", ".gz"
     if compression := COMPRESSIONS.get(suffix):
         found = _FORMATS.get(os.path.splitext(stem)[1])
+        if found is None or not found.has_whole:
+            return None
+        _import_arrow()
         unpack = lambda source, target: _decompress(source, target, compression)  # noqa: E731
-        return Format(found.shard, unpack) if found and found.has_whole else None
+        return Format(found.shard, unpack)
+    if suffix == ".parquet":
+        _import_arrow()
     return _FORMATS.get(suffix)
 
 
-def _copy_parquet_head(file: Any, target: str) -> None:
+def _import_arrow() -> None:
     require("data", "pyarrow", extra="streams")
+    import pyarrow.parquet  # noqa: F401
+
+
+def _copy_parquet_head(file: Any, target: str) -> None:
     import pyarrow.parquet
 
     pyarrow.parquet.ParquetFile(file).metadata.write_metadata_file(target)
 
 
 def _decompress(source: str, target: str, compression: str) -> None:
-    require("data", "pyarrow", extra="streams")
     import pyarrow
 
     with (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -17,12 +16,13 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
+from flyte_ddp.storage.file_lock import lock_file
 from flyte_ddp.storage.filesystem import CLIENTS, check_url, open_filesystem
 from flyte_ddp.storage.uncached_file import UncachedFile
 from flyte_ddp.storage.urls import redact_url
@@ -124,8 +124,11 @@ class Storage:
             FileChanged: another process has replaced it.
         """
         client = CLIENTS.get(self._kind)
-        lock = os.path.join(self.root, ".lock")
-        with _lock_file(lock) if self.is_local else contextlib.nullcontext():
+        lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.is_local:
+            os.makedirs(self.root, exist_ok=True)
+            lock = lock_file(os.path.join(self.root, ".lock"))
+        with lock:
             # Before the look: if it changes in between, the put fails.
             tag = self.retry(lambda: self._tag(name, client.tag)) if client else ""
             try:
@@ -400,15 +403,6 @@ def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, An
             elif os.path.realpath(entry.path) not in (*above, real):
                 found.update(_walk(entry.path, (*above, real)))
     return found
-
-
-@contextlib.contextmanager
-def _lock_file(path: str) -> Iterator[None]:
-    """Exclusive file lock among all processes that share the disk; released if the holder dies."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _note_outage(store: str, error: BaseException) -> None:

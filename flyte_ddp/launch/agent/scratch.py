@@ -5,12 +5,13 @@ killed, and the files that ranks submit in one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from flyte_ddp.storage.file_lock import lock_file
 
 MAX_TAKEN = 16 << 20  # bytes of several files at once
 # ends the name of a file beside a directory, which the directory's owner keeps locked
@@ -23,20 +24,22 @@ def own_directory(prefix: str, parent: str | None = None) -> Iterator[str]:
     left there.
     """
     for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*{OWNER}"):
-        with contextlib.suppress(OSError), open(left, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the owner lives
+        # raises while the owner lives
+        with contextlib.suppress(OSError), lock_file(str(left), waits=False):
             _remove(left)
-    with tempfile.NamedTemporaryFile(prefix=prefix, suffix=OWNER, dir=parent, delete=False) as lock:
+    descriptor, path = tempfile.mkstemp(OWNER, prefix, parent)
+    os.close(descriptor)
+    directory, owner = path.removesuffix(OWNER), os.getpid()
+    with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):  # a file system without locks: then nothing is removed
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        directory, owner = lock.name.removesuffix(OWNER), os.getpid()
+            lock.enter_context(lock_file(path))
         os.mkdir(directory, 0o700)
         try:
             yield directory
         finally:
             # a forked process ends this block too, where it drops what it has inherited
             if os.getpid() == owner:
-                _remove(Path(lock.name))
+                _remove(Path(path))
 
 
 def take_files(directory: str, names: Sequence[str]) -> list[bytes | None]:
