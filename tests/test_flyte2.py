@@ -277,7 +277,8 @@ print("origin", sorted(card["origin"]), len(card["origin"]["code_version"]))
 print("predicted", flyte.run(predict, model_state.path).outputs()[0])
 print("retrained", flyte.run(retrain).outputs()[3])
 (manifest,) = ChampionStore("champion").versions()
-print("execution", [manifest.execution, json.loads(Path("champion", LAST_RUN).read_text())["execution"]])
+last_run = json.loads(Path("champion", LAST_RUN).read_text())
+print("execution", [manifest.execution, last_run["execution"]])
 """
 LINES = """
 import dataclasses

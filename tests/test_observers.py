@@ -108,7 +108,7 @@ def test_without_a_terminal_the_run_is_printed_in_plain_lines() -> None:
     ):
         assert expected in lines[0]
     assert lines[1] == (
-        "epoch 0.25/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, 1,234 samples/s"
+        "epoch 1/3, step 1 of 12: loss 1, learning rate 0.1, gradient norm 2.5, 1,234 samples/s"
     )
     assert [line for line in lines if "step " in line] == [lines[1]], (
         "steps of the next ten seconds are left out"

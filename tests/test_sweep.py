@@ -467,8 +467,12 @@ def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
     assert title == "Test loss"
     named = re.findall(r"trial (\d+) \(", meaning)
     assert named == ["30", "29", "28", "27", "26", "25", "24", "23"]
-    assert [panel.title for panel in panels] == ["Test loss", "By learning_rate", "By optimizer"]
-    over_epochs, by_rate, by_optimizer = map(axes_of, panels)
+    titles = ["Test loss", "Test loss over time", "By learning_rate", "By optimizer"]
+    assert [panel.title for panel in panels] == titles
+    over_epochs, over_time, by_rate, by_optimizer = map(axes_of, panels)
+    # 2.5 seconds of training and evaluation for each epoch
+    assert list(over_time.lines[0].get_xdata()) == [2.5 * epoch for epoch in range(1, 9)]
+    assert list(over_time.lines[0].get_ydata()) == list(over_epochs.lines[0].get_ydata())
     assert len(over_epochs.lines) == 30
     legend = over_epochs.get_legend()
     assert [text.get_text() for text in legend.get_texts()] == named
@@ -479,6 +483,20 @@ def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
         colors = [to_hex(line.get_color()) for line in axes.lines]
         assert len(colors) == 30
         assert set(PALETTE) < set(colors) <= {*PALETTE, INK}
+
+
+@pytest.mark.parametrize(
+    ("rates", "scale"), [([0.001, 0.01], "log"), ([0.03, 0.3], "log"), ([0.1, 0.5], "linear")]
+)
+def test_a_grid_of_decades_has_a_logarithmic_axis(rates, scale):
+    *_, by_rate = metric_panels(made_up_runs({"learning_rate": rates}))[2]
+    assert axes_of(by_rate).get_xscale() == scale
+
+
+def test_a_trial_with_a_long_value_has_a_short_name():
+    (run,) = made_up_runs({"learning_rate": [0.1]})
+    trial = dataclasses.replace(run.trial, values={"prompt": "a\n" * 350_000, "rate": 0.1})
+    assert str(trial) == f"trial 1 (prompt {'a ' * 29}a…, rate 0.1)"
 
 
 def test_a_column_of_several_types_can_be_stored(tmp_path):

@@ -339,10 +339,11 @@ def test_the_workflow_shows_its_models_while_they_train_and_at_the_end(outputs, 
     assert published[-1] == ""
     counts = chromium(
         Path(returned.report.path),
-        "document.querySelectorAll('svg.panel').length",  # over epochs, by hyperparameter
+        # over epochs, over time, by hyperparameter
+        "document.querySelectorAll('svg.panel').length",
         "document.querySelectorAll('.table tbody tr').length",
     )
-    assert counts == [2, 2]
+    assert counts == [3, 2]
     files = Path(returned.report.path).parent.glob("wandb/offline-run-*")
     runs = [run for each in files for run in records_of(each, "run")]
     assert {run.display_name for run in runs} == {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from flyte_ddp.config import extras
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, PictureShown
 from flyte_ddp.flyte import Distributed
+from flyte_ddp.observers.command_line import make_observers
+from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.tensorboard import Tensorboard
 from flyte_ddp.storage import Storage
 from tests.support.runs import fork_functions
@@ -85,6 +89,26 @@ def test_a_directory_that_cannot_be_written_costs_one_line(tmp_path: Path) -> No
     write(tmp_path, [started(), loaded(), reported(1)], say=lines.append)
     (line,) = lines
     assert line.startswith("TensorBoard failed and records no more of this run")
+
+
+def test_any_name_of_a_script_makes_an_id_that_trackers_take(tmp_path: Path) -> None:
+    options = argparse.Namespace(
+        history="",
+        report="",
+        wandb="",
+        mlflow="",
+        checkpoints="",
+        tensorboard=str(tmp_path),
+    )
+    listeners, _ = make_observers(options, "a:b;c,d#e?f'g h" + "x" * 300 + ".py", ProgressBar())
+    (tracker,) = [each for each in listeners if isinstance(each, Tensorboard)]
+    for event in [started(), loaded(), reported(1)]:
+        tracker.handle(event)
+    tracker.close(None)
+    (directory,) = tmp_path.iterdir()
+    assert re.fullmatch(r"a-b-c-d-e-f-g-hx+-[0-9a-f]{8}", directory.name)
+    assert len(directory.name) < 80
+    assert "train/loss" in read(directory)
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

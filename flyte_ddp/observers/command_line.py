@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from flyte_ddp.storage import Storage
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "wandb-run-id"
+MAX_NAME = 60  # characters of a script's name in the id of its run
 
 
 # The options that `make_observers` reads.
@@ -119,7 +121,9 @@ def make_observers(
             f"{error.strerror}"
         ) from None
     if options.wandb or options.mlflow or options.tensorboard:
-        run_id = f"{Path(name).stem}-{os.urandom(4).hex()}"
+        # Trackers make directories, queries and addresses of it.
+        plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name).stem)[:MAX_NAME]
+        run_id = f"{plain}-{os.urandom(4).hex()}"
         if options.checkpoints:
             run_id = keep_run_id(Storage(options.checkpoints), run_id)
 

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+MAX_LABEL = 60  # characters of a value in the name of a trial
+
 
 def format_figure(name: str, value: float) -> str:
     """Format a figure by its name: an accuracy in percent, others with four digits; NaN as "-"."""
@@ -32,10 +34,16 @@ def format_rounded(value: float, position: object = None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format `value` as a user would write it, short enough for a label."""
+    """Format `value` as a user would write it."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+def shown_value(value: Any) -> str:
+    """Format `value` as `format_value`, in one line that is short enough for a name."""
+    text = " ".join(format_value(value)[: 10 * MAX_LABEL].split())
+    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ redraw.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -131,7 +132,11 @@ class ProgressBar:
         to time.
         """
         values = self._describe(figures.values)
-        epoch = "" if figures.epoch is None else self._epoch_label(figures.epoch)
+        epoch = ""
+        if figures.epoch is not None:
+            # Of a step, the epoch that it is in: the step tells how far.
+            is_whole = figures.axis == "epoch"
+            epoch = self._epoch_label(figures.epoch if is_whole else math.ceil(figures.epoch))
         if figures.axis == "epoch":
             self._print(f"{epoch}: {values}")
         elif self._bar is not None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import Reported
 from flyte_ddp.observers.formats import format_count, format_figure, format_rounded, format_value
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_LINES = 100  # of trials; more would become one grey area
+# range of a hyperparameter from which its axis is logarithmic; just below 10, for rounded choices
+DECADE = 9.99
 MAX_CHOICE = 14  # characters of a value below an axis
 
 
 def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     """Return a heading, a description of the colors, and the panels of the monitored figure.
 
-    They show it over epochs, and by each hyperparameter that differs. Without a finished epoch
-    there are none.
+    They show it over epochs, of recipes also over time, and by each hyperparameter that differs.
+    Without a finished epoch there are none.
     """
     ranked = sorted((run for run in runs if math.isfinite(run.score(run.kept))), key=rank_of)[
         :MAX_LINES
@@ -51,22 +53,21 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     colors = [*PALETTE, *[INK] * len(ranked)][: len(ranked)]
     figures = [figures_of(run.kept)[metric] if run.kept else math.nan for run in ranked]
 
-    lines = [
-        Line(
-            [
-                (getattr(each, axis), each.values[metric])
-                for each in (result.figures() for result in run.results)
-                if metric in each.values
-            ],
-            f"{run.trial.number}" if index < len(best) else None,
+    curves, timed = [], []
+    for index, (run, color) in enumerate(zip(ranked, colors, strict=True)):
+        is_best = index < len(best)
+        look = (
+            f"{run.trial.number}" if is_best else None,
             color,
-            1.6 if index < len(best) else 0.8,
-            1.0 if index < len(best) else FAINT / 3,
+            1.6 if is_best else 0.8,
+            1.0 if is_best else FAINT / 3,
             f"{run.trial}",
-            order=3 - index / len(ranked),
         )
-        for index, (run, color) in enumerate(zip(ranked, colors, strict=True))
-    ]
+        order = 3 - index / len(ranked)
+        places = [getattr(result.figures(), axis) for result in run.results]
+        curves.append(Line(_points(run, metric, places), *look, order=order))
+        if run.elapsed:
+            timed.append(Line(_points(run, metric, run.elapsed), *look, order=order))
     heading = name_metric(ranked[0])
     ends = [
         f"{run.trial} {format_figure(metric, figure)}"
@@ -74,8 +75,12 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     ]
     summary = f"{heading} over {axis}s: {', '.join(ends)}"
     panels = [
-        Panel("metric-over-epochs", heading, summary, lines, axis, has_whole_x=True, log_ratio=20)
+        Panel("metric-over-epochs", heading, summary, curves, axis, has_whole_x=True, log_ratio=20)
     ]
+    if timed:
+        title = f"{heading} over time"
+        seconds = "seconds of training and evaluation"
+        panels.append(Panel("metric-over-time", title, title, timed, seconds, log_ratio=20))
     for index, name in enumerate(ranked[0].trial.values):
         values = [run.trial.values[name] for run in ranked]
         if len({repr(value) for value in values}) == 1:
@@ -96,11 +101,21 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
                 lines,
                 name,
                 log_ratio=20,
-                draw=functools.partial(log_scale, values=numbers, axis="x"),
+                draw=functools.partial(log_scale, values=numbers, ratio=DECADE, axis="x"),
             )
         )
     trials = "; ".join(str(run.trial) for run in best)
     return heading, f"colored: the best so far, {trials}", panels
+
+
+def _points(run: TrialRun, metric: str, places: Sequence[Any]) -> list[tuple[Any, float]]:
+    """Return the figure called `metric` of each result that has it, with the result's place."""
+    points = []
+    for place, result in zip(places, run.results, strict=True):
+        values = result.figures().values
+        if metric in values:
+            points.append((place, values[metric]))
+    return points
 
 
 def name_metric(run: TrialRun) -> str:

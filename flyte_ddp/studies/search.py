@@ -26,7 +26,7 @@ from flyte_ddp.config.fields import Limits, check, check_names
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event, Reported
 from flyte_ddp.launch.protocol.programs import Program, recipe_program
-from flyte_ddp.observers.formats import format_value
+from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.recipes import config_of, pin_initial_state
 from flyte_ddp.storage.weights import identify_state
 
@@ -93,7 +93,7 @@ class Trial:
         return ()
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {format_value(value)}" for name, value in self.values.items())
+        values = ", ".join(f"{name} {shown_value(value)}" for name, value in self.values.items())
         return f"trial {self.number} ({values})"
 
 
