@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import decimal
+import errno
 import fcntl
 import functools
 import gzip
@@ -26,7 +27,13 @@ from PIL import Image
 
 from flyte_ddp.data import Shards
 from flyte_ddp.data.cache import _find_place, _room_for_reads
-from flyte_ddp.data.readers import HEAD, WHOLE, _read_members, decode_mds, find_tar_offsets
+from flyte_ddp.data.readers import (
+    HEAD,
+    WHOLE,
+    _read_members,
+    decode_mds,
+    find_tar_offsets,
+)
 from flyte_ddp.data.source import CONCURRENT_READS, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import Storage
@@ -564,3 +571,123 @@ def test_a_list_of_http_urls_is_read(tmp_path):
         finally:
             server.shutdown()
             thread.join()
+
+
+def damage(contents, column, group=1):
+    """A Parquet file with some wrong bytes in a column of a row group."""
+    found = bytearray(contents)
+    chunk = pyarrow.parquet.ParquetFile(io.BytesIO(contents)).metadata.row_group(group)
+    chunk = chunk.column([chunk.column(n).path_in_schema for n in range(2)].index(column))
+    begin = chunk.data_page_offset
+    found[begin : begin + 40] = b"\xff" * 40
+    return bytes(found)
+
+
+def twice(contents, column):
+    """A Parquet file with two columns of a name."""
+    table = pyarrow.parquet.read_table(io.BytesIO(contents))
+    file = io.BytesIO()
+    table = table.append_column("other", table[column])
+    table = table.rename_columns([*table.column_names[:-1], column])
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+def as_latin(contents, column):
+    """A Parquet file whose text is not in UTF-8."""
+    table = pyarrow.parquet.read_table(io.BytesIO(contents))
+    text = pyarrow.array(["ä".encode("latin-1")] * len(table)).view(pyarrow.string())
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(
+        table.set_column(table.column_names.index(column), column, text), file
+    )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+@pytest.mark.parametrize(
+    ("break_it", "expected"),
+    [
+        (damage, "cannot be read: row group 1, column 'text': OSError"),
+        (twice, "cannot be read: columns: expected names that differ, got 'text' 2 times"),
+        (as_latin, "sample 9 cannot be read: column 'text': UnicodeDecodeError"),
+    ],
+)
+def test_what_is_wrong_in_the_contents_is_not_waited_for(
+    break_it, expected, place, bucket, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("flyte_ddp.data.shards.READ_TIMEOUT", 20)
+    tree, _ = make_tree("parquet", [30])
+    name, contents = tree.popitem()
+    tree[name] = break_it(contents, "text")
+    shards = Shards(put(bucket if place == "store" else str(tmp_path / "train"), tree))
+    shards.prepare()
+    with pytest.raises(DataError, match=f"{name}.*{expected}") as caught:
+        shards[9]
+    assert "\n" not in str(caught.value)
+    assert dataclasses.replace(shards, columns=["number"])[9] == {"number": 9}
+
+
+def test_a_store_that_goes_away_while_parquet_is_read_is_waited_for(bucket, monkeypatch):
+    from s3fs.core import S3File
+
+    tree, _ = make_tree("parquet", [30])
+    shards = Shards(put(bucket, tree))
+    shards.prepare()
+    fetch, failures = S3File._fetch_range, iter([ConnectionResetError("reset")] * 2)
+
+    def fetch_late(file, *arguments):
+        for failure in failures:
+            raise failure
+        return fetch(file, *arguments)
+
+    shards.prefetch([0])
+    monkeypatch.setattr(S3File, "_fetch_range", fetch_late)
+    fresh = dataclasses.replace(shards, columns=["number"])
+    assert fresh[29] == {"number": 29}
+    assert not list(failures)
+
+
+def raise_of(error):
+    def transform(fields):
+        raise error
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        ConnectionResetError("reset"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_an_error_of_the_machine_is_no_bad_sample(error, tmp_path):
+    url = write_tree(make_tree("jsonl")[0], tmp_path / "train")
+    shards = Shards(url, transform=raise_of(error), unreadable="ignore")
+    shards.prepare()
+    with pytest.raises((DataError, MemoryError)):
+        shards[0]
+    for of_sample in (OSError("image file is truncated"), FileNotFoundError(2, "a.png"), KeyError):
+        bad = dataclasses.replace(shards, transform=raise_of(of_sample))
+        assert bad[0] is Shards.UNREADABLE
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "mds"])
+def test_a_shard_that_is_cut_short_while_it_is_read_is_no_bad_sample(kind, tmp_path, monkeypatch):
+    tree, _ = make_tree(kind)
+    url = write_tree(tree, tmp_path / "train")
+    shards = Shards(url, transform=to_record, unreadable="ignore")
+    shards.prepare()
+    assert shards[25]["number"] == 25
+    name = next(name for name in tree if "0004" in name)
+    os.truncate(f"{url}/{name}", len(tree[name]) // 2)
+    with pytest.raises(DataError, match=f"{name}: sample 29 cannot be read: expected .* bytes"):
+        shards[54]
+    monkeypatch.setattr("os.pread", lambda *_: raise_of(OSError(errno.EIO, "bad disk"))(_))
+    with pytest.raises(DataError, match="shard-0000.* cannot be read: OSError.*bad disk"):
+        shards[0]

@@ -6,9 +6,11 @@ alone need to be fetched that are read. Knows no store. No torch.
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import functools
 import io
+import itertools
 import json
 import mmap
 import os
@@ -28,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.errors import DataError
+from flyte_ddp.errors import DataError, in_one_line
+from flyte_ddp.storage.failures import is_full
 
 Fields = dict[str, Any]
 Read = Callable[[str], Iterable[Fields]]  # of a reader of the user's: the samples of a local file
@@ -74,9 +77,9 @@ class Shard(ABC):
         parts = np.searchsorted(self.ends, rows, side="right")
         return np.full_like(parts, WHOLE) if self.is_whole else parts
 
-    def get(self, path: str, row: int) -> Fields:
-        """Return the fields of a sample, whose part is at `path`."""
-        fields = self.read(path, row)
+    def get(self, contents: Any) -> Fields:
+        """Return the fields of a sample that was loaded."""
+        fields = self.decode(contents)
         if self.columns is None:
             return fields
         if missing := [name for name in self.columns if name not in fields]:
@@ -84,8 +87,12 @@ class Shard(ABC):
         return {name: fields[name] for name in self.columns}
 
     @abstractmethod
-    def read(self, path: str, row: int) -> Fields:
-        """Return all fields of a sample."""
+    def load(self, path: str, row: int) -> Any:
+        """Return what is stored of a sample, whose part is at `path`."""
+
+    @abstractmethod
+    def decode(self, contents: Any) -> Fields:
+        """Return all fields of a sample that was loaded. It reads no file."""
 
     @abstractmethod
     def make_part(self, number: int, file: Any, target: str) -> None:
@@ -117,14 +124,10 @@ class ByteShard(Shard):
         """Return `offsets` of a shard with this head."""
         return np.fromfile(path, "<u8")[1:]  # after their checksum
 
-    @abstractmethod
-    def decode(self, contents: bytes) -> Fields:
-        """Return the fields of a sample."""
-
-    def read(self, path: str, row: int) -> Fields:
+    def load(self, path: str, row: int) -> bytes:
         begin, end = self.offsets[row : row + 2].tolist()
         base = 0 if self.is_whole else int(self.bounds[self.find_parts(row)])
-        return self.decode(read_bytes(path, begin - base, end - base))
+        return read_bytes(path, begin - base, end - base)
 
     def make_part(self, number: int, file: Any, target: str) -> None:
         begin, end = self.bounds[number : number + 2].tolist()
@@ -378,16 +381,55 @@ class ParquetShard(Shard):
 
         source = pyarrow.parquet.ParquetFile(file, metadata=self.footer, pre_buffer=True)
         names = list(self.columns or source.schema_arrow.names)
+        check_names(source.schema_arrow.names, names)
         schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
         groups = range(int(self.groups[number - 1]) if number else 0, int(self.groups[number]))
-        with pyarrow.ipc.new_file(target, schema) as writer:
+        with naming_column(source, groups, names), pyarrow.ipc.new_file(target, schema) as writer:
             for batch in source.iter_batches(row_groups=groups, columns=names):
                 writer.write_batch(batch.select(names))
 
-    def read(self, path: str, row: int) -> Fields:
+    def load(self, path: str, row: int) -> dict[str, Any]:
         number, table = int(self.find_parts(row)), _open_arrow(path)
         place = row - (int(self.ends[number - 1]) if number else 0)
-        return {name: _value(table[name][place]) for name in table.column_names}
+        return {name: table[name][place] for name in table.column_names}
+
+    def decode(self, contents: dict[str, Any]) -> Fields:
+        fields = {}
+        for name, scalar in contents.items():
+            try:
+                fields[name] = _value(scalar)
+            except Exception as error:  # such as of text that is not in UTF-8
+                raise DataError(f"column {name!r}: {in_one_line(error)}") from error
+        return fields
+
+
+def check_names(all_names: Sequence[str], names: Sequence[str]) -> None:
+    """Raise DataError if several columns have one of these names: none of them can be read."""
+    for name in names:
+        if (count := all_names.count(name)) > 1:
+            raise DataError(f"columns: expected names that differ, got {name!r} {count} times")
+
+
+@contextlib.contextmanager
+def naming_column(source: Any, groups: Iterable[int], names: Sequence[str]) -> Iterator[None]:
+    """Raise an error of the block as DataError that names the first row group and column that
+    cannot be read; as it is if they all can.
+
+    Args:
+        source: the Parquet file that the block reads.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or is_full(error):
+            raise
+        for group, name in itertools.product(groups, names):
+            try:
+                source.read_row_group(group, columns=[name])
+            except Exception as damage:
+                what = f"row group {group}, column {name!r}: {in_one_line(damage)}"
+                raise DataError(what) from damage
+        raise
 
 
 @functools.lru_cache(maxsize=MAX_OPEN)

@@ -30,6 +30,7 @@ from flyte_ddp.data.readers import Fields, Read
 from flyte_ddp.data.source import READ_TIMEOUT, Entry, Source
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import has_password
+from flyte_ddp.storage.failures import is_of_machine
 
 DEFAULT_CACHE_BYTES = 64 << 30  # or half of what is free on the disk, if that is less
 MAX_TOLD = 10  # samples that were ignored, of each process
@@ -114,7 +115,8 @@ class Shards(Stream):
         cache_dir: a directory of this user's for fetched shards; by default a temporary one.
         cache_gib: its size, of all processes of a machine together.
         unreadable: "fail", or "ignore" to go on where a sample cannot be decoded or transformed: it
-            keeps its place, with weight 0, and is counted and logged. A shard is never ignored.
+            keeps its place, with weight 0, and is counted and logged. A shard is never ignored, nor
+            is an error of this machine, such as too many open files.
 
     Raises:
         ConfigError: an argument is not of its kind.
@@ -169,12 +171,14 @@ class Shards(Stream):
     def __getitem__(self, sample: int) -> Any:
         entry, row = self._find(sample)
         shard, path = self._cache.find(entry, row)
+        with reading(self._files, entry, f"sample {row}"):
+            contents = shard.load(path, row)
         try:
             with reading(self._files, entry, f"sample {row}"):
-                fields = shard.get(path, row)
+                fields = shard.get(contents)
                 return self.transform(fields) if self.transform else fields
         except DataError as error:
-            if self.unreadable == "fail":
+            if self.unreadable == "fail" or is_of_machine(error.__cause__):
                 raise
             self._cache.num_ignored += 1
             if self._cache.num_ignored <= MAX_TOLD:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage, redact_url
-from flyte_ddp.storage.failures import is_full
 
 T = TypeVar("T")
 
@@ -87,20 +86,22 @@ class Source:
         return not self._storage(name)[0].url.startswith("http")
 
     def read_parts(self, name: str, read: Callable[[Any], T]) -> T:
-        """Return the result of `read`, which is called with the open file."""
+        """Return the result of `read`, which is called with the open file. The errors of this file
+        are waited for, and those of `read` itself are raised as they are.
+        """
         storage, path = self._storage(name)
 
         def read_open() -> T | Exception:
             storage.file_system.invalidate_cache()
             # without a cache: what is asked for is fetched, and no more
             with storage.file_system.open(path, "rb", cache_type="none") as file:
+                watched = _WatchedFile(file)
                 try:
-                    return read(file)
+                    return read(watched)
                 except Exception as error:
-                    # of the contents or of this disk, which no other try changes
-                    if isinstance(error, ValueError) or is_full(error):
-                        return error
-                    raise
+                    if watched.error is None:
+                        return error  # of the contents or of this disk, which no other try changes
+                    raise watched.error from None
 
         found = storage.retry(read_open)
         if isinstance(found, Exception):
@@ -117,6 +118,24 @@ class Source:
         storage = _open(os.getpid(), place, self.timeout)
         relative = name if isinstance(self.place, str) else name.rpartition("/")[2]
         return storage, f"{storage.root}/{relative}"
+
+
+@dataclass
+class _WatchedFile:
+    """An open file, and the last error of the store in it."""
+
+    file: Any
+    error: Exception | None = None
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return bytes(self.file.read(size))
+        except Exception as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
 
 def version_of(info: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from flyte_ddp.data.index import OWN_INDEX, prepare_index
 from flyte_ddp.data.offsets import write_offsets
 from flyte_ddp.data.order import Indices
 from flyte_ddp.data.permutation import VERSION, derive_key, permute
-from flyte_ddp.data.readers import find_tar_offsets
+from flyte_ddp.data.readers import check_names, find_tar_offsets, naming_column
 from flyte_ddp.data.source import Entry, Source, version_of
 from flyte_ddp.data.splits import NOTE, read_note
 from flyte_ddp.errors import ConfigError, DataError
@@ -140,6 +140,7 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
             footer, schema = source.read_parts(
                 entry.name, lambda file: ((found := ParquetFile(file)).metadata, found.schema_arrow)
             )
+            check_names(schema.names, schema.names)
             if others := set(schema) ^ set(schemas[0] if schemas else schema):
                 got = ", ".join(sorted({field.name for field in others}))
                 raise DataError(f"expected the columns of {entries[0].name}, got another {got}")
@@ -164,11 +165,8 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
                 shards = places * num_shards // num_rows
                 first = end
                 with reading(source, entry):
-                    read = functools.partial(ParquetFile, metadata=footer, pre_buffer=True)
-                    table = source.read_parts(
-                        entry.name,
-                        lambda file: read(file).read_row_group(group),  # noqa: B023
-                    )
+                    read = functools.partial(_read_group, footer, group)
+                    table = source.read_parts(entry.name, read)
                 for number in writers.keys() & set(shards.tolist()):
                     writers[number].write_table(table.take(np.flatnonzero(shards == number)))
         for writer in writers.values():
@@ -189,3 +187,12 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
     checksum = compute_checksum((each.name, each.size, each.version) for each in entries)
     begin_shards(destination, {"source": checksum, "seed": seed, "shard size": shard_bytes})
     return write_shards(destination, num_shards, ".parquet", make)
+
+
+def _read_group(footer: Any, number: int, file: Any) -> Any:
+    """Return the rows of a row group of an open Parquet file."""
+    from pyarrow.parquet import ParquetFile
+
+    source = ParquetFile(file, metadata=footer, pre_buffer=True)
+    with naming_column(source, [number], source.schema_arrow.names):
+        return source.read_row_group(number)

@@ -122,6 +122,19 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def is_of_machine(error: BaseException | None) -> bool:
+    """Return whether `error` says nothing about the sample that was made: it is of this machine,
+    such as too many open files, or of its network.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):  # torch's
+            return True
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            # Decoders raise OSError without a number for damaged bytes.
+            return cause.errno is not None or isinstance(cause, (ConnectionError, TimeoutError))
+    return False
+
+
 def remedy_for(error: Exception, is_local: bool) -> str:
     """Return what a user can do about `error`, which means DENIED.
 

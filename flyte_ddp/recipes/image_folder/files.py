@@ -18,6 +18,7 @@ from flyte_ddp.data.source import CONCURRENT_READS, READ_TIMEOUT
 from flyte_ddp.errors import DataError, StorageDenied
 from flyte_ddp.recipes.contents import IMAGE, kind_of
 from flyte_ddp.storage import Storage, has_password
+from flyte_ddp.storage.failures import is_of_machine
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -134,10 +135,14 @@ class FileReader:
         raise UnreadableImage(f"data: {self.join(file)} cannot be read: {reason}")
 
     def decode(self, file: File, contents: bytes) -> Image:
-        """Return the image of which `read` has returned the contents. Raises UnreadableImage."""
+        """Return the image of which `read` has returned the contents. Raises UnreadableImage, or an
+        error of this machine as it is.
+        """
         try:
             return decode_image(contents)
         except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
+            if is_of_machine(error):
+                raise
             raise UnreadableImage(
                 f"data: {self.join(file)} is no image that can be read: {error}"
             ) from error
