@@ -11,9 +11,11 @@ import functools
 import gzip
 import http.server
 import io
+import itertools
 import json
 import os
 import pickle
+import subprocess
 import tarfile
 import threading
 
@@ -21,7 +23,7 @@ import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -30,6 +32,7 @@ from flyte_ddp.data.cache import _find_place, _room_for_reads
 from flyte_ddp.data.readers import (
     HEAD,
     WHOLE,
+    TarShard,
     _read_members,
     decode_mds,
     find_tar_offsets,
@@ -691,3 +694,93 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_no_bad_sample(kind, tmp_p
     monkeypatch.setattr("os.pread", lambda *_: raise_of(OSError(errno.EIO, "bad disk"))(_))
     with pytest.raises(DataError, match="shard-0000.* cannot be read: OSError.*bad disk"):
         shards[0]
+
+
+def archive(members, form=tarfile.PAX_FORMAT):
+    """A tar file of (name, contents), or of headers such as of links."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
+        for each in members:
+            if isinstance(each, tarfile.TarInfo):
+                tar.addfile(each)
+                continue
+            member = tarfile.TarInfo(each[0])
+            member.size = len(each[1])
+            tar.addfile(member, io.BytesIO(each[1]))
+    return file.getvalue()
+
+
+def link(name, target, kind):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+def sparse(directory, form):
+    """A tar file with a sparse member, as GNU tar writes it."""
+    with open(f"{directory}/0.bin", "wb") as file:
+        file.seek(1 << 20)
+        file.write(b"end")
+    written = f"{directory}/sparse.tar"
+    options = ["--sparse", f"--format={form}"]
+    subprocess.run(["tar", *options, "-cf", written, "-C", str(directory), "0.bin"], check=True)
+    with open(written, "rb") as file:
+        return file.read()
+
+
+ANIMALS = [(f"{number}.{kind}", kind.encode()) for number in range(3) for kind in ("jpg", "cls")]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda _: archive(sorted(ANIMALS, key=lambda each: each[1])), r"side by side, got 0.jpg "),
+        (lambda _: archive([*ANIMALS, ("0.txt", b"x")]), "got 0.txt at byte 6144 apart from 0.cls"),
+        (lambda _: archive([*ANIMALS, ANIMALS[-1]]), "other names of samples, got 2.cls twice"),
+        (lambda _: archive(ANIMALS) + archive([("9.cls", b"x")]), "end of the .*--concatenate"),
+        (
+            lambda _: archive([*ANIMALS, ("a.jpg", b"x"), link("a.cls", "0.cls", tarfile.LNKTYPE)]),
+            "a.cls: expected a plain file, got a link to 0.cls",
+        ),
+        (lambda _: archive([link("a.cls", "0.cls", tarfile.SYMTYPE), *ANIMALS]), "got a link to"),
+        (lambda _: archive([link("a.cls", "", b"M"), *ANIMALS]), "a member of type 'M'"),
+        (lambda place: sparse(place, "gnu"), "0.bin: expected a plain file, got a sparse file"),
+        (lambda place: sparse(place, "posix"), "0.bin: expected a plain file, got a sparse file"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
+def test_a_tar_file_whose_samples_are_not_whole_is_refused(make, expected, suffix, tmp_path):
+    contents = make(tmp_path)
+    packed = gzip.compress(contents) if suffix == "tar.gz" else contents
+    shards = Shards(write_tree({f"a.{suffix}": packed}, tmp_path / "train"))
+    with pytest.raises(DataError, match=f"a.{suffix} cannot be read: .*{expected}") as caught:
+        shards.prepare()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tar_file_may_have_samples_of_one_key_and_links_that_are_no_fields(tmp_path):
+    members = [*ANIMALS, *ANIMALS[:2], link("latest", "0.jpg", tarfile.SYMTYPE)]
+    shards = Shards(write_tree({"a.tar": archive(members)}, tmp_path / "train"))
+    shards.prepare()
+    assert [shards[number]["__key__"] for number in range(len(shards))] == ["0", "1", "2", "0"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz")), max_size=9, unique=True),
+    st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_samples_of_a_tar_file_are_whole_or_refused(members, form):
+    contents = archive([(".".join(each), "".join(each).encode()) for each in members], form)
+    expected = {}
+    for key, name in members:
+        expected.setdefault(key, {"__key__": key})[name] = f"{key}{name}".encode()
+    try:
+        offsets = find_tar_offsets(contents).tolist()
+    except DataError:
+        groups = [key for key, _ in itertools.groupby(members, lambda each: each[0])]
+        assert len(groups) > len(expected)
+        return
+    decode = TarShard.decode.__get__(TarShard.__new__(TarShard))
+    pieces = itertools.pairwise(offsets)
+    assert [decode(contents[begin:end]) for begin, end in pieces] == list(expected.values())

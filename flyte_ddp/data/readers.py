@@ -46,6 +46,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", "
 _HEADER = struct.Struct("100s24x12s12x8sc100x8s80x155s12x")
 # In an extended header: other values than the header's behind it. Without them it has times.
 _VALUES = re.compile(rb"path=|size=|GNU\.|hdrcharset=")
+_NONZERO = re.compile(rb"[^\0]")
 # A member's name without and with its extension, as WebDataset cuts it.
 _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.S)
 
@@ -179,15 +180,56 @@ class TarShard(ByteShard):
 
 
 def find_tar_offsets(contents: bytes | mmap.mmap) -> NDArray[Any]:
-    """Return where the samples of a tar file begin, and where the last one ends."""
-    begins, key, end = array("q"), "", 0
+    """Return where the samples of a tar file begin, and where the last one ends.
+
+    Raises:
+        DataError: fields of a sample lie apart or have one name, a field is no plain file, or
+            another archive follows.
+    """
+    begins, keys, end = array("q"), array("q"), 0
+    for is_new, key, name, (first, begin, size) in _read_fields(contents):
+        if is_new:
+            begins.append(first)
+            keys.append(hash(key))
+            names = set[str]()
+        if name in names:
+            raise DataError(f"expected other names of samples, got {key}.{name} twice")
+        names.add(name)
+        end = begin + _padded(size)
+    if len(np.unique(keys)) < len(keys):
+        _check_fields(contents)
+    return np.array([*begins, end])
+
+
+def _read_fields(
+    contents: bytes | mmap.mmap,
+) -> Iterator[tuple[bool, str, str, tuple[int, int, int]]]:
+    """Yield of each field in a tar file whether it is the first one of a sample, the sample's key,
+    the field's name, and the numbers of `_read_members`.
+    """
+    key = None
     for first, name, begin, size in _read_members(contents, has_end=True):
         if match := _MEMBER.fullmatch(name):
-            if not begins or match[1] != key:
-                begins.append(first)
-                key = match[1]
-            end = begin + _padded(size)
-    return np.array([*begins, end])
+            yield match[1] != key, match[1], match[2].lower(), (first, begin, size)
+            key = match[1]
+
+
+def _check_fields(contents: bytes | mmap.mmap) -> None:
+    """Raise DataError if a sample's fields lie apart. Another sample of the same key may follow: it
+    has no field that the first one has not.
+    """
+    known: dict[str, set[str]] = {}
+    is_again = False
+    for is_new, key, name, (first, _, _) in _read_fields(contents):
+        if is_new:
+            is_again = key in known
+        names = known.setdefault(key, set())
+        if is_again and name not in names:
+            raise DataError(
+                f"expected the fields of a sample side by side, got {key}.{name} at byte {first} "
+                f"apart from {key}.{min(names)}: write the archive with `tar --sort=name`"
+            )
+        names.add(name)
 
 
 def _read_members(
@@ -214,12 +256,33 @@ def _read_members(
     file = io.BytesIO(contents) if isinstance(contents, bytes) else contents
     file.seek(first)
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in filter(tarfile.TarInfo.isreg, tar):
-            yield member.offset, member.name, member.offset_data, member.size
+        for member in tar:
+            if _is_plain(member):
+                yield member.offset, member.name, member.offset_data, member.size
         # where `tarfile` takes a damaged header for the end
         rest = contents[tar.offset : tar.offset + tarfile.BLOCKSIZE]
         if any(rest) or (rest and not has_end):
             raise DataError(f"expected the header of a member at byte {tar.offset}")
+        if more := _NONZERO.search(contents, tar.offset):
+            raise DataError(
+                f"expected the end of the archive at byte {tar.offset}, got more at byte "
+                f"{more.start()}: join archives with `tar --concatenate`"
+            )
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """Return whether a member is a file. Raises DataError if a field's contents are not behind its
+    header.
+    """
+    is_file = member.isreg() and member.sparse is None
+    if is_file or member.isdir() or member.isdev() or not _MEMBER.fullmatch(member.name):
+        return is_file
+    what = f"a member of type {member.type.decode(errors='replace')!r}: write it as a plain file"
+    if member.islnk() or member.issym():
+        what = f"a link to {member.linkname}: write the archive with `tar --hard-dereference -h`"
+    elif member.sparse is not None or member.type == tarfile.GNUTYPE_SPARSE:
+        what = "a sparse file: write the archive without `--sparse`"
+    raise DataError(f"{member.name}: expected a plain file, got {what}")
 
 
 def _read_header(contents: bytes | mmap.mmap, place: int) -> tuple[str, int] | None:
