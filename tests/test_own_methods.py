@@ -4,6 +4,7 @@ and resume exactly.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 
@@ -209,6 +210,14 @@ def test_a_recipes_own_collate_is_given_each_micro_batch_and_held_out_samples_ap
         assert math.isfinite(evaluation.loss)
 
 
+def test_one_rank_says_for_all_that_a_collate_mixes_samples(caplog):
+    recipe, config = Mixed(), TrainingConfig(global_batch_size=8)
+    (train,) = open_samples([recipe.datasets(None)[0]], recipe, config, ALONE)
+    second = Parallelism(recipe, config, dataclasses.replace(ALONE, rank=1))
+    check_contract(torch.nn.Linear(3, 3), train, second)
+    assert "it mixes the samples" not in caplog.text
+
+
 def test_one_sample_is_no_mixture():
     recipe, config = Mixed(), TrainingConfig(global_batch_size=1)
     (train,) = open_samples([recipe.datasets(None)[0][:1]], recipe, config, ALONE)
@@ -242,7 +251,9 @@ def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_t
     assert [each.step for each in seen if isinstance(each, Reported)] == [1, 4, 8, 12, 16, 20, 24]
     assert [each for each in seen if not isinstance(each, Reported)] == hooked.progress.epochs
     assert set(seen[0].values) > {"loss", "learning_rate", "gradient_norm"}
-    assert "result of on_step cannot be shown: ValueError: their server is away" in caplog.text
+    for hook in ("on_step", "on_epoch"):
+        line = f"result of {hook} cannot be shown: ValueError: their server is away"
+        assert caplog.text.count(line) == 1
     torch.testing.assert_close(hooked.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 
 

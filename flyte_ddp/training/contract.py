@@ -123,7 +123,8 @@ def check_contract(
         expected = "expected a model of the samples' inputs"
         return _call(recipe, "model", expected, model, inputs=given)
 
-    if isinstance(train, LoadedSamples) and train.has_own_collate and size > 1:
+    has_own_batches = isinstance(train, LoadedSamples) and train.has_own_collate and size > 1
+    if has_own_batches and parallelism.world.is_first:
         _tell_mixing(recipe, train)
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):

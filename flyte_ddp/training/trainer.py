@@ -97,6 +97,8 @@ class Trainer:
     # the run goes on from the state of the best epoch, which the store lacks
     _best_is_unsaved: bool = False
     _buffers: list[Tensor] = dataclasses.field(default_factory=list)  # as they were before the step
+    # what could not be shown in this attempt: it is logged once
+    _failed: set[str] = dataclasses.field(default_factory=set)
     _num_unreadable: int = 0  # before the current epoch, of this rank
 
     def __post_init__(self) -> None:
@@ -575,7 +577,7 @@ class Trainer:
         )
         self.session.emit(reported)
         if self.world.is_first:
-            with log_failures("result of on_step"):
+            with log_failures("result of on_step", self._failed):
                 self.recipe.on_step(reported)
 
     def _finish_epoch(
@@ -605,26 +607,26 @@ class Trainer:
             share=progress.batch / num_batches(self.train, self.config),
             **self.parallelism.exchange_seconds(self.replica),
         )
-        with log_failures("figures"):
+        with log_failures("figures", self._failed):
             figures = {**finished.metrics, **read_figures(self.recipe, finished)}
             if utilization := self.sample_utilization * finished.samples_per_second:
                 figures["model_flops_utilization"] = utilization
             finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if self.parallelism.saves:
-            with log_failures("sample"):
+            with log_failures("sample", self._failed):
                 finished = dataclasses.replace(
                     finished, sample=inspection.generate_sample(self.model, self.recipe)
                 )
             self.session.emit(finished)
-            with log_failures("histograms"):
+            with log_failures("histograms", self._failed):
                 self.session.emit(
                     HistogramsTaken(
                         progress.step, inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
         if world.is_first:
-            with log_failures("result of on_epoch"):
+            with log_failures("result of on_epoch", self._failed):
                 self.recipe.on_epoch(finished)
         self.schedule.end_evaluation(finished)
         progress.note(finished)
