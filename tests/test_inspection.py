@@ -81,6 +81,17 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
     ]
 
 
+def test_predictions_are_shown_after_epochs_where_that_is_asked_for(tmp_path):
+    trainer = new_trainer(new_run(tmp_path), epochs=3, prediction_interval=1)
+    trainer.fit()
+    made = [
+        event for event in trainer.session.process.link.events if isinstance(event, PredictionsMade)
+    ]
+    assert [each.epoch for each in made] == [1, 2]  # the end of the run shows the kept model's
+    numbers = [each.sample for each in made[0].predictions]
+    assert numbers == list(range(len(trainer.test)))
+
+
 def test_a_run_without_showable_layers_and_predictions_succeeds(tmp_path):
     run = new_run(tmp_path, "Unshown").train(num_processes=1, epochs=1)
 

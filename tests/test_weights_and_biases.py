@@ -128,9 +128,10 @@ def test_an_offline_run_holds_all_records(tmp_path: Path) -> None:
     ]
     kept = {file.path: Path(file.local_path).read_bytes() for file in files}
     table = json.loads(kept["predictions/test.table.json"])
-    assert table["columns"] == ["image", "guess", "truth", "score 3", "score 8"]
-    assert [row[1:] for row in table["data"]] == [["8", "3", 0.25, 0.75], ["3", "3", 0.25, 0.75]]
-    assert kept[table["data"][0][0]["path"]].startswith(b"\x89PNG")
+    assert table["columns"] == ["sample", "image", "guess", "truth", "score 3", "score 8"]
+    assert [row[0] for row in table["data"]] == [None, None]
+    assert [row[2:] for row in table["data"]] == [["8", "3", 0.25, 0.75], ["3", "3", 0.25, 0.75]]
+    assert kept[table["data"][0][1]["path"]].startswith(b"\x89PNG")
 
     summary = summary_of(directory)
     assert summary["graph_0"]["_type"] == "graph-file"
@@ -158,7 +159,7 @@ def test_disabled_mode_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_text_predictions_and_generated_text_are_recorded(tmp_path: Path) -> None:
     epoch = replace(epoch_finished(1), sample="<b>first line\nsecond")
-    made = PredictionsMade(3, [Prediction("a", "b", {}, text="Bell")])
+    made = PredictionsMade(3, [Prediction("a", "b", {}, text="Bell", sample=4)])
     replay(Wandb("project", "run-1", tmp_path, say=lambda line: None), [started(), epoch, made])
     rows = rows_of(tmp_path)
     (page, table) = [
@@ -168,7 +169,7 @@ def test_text_predictions_and_generated_text_are_recorded(tmp_path: Path) -> Non
         if key in row
     ]
     assert page == "<pre>&lt;b&gt;first line\nsecond</pre>"
-    assert json.loads(table)["data"] == [["Bell", "b", "a"]]
+    assert json.loads(table)["data"] == [[4, "Bell", "b", "a"]]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -214,6 +214,12 @@ class TrainingConfig(Checked):
         0, minimum=0, help="loader processes per rank, for data sets that are read sample by sample"
     )
     log_interval: int = field(20, minimum=1, help="optimizer steps between two step events")
+    prediction_interval: int = field(
+        0,
+        minimum=0,
+        help="epochs between two tables of predictions for people; 0: only of the model that the "
+        "run returns",
+    )
     checkpoint_interval: int = field(
         0,
         minimum=0,

@@ -250,6 +250,7 @@ class Prediction:
     numbers: list[float] = field(default_factory=list)  # truth and guess, if they are numbers
     # of the guess, larger for a worse one, where it is not just right or wrong
     error: float | None = None
+    sample: int = -1  # its number among the held-out samples, from 0; -1 where it is not known
 
     def __post_init__(self) -> None:
         """Turn names into texts of UTF-8: a recipe may call its classes by numbers, or by the bytes

@@ -223,12 +223,15 @@ class Wandb(Recorder):
         classes = dict.fromkeys(name for each in event.predictions for name in each.scores)
         has_images = any(each.image for each in event.predictions)
         scores = [f"score {name}" for name in classes]
-        table = wandb.Table(["image" if has_images else "text", "guess", "truth", *scores])
+        table = wandb.Table(
+            ["sample", "image" if has_images else "text", "guess", "truth", *scores]
+        )
         for each in event.predictions:
-            sample: Any = None if has_images else each.text
+            shown: Any = None if has_images else each.text
             if each.image:
-                sample = wandb.Image(Image.open(io.BytesIO(each.image)))
-            table.add_data(sample, each.guess, each.truth, *map(each.scores.get, classes))
+                shown = wandb.Image(Image.open(io.BytesIO(each.image)))
+            number = each.sample if each.sample >= 0 else None
+            table.add_data(number, shown, each.guess, each.truth, *map(each.scores.get, classes))
         self._run.log({"epoch": event.epoch, "predictions/test": table})
 
     def _record_model(self, event: RunFinished) -> None:

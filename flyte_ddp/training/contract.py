@@ -123,8 +123,8 @@ def check_contract(
         expected = "expected a model of the samples' inputs"
         return _call(recipe, "model", expected, model, inputs=given)
 
-    has_own_batches = isinstance(train, LoadedSamples) and train.has_own_collate and size > 1
-    if has_own_batches and parallelism.world.is_first:
+    is_first = parallelism.world.is_first  # one rank warns for all
+    if is_first and isinstance(train, LoadedSamples) and train.has_own_collate and size > 1:
         _tell_mixing(recipe, train)
     for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
         with unchanged(model, recipe, train.dataset):

@@ -4,6 +4,7 @@ predictions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -83,12 +84,20 @@ def make_predictions(
     indices = torch.arange(min(len(samples), MAX_PREDICTIONS), device=samples.index_device).split(
         PREDICTION_BATCH
     )
-    recipe, predictions = parallelism.recipe, []
+    recipe, predictions, num_batches = parallelism.recipe, [], 0
     with unchanged(model, recipe, samples.dataset), evaluating(model):
         for batch, targets, *_ in samples.batches(indices, epoch=0):
             outputs = map_tensors(on_cpu, forward(model, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
-            predictions += recipe.report_samples(batch, outputs, targets)
+            shown = recipe.report_samples(batch, outputs, targets)
+            numbers = indices[num_batches].tolist()
+            num_batches += 1
+            if len(shown) == len(numbers):  # else they are not one for each sample
+                shown = [
+                    dataclasses.replace(each, sample=number)
+                    for each, number in zip(shown, numbers, strict=True)
+                ]
+            predictions += shown
     return predictions
 
 

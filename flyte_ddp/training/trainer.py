@@ -30,7 +30,14 @@ from flyte_ddp.errors import (
     in_one_line,
     log_failures,
 )
-from flyte_ddp.events import EpochFinished, HistogramsTaken, Reported, StepFoundBad, find_best
+from flyte_ddp.events import (
+    EpochFinished,
+    HistogramsTaken,
+    PredictionsMade,
+    Reported,
+    StepFoundBad,
+    find_best,
+)
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
 from flyte_ddp.rank.data import BatchShard, Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_interval import MemoryInterval
@@ -625,6 +632,13 @@ class Trainer:
                         progress.step, inspection.take_histograms(self.model, self.parallelism)
                     )
                 )
+            interval = self.config.prediction_interval
+            is_last = progress.epoch == self.config.epochs  # the run's end shows the kept model's
+            if interval and finished.share == 1 and progress.epoch % interval == 0 and not is_last:
+                self.beat()
+                with log_failures("predictions", self._failed):
+                    made = inspection.make_predictions(self.model, self.test, self.parallelism)
+                    self.session.emit(PredictionsMade(progress.epoch, made))
         if world.is_first:
             with log_failures("result of on_epoch", self._failed):
                 self.recipe.on_epoch(finished)
