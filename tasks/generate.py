@@ -20,7 +20,15 @@ def generate(
     max_length: int,
 ) -> list[str]:
     """Generate `count` names that are not in `data`."""
-    return flyte.generate_names(**locals())
+    return flyte.generate_names(
+        model_state=model_state,
+        data=data,
+        count=count,
+        temperature=temperature,
+        seed=seed,
+        prefix=prefix,
+        max_length=max_length,
+    )
 
 
 @task(**flyte.pod(flyte.SETTINGS.small), retries=2)
@@ -33,4 +41,11 @@ def generate_text(
     seed: int,
 ) -> str:
     """Continue `prompt` with the model in `model_state`."""
-    return flyte.generate_text(**locals())
+    return flyte.generate_text(
+        model_state=model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )

@@ -23,7 +23,16 @@ def predict_on_one_node(
     num_processes: int = 0,
 ) -> flyte.PredictionOutputs:
     """Predict `data` with one process per GPU, or `num_processes` on a machine without."""
-    return flyte.predict(**locals())
+    return flyte.predict(
+        recipe=recipe,
+        model_state=model_state,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+        num_processes=num_processes,
+    )
 
 
 @task(**flyte.pod(flyte.SETTINGS.driver), retries=3)  # the GPUs are the cluster's
@@ -38,4 +47,13 @@ def predict_on_cluster(
     part_size: int = 16384,
 ) -> flyte.PredictionOutputs:
     """Predict `data` on the nodes of a Dask cluster that is started for it."""
-    return flyte.predict(**locals())
+    return flyte.predict(
+        recipe=recipe,
+        model_state=model_state,
+        cluster=cluster,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+    )

@@ -35,7 +35,20 @@ def plan_retraining(
     output: str = "",
 ) -> flyte.RetrainingPlan:
     """Decide, before a GPU is requested, what to train, and from which weights."""
-    return flyte.plan_retraining(**locals())
+    return flyte.plan_retraining(
+        kickoff_time=kickoff_time,
+        champion=champion,
+        recipe=recipe,
+        config=config,
+        source=source,
+        cluster=cluster,
+        train_on=train_on,
+        start_from=start_from,
+        margin=margin,
+        min_samples=min_samples,
+        min_share=min_share,
+        output=output,
+    )
 
 
 # One process measures, so one GPU, however many train.
@@ -53,7 +66,14 @@ def judge_challenger(
     output: str = "",
 ) -> flyte.RetrainingOutputs:
     """Measure challenger and champion on the same held-out data, and promote the better one."""
-    return flyte.judge_challenger(**locals())
+    return flyte.judge_challenger(
+        retraining=retraining,
+        config=config,
+        data=data,
+        challenger=challenger,
+        export=export,
+        output=output,
+    )
 
 
 @task(**flyte.pod(flyte.SETTINGS.small, deck=True), retries=2)

@@ -22,4 +22,11 @@ def run_script(
     output: str = "",
 ) -> flyte.ScriptOutputs:
     """Run a script in every rank of a Dask cluster that is started for it."""
-    return flyte.run_script(**locals())
+    return flyte.run_script(
+        script=script,
+        entry_point=entry_point,
+        arguments=arguments,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
+    )

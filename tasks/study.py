@@ -19,7 +19,16 @@ def check_sweep(
     cluster: flyte.OptionalCluster,
 ) -> flyte.CheckedStudy:
     """Check every trial of the sweep before anything is prepared or started for the first."""
-    return flyte.check_sweep(**locals())
+    return flyte.check_sweep(
+        recipe=recipe,
+        config=config,
+        grid=grid,
+        num_models=num_models,
+        seed=seed,
+        sampler=sampler,
+        stop_early=stop_early,
+        cluster=cluster,
+    )
 
 
 @task(**flyte.pod(flyte.SETTINGS.small))
@@ -35,7 +44,17 @@ def check_scaling(
     cluster: flyte.OptionalCluster,
 ) -> flyte.CheckedStudy:
     """Check every trial of the study before anything is prepared or started for the first."""
-    return flyte.check_scaling(**locals())
+    return flyte.check_scaling(
+        recipe=recipe,
+        config=config,
+        world_sizes=world_sizes,
+        learning_rates=learning_rates,
+        batch_sizes_per_rank=batch_sizes_per_rank,
+        sample_sizes=sample_sizes,
+        target_loss=target_loss,
+        repeats=repeats,
+        cluster=cluster,
+    )
 
 
 @task(
@@ -58,7 +77,19 @@ def train_sweep(
     sampler: str = "random",
 ) -> flyte.SweepOutputs:
     """Train one model, a trial, for each configuration, and compare them."""
-    return flyte.train_sweep(**locals())
+    return flyte.train_sweep(
+        recipe=recipe,
+        config=config,
+        trials=trials,
+        data=data,
+        cluster=cluster,
+        stop_early=stop_early,
+        checkpoints=checkpoints,
+        output=output,
+        grid=grid,
+        seed=seed,
+        sampler=sampler,
+    )
 
 
 # Not cached: the measurements are true only for the machines and the network of that day.
@@ -78,4 +109,13 @@ def train_at_world_sizes(
     output: str = "",
 ) -> flyte.ScalingOutputs:
     """Train a trial at every world size with every combination of the other choices."""
-    return flyte.train_at_world_sizes(**locals())
+    return flyte.train_at_world_sizes(
+        recipe=recipe,
+        config=config,
+        trials=trials,
+        data=data,
+        cluster=cluster,
+        target_loss=target_loss,
+        checkpoints=checkpoints,
+        output=output,
+    )

@@ -19,7 +19,13 @@ def prepare(
     trains_here: bool = False,
 ) -> flyte.Prepared:
     """Check and resolve the inputs, and prepare the data of `recipe`."""
-    return flyte.prepare(**locals())
+    return flyte.prepare(
+        recipe=recipe,
+        config=config,
+        source=source,
+        cluster=cluster,
+        trains_here=trains_here,
+    )
 
 
 @task(
@@ -39,7 +45,15 @@ def train_on_one_node(
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
     """Train `recipe` with one process per GPU, or `num_processes` on a machine without."""
-    return flyte.train_on_one_node(**locals())
+    return flyte.train_on_one_node(
+        recipe=recipe,
+        config=config,
+        data=data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent_champion,
+    )
 
 
 @task(
@@ -59,4 +73,12 @@ def train_on_cluster(
     parent_champion: str = "",
 ) -> flyte.TrainingOutputs:
     """Train `recipe` across the nodes of a Dask cluster that is started for it."""
-    return flyte.train_on_cluster(**locals())
+    return flyte.train_on_cluster(
+        recipe=recipe,
+        config=config,
+        data=data,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent_champion,
+    )

@@ -371,3 +371,19 @@ assert issubclass(DataError, ValueError) and Recipe.prepare and callable(load_ch
     )
 
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
+
+
+def test_tasks_pass_each_input_on_by_its_name():
+    """A local variable must not become an argument."""
+    bodies = {
+        (file.name, function.name): function
+        for folder in ("tasks", "workflows")
+        for file in (REPOSITORY / folder).glob("*.py")
+        for function in ast.parse(file.read_text()).body
+        if isinstance(function, ast.FunctionDef)
+    }
+    assert len(bodies) > 15
+    for place, function in bodies.items():
+        used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        assert "locals" not in used, place
+        assert {each.arg for each in function.args.args} <= used, place

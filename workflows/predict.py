@@ -37,7 +37,16 @@ def predict_wf(
         part_size: samples of a file, a multiple of batch_size
         num_processes: by default one per GPU, or two on a machine without GPUs
     """
-    return predict_on_one_node(**locals())
+    return predict_on_one_node(
+        recipe=recipe,
+        model_state=model_state,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+        num_processes=num_processes,
+    )
 
 
 @workflow
@@ -66,4 +75,13 @@ def predict_on_cluster_wf(
         batch_size: samples of a forward pass
         part_size: samples of a file, a multiple of batch_size
     """
-    return predict_on_cluster(**locals())
+    return predict_on_cluster(
+        recipe=recipe,
+        model_state=model_state,
+        cluster=cluster,
+        data=data,
+        output=output,
+        config=config,
+        batch_size=batch_size,
+        part_size=part_size,
+    )

@@ -41,4 +41,11 @@ def script_wf(
             the execution's own, which its retries share
         output: directory in which a local run leaves its outputs; by default runs/NAME, a new one
     """
-    return run_script(**locals())
+    return run_script(
+        script=script,
+        entry_point=entry_point,
+        arguments=arguments,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
+    )

@@ -36,7 +36,14 @@ def generate_text_wf(
             probability
         seed: of the random draws, 0 or more
     """
-    return generate_text(**locals())
+    return generate_text(
+        model_state=model_state,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
 
 
 @workflow

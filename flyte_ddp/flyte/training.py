@@ -44,7 +44,15 @@ def train_on_one_node(
     `output` is the directory of a local run's outputs. `parent_champion` is the version that this
     model is to replace, for its card.
     """
-    return _train(**locals())
+    return _train(
+        recipe=recipe,
+        config=config,
+        data=data,
+        num_processes=num_processes,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent_champion,
+    )
 
 
 @task_body
@@ -63,7 +71,15 @@ def train_on_cluster(
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
     `output` and `parent_champion` are as of `train_on_one_node`.
     """
-    return _train(**locals())
+    return _train(
+        recipe=recipe,
+        config=config,
+        data=data,
+        cluster=cluster,
+        checkpoints=checkpoints,
+        output=output,
+        parent_champion=parent_champion,
+    )
 
 
 def pod_failure(pod: str) -> RankFailure | None:
