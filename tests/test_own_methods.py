@@ -10,6 +10,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -136,6 +138,86 @@ def test_floating_point_buffers_are_averaged_as_weights_are():
         assert model.running_mean.tolist() == pytest.approx([0.9, 0.9])
         assert model.num_batches_tracked == 7
     assert model.running_mean.tolist() == [1, 1]
+
+
+def averaged(steps, kind=torch.nn.Buffer, decay=0.9):
+    """Return a module with one value, and its average after it had the values of `steps`."""
+    module = torch.nn.Module()
+    module.value = kind(torch.as_tensor(steps[0]).clone())
+    average = WeightAverage(module, decay)
+    for number, value in enumerate(steps[1:]):
+        module.value.data.copy_(torch.as_tensor(value))
+        average.update(step=number)
+    return module, average.values["value"]
+
+
+VALUES = st.sampled_from([0.0, 1.0, -2.5, -math.inf, math.inf, math.nan])
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.lists(st.tuples(VALUES, VALUES, VALUES), min_size=3, max_size=8), st.booleans())
+def test_an_average_is_finite_where_weights_and_buffers_are(steps, is_buffer):
+    kind = torch.nn.Buffer if is_buffer else torch.nn.Parameter
+    module, average = averaged(steps, kind)
+    value = module.value.detach()
+    assert torch.equal(average.isfinite(), value.isfinite())
+    bad = ~value.isfinite()
+    torch.testing.assert_close(average[bad], value[bad], equal_nan=True, rtol=0, atol=0)
+    if is_buffer:
+        same = value == torch.tensor(steps[-2])
+        assert torch.equal(average[same], value[same])
+
+
+def test_a_weight_is_averaged_also_where_it_stays():
+    _, average = averaged([0.0, 1.0, 1.0], torch.nn.Parameter)
+    assert float(average) == pytest.approx(1 - 0.1 * 2 / 11)
+
+
+@pytest.mark.parametrize(
+    ("given_type", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.complex64, torch.complex64),
+        (torch.complex128, torch.complex128),
+        (torch.float8_e4m3fn, torch.float32),
+    ],
+)
+def test_an_average_has_at_least_the_precision_of_its_weights(given_type, expected):
+    steps = [torch.zeros(2).to(given_type), torch.ones(2).to(given_type)]
+    _, average = averaged(steps)
+    assert average.dtype == expected
+    torch.testing.assert_close(average.abs().float(), torch.full((2,), 0.9))
+    if expected == torch.float64:
+        assert float(average[0]) == pytest.approx(0.9, abs=1e-15)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_complex_weights_are_trained_averaged_and_resumed(tmp_path, optimizer):
+    name = "tests.support.own_optimizers.Complex"
+    options = {"optimizer": optimizer, "ema_decay": DECAY, "epochs": 2}
+    whole = new_trainer(new_run(tmp_path / "whole", name), **options)
+    whole.fit()
+    run = new_run(tmp_path / "stopped", name)
+    with pytest.raises(StopRequested):
+        new_trainer(run, stop_after=3, **options).fit()
+    resumed = new_trainer(run, **options)
+    resumed.resume()
+    resumed.fit()
+    torch.testing.assert_close(resumed.average.values, whole.average.values, rtol=0, atol=0)
+    assert not torch.equal(whole.average.values["filter"], whole.model.filter)
+    whole.load_model_state()
+    torch.testing.assert_close(whole.model.filter.data, whole.average.values["filter"])
+    assert whole.model.filter.imag.abs().max() > 0
+
+
+def test_a_checkpoint_of_before_without_complex_averages_is_read(tmp_path):
+    run = new_run(tmp_path, "tests.support.own_optimizers.Complex")
+    trainer = new_trainer(run, ema_decay=DECAY)
+    state = {name: each for name, each in trainer.average.values.items() if name != "filter"}
+    trainer.model.filter.data.add_(1j)
+    trainer.average.load(state)
+    torch.testing.assert_close(trainer.average.values["filter"], trainer.model.filter.data)
 
 
 def test_options_of_ddp_are_those_of_the_config():
@@ -349,8 +431,9 @@ def test_a_schedule_without_rates_is_refused_before_the_first_step(make, mode, e
     recipe = Restarting()
     recipe.schedule = lambda optimizer, config, num_steps: make(optimizer)
     config = TrainingConfig(optimizer="own", schedule="own", monitor=Monitor("accuracy", mode))
+    optimizer = open_optimizer(recipe, MODEL, config)
     with pytest.raises(ConfigError, match=f"Restarting.schedule: expected .*{expected}"):
-        Schedule(recipe, open_optimizer(recipe, MODEL, config), config, num_steps=9)
+        Schedule(recipe, optimizer, config, num_steps=9).try_steps(0)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ split or not.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,11 +73,15 @@ def own_boxes(
     """
     targets: dict[Place, Any] = {("model", name): each for name, each in model.state_dict().items()}
     targets |= others or {}
-    for place, optimizer in optimizers.items():
-        for number, parameter in enumerate(_parameters(optimizer)):
-            moments = (*place, "state", number)
-            targets[moments] = parameter  # they are split as it is
-    return boxes_of(lambda place: targets.get(place, targets.get(place[:-1])))
+    known = {place: _parameters(optimizer) for place, optimizer in optimizers.items()}
+
+    def target_of(place: Place) -> Any:
+        for start, parameters in known.items():
+            if place[: len(start)] == start:
+                return _numbered(place[len(start) :], parameters)
+        return targets.get(place)
+
+    return boxes_of(target_of)
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True) -> None:
@@ -93,23 +98,55 @@ def load_model(model: nn.Module, state: Mapping[str, Any], is_whole: bool = True
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, of whole tensors or of this rank's parts. How it computes
-    stays its own.
+    """Load the state of an optimizer, of whole tensors or of this rank's parts: all that its
+    `state_dict` has returned, whatever the form. How it computes stays its own.
     """
-    parameters = _parameters(optimizer)
-    parts = {
-        number: {name: part_like(value, parameters[number]) for name, value in values.items()}
-        for number, values in state["state"].items()
-    }
-    own = [
-        {name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups
-    ]
-    given = state["param_groups"]  # torch refuses another number of them
-    groups = [
-        {**group, **kernels}
-        for group, kernels in zip(given, [*own, *([{}] * len(given))], strict=False)
-    ]
-    optimizer.load_state_dict({"state": parts, "param_groups": groups})
+    parts = _split_as(state, _parameters(optimizer), ())
+    optimizer.load_state_dict(_keep_kernels(parts, optimizer.state_dict()))
+
+
+def _split_as(state: Any, parameters: Sequence[Tensor], place: Place) -> Any:
+    """Return an optimizer's state, or what is at `place` in it, with its tensors split as the
+    parameters that they belong to.
+    """
+    if isinstance(state, Mapping):
+        return {key: _split_as(each, parameters, (*place, key)) for key, each in state.items()}
+    if isinstance(state, (list, tuple)):
+        parts = (_split_as(each, parameters, (*place, number)) for number, each in enumerate(state))
+        return type(state)(parts)
+    if not isinstance(state, Tensor):
+        return state
+    found = part_like(state, _numbered(place, parameters))
+    if is_split(found) or place[0] == "state":
+        return found
+    # Elsewhere, as in a copy of the weights, all of it was read, and its shape shows the parameter.
+    alike = (each for each in parameters if is_split(each) and each.shape == state.shape)
+    return part_like(state, next(alike, None))
+
+
+def _numbered(place: Place, parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the parameter that a place in an optimizer's state is of: the one whose number follows
+    "state", also in the state of an optimizer within.
+    """
+    for key, number in itertools.pairwise(place):
+        if key == "state" and isinstance(number, int) and number < len(parameters):
+            return parameters[number]
+    return None
+
+
+def _keep_kernels(state: Any, own: Any) -> Any:
+    """Return an optimizer's state with the `KERNELS` of `own` in its groups, also those of an
+    optimizer within.
+    """
+    if not isinstance(state, Mapping) or not isinstance(own, Mapping):
+        return state
+    found = {key: _keep_kernels(value, own.get(key)) for key, value in state.items()}
+    groups, own_groups = found.get("param_groups"), own.get("param_groups")
+    if isinstance(groups, list) and isinstance(own_groups, list):
+        # torch refuses another number of them
+        for group, own_group in zip(groups, own_groups, strict=False):
+            group |= {name: own_group[name] for name in KERNELS if name in own_group}
+    return found
 
 
 def count_own_parameters(model: nn.Module) -> int:

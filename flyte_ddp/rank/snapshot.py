@@ -9,6 +9,7 @@ hook may refer to the original.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import random
 import sys
 from collections import deque
@@ -40,6 +41,8 @@ THREADS = {"threading", "queue", "_queue", "concurrent", "multiprocessing"}
 LAZY = (LazyModuleMixin, UninitializedParameter, UninitializedBuffer)
 MODULE_FIELDS = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
+# True within `unchanged`, where an optimizer's step is none of the training
+is_look = contextvars.ContextVar("is_look", default=False)
 
 
 @contextlib.contextmanager
@@ -66,9 +69,11 @@ def unchanged(model: nn.Module, *others: object) -> Iterator[None]:
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     snapshot.take([*model.modules(), *weights, *others, *generators])
+    before = is_look.set(True)
     try:
         yield
     finally:
+        is_look.reset(before)
         reshard(model)
         with torch.no_grad():
             for restore in snapshot.undo:

@@ -193,8 +193,9 @@ class Recipe:
 
         Optional. Any of `torch.optim` that steps without a closure, or one of your own; with `fsdp`
         one that treats each value by itself. `model` is the one that `model` returned, with split
-        parameters under `fsdp`. It is also called with a model without contents, to measure the
-        state.
+        parameters under `fsdp`. It is also called for optimizers that are only tried, and with a
+        model without contents, to measure the state. One with `train()` and `eval()` is switched
+        around evaluations.
         """
         raise NotImplementedError
 
@@ -208,8 +209,8 @@ class Recipe:
         optimizer step, from 0, that returns the factor of each group's own `lr`.
 
         Args:
-            num_steps: optimizer steps of the whole run. An earlier state of a scheduler goes on
-                with the number of its run.
+            num_steps: optimizer steps of the whole run. A scheduler that depends on it does not go
+                on with other `epochs`; a function does.
         """
         raise NotImplementedError
 

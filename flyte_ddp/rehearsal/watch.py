@@ -42,6 +42,7 @@ from flyte_ddp import session
 from flyte_ddp.config.frames import is_of_program
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.nested import tensors_in
+from flyte_ddp.rank.snapshot import is_look
 from flyte_ddp.rehearsal.faults import FullFile, Refusal
 from flyte_ddp.rehearsal.seen import read_run
 
@@ -198,6 +199,8 @@ class Watch:
     # -- steps --
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if is_look.get():
+            return
         self.main = self.main or optimizer
         if optimizer is not self.main:
             self.others[id(optimizer)] = optimizer
@@ -211,7 +214,7 @@ class Watch:
         self.learning_rate, self.draws = float(optimizer.param_groups[0]["lr"]), _hash_of_draws()
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is not self.main:
+        if is_look.get() or optimizer is not self.main:
             return
         self.step += 1
         self.note(

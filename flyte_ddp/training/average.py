@@ -1,4 +1,6 @@
-"""Averaged weights: those that are evaluated and returned, while training goes on with its own."""
+"""Weights that are evaluated and returned, while training goes on with its own: an average of them,
+or what an optimizer has for an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.rank.sharding import part_like, reshard
+from flyte_ddp.training.optim import has_modes
 
 
 @dataclass(eq=False, repr=False)
 class WeightAverage:
-    """The exponential moving average of a model's weights and floating-point buffers, in single
-    precision; split as the model is.
+    """The exponential moving average of a model's weights and of its buffers that are no integers,
+    in single precision or that of the model, if it is higher; split as the model is.
 
     After optimizer step n, from 0, it keeps at most (1 + n) / (10 + n) of what it was, so that the
     fresh weights are soon forgotten, as in TensorFlow's `ExponentialMovingAverage`.
@@ -25,30 +29,51 @@ class WeightAverage:
 
     model: nn.Module
     decay: float  # 0 averages nothing
+    optimizer: Optimizer | None = None  # that may have modes
     values: dict[str, Tensor] = field(default_factory=dict)  # by their names in the model
-    # those of the training, while the averages have their place
+    # those of the training, while others have their place
     _trained: dict[str, Tensor] = field(default_factory=dict)
+    _buffers: dict[str, Tensor] = field(default_factory=dict)  # as they were at the last update
 
     def __post_init__(self) -> None:
         self.start()
 
+    @property
+    def is_needed(self) -> bool:
+        """True where other weights are evaluated than those of the training."""
+        return bool(self.decay) or has_modes(self.optimizer)
+
     def start(self) -> None:
         """Begin with the weights that the model has now."""
-        own = self._own().items()
-        self.values = {name: each.detach().to(torch.float32, copy=True) for name, each in own}
+        if self.decay:
+            own = self._own().items()
+            self.values = {name: each.detach().to(_wide(each), copy=True) for name, each in own}
+            self._buffers = self._copy_buffers()
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step `step`, from 0."""
-        if self.decay:
-            share = 1 - min(self.decay, (1 + step) / (10 + step))
-            own = [_local(each).float() for each in self._own().values()]
-            torch._foreach_lerp_([_local(each) for each in self.values.values()], own, share)
+        """Take in the weights after optimizer step `step`, from 0.
+
+        What is not finite is copied, now and when it is finite again, and so is an element of a
+        buffer that has not changed: such as a mask, or a table that a forward pass has filled.
+        """
+        if not self.decay:
+            return
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        averages = [_local(each) for each in self.values.values()]
+        own = [_local(each).to(_wide(each)) for each in self._own().values()]
+        torch._foreach_lerp_(averages, own, share)
+        for name, average, value in zip(self.values, averages, own, strict=True):
+            is_mean = average.isfinite()
+            if name in self._buffers:
+                is_mean &= value != self._buffers[name]
+            torch.where(is_mean, average, value, out=average)
+        self._buffers = self._copy_buffers()
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the averages for the length of the block."""
-        if not self.decay:
+        """Let the model have the weights to evaluate for the length of the block."""
+        if not self.is_needed:
             yield
             return
         reshard(self.model)
@@ -57,13 +82,34 @@ class WeightAverage:
         try:
             yield
         finally:
-            reshard(self.model)
-            self._fill(self._trained)
+            self._give_back()
             self._trained = {}
 
+    @contextlib.contextmanager
+    def trained(self) -> Iterator[None]:
+        """Let the optimizer train for the length of the block, such as a save inside of
+        `in_place`.
+        """
+        if not (self._trained and has_modes(self.optimizer)):
+            yield
+            return
+        self._give_back()
+        try:
+            yield
+        finally:
+            self.keep()
+
     def keep(self) -> None:
-        """Give the model the averages for good."""
+        """Give the model the weights to evaluate for good."""
+        if has_modes(self.optimizer):
+            self.optimizer.eval()  # type: ignore[union-attr]
         self._fill(self.values)
+
+    def _give_back(self) -> None:
+        reshard(self.model)
+        if has_modes(self.optimizer):
+            self.optimizer.train()  # type: ignore[union-attr]
+        self._fill(self._trained)  # which a switch would round
 
     def state_dicts(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the model as it trains, and of the averages, also
@@ -74,23 +120,38 @@ class WeightAverage:
         return {"model": model, "average": self.values}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's averages, of whole tensors or of this rank's parts."""
+        """Go on from a checkpoint's averages, of whole tensors or of this rank's parts. The model
+        has been loaded.
+        """
+        self.start()
         for name, own in self.values.items():
-            own.copy_(part_like(state[name], own))
+            if name in state:  # an earlier version has averaged no complex numbers
+                own.copy_(part_like(state[name], own))
 
     def _own(self) -> dict[str, Tensor]:
-        if not self.decay:
-            return {}
         named = (
             *self.model.named_parameters(remove_duplicate=False),
             *self.model.named_buffers(remove_duplicate=False),
         )
-        return {name: each for name, each in named if each.is_floating_point()}
+        return {name: each for name, each in named if each.is_floating_point() or each.is_complex()}
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        names = [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+        own = self._own()
+        return {name: own[name].to(_wide(own[name]), copy=True) for name in names if name in own}
 
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
-        for name, own in self._own().items():
-            own.copy_(values[name])
+        own = self._own()
+        for name, value in values.items():
+            own[name].copy_(value)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type of the average of a tensor."""
+    if tensor.is_complex():
+        return torch.promote_types(tensor.dtype, torch.complex64)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from flyte_ddp.training.contract import check_contract, open_datasets, open_mode
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
 from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_parameters
 from flyte_ddp.training.trainer import Trainer
+from flyte_ddp.training.trial import check_resuming
 from flyte_ddp.world import World, process_group
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -158,6 +159,8 @@ def train(parallelism: Parallelism, current: Session) -> None:
         url, skipped = trainer.resume()
     if trainer.progress.step == 0:
         check_contract(model, trainer.train, parallelism, test)
+        with keep_beating(trainer.beat):
+            check_resuming(model, parallelism, trainer.num_steps)
     if parallelism.saves:
         current.emit_start(**_describe(trainer, data, current.process))
         current.emit(

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from flyte_ddp.checkpoints.state import is_split
 from flyte_ddp.config import OWN, TrainingConfig
 from flyte_ddp.config.fields import suggest
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.nested import describe_kind, tensors_in
 from flyte_ddp.recipes import Recipe, locate
@@ -55,7 +55,16 @@ def open_optimizer(
             f'{place}: expected with "parallel": "fsdp" an optimizer that treats each value by '
             f"itself, got {name}, which needs whole matrices"
         )
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def has_modes(optimizer: Optimizer | None) -> bool:
+    """Return whether an optimizer evaluates other weights than it trains, and switches between them
+    by `train()` and `eval()`, as schedule-free ones do.
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def check_kind(found: Any, kind: type[T], expected: str) -> T:
@@ -116,15 +125,17 @@ def build_optimizer(
     ]
     _check_parameters(model, trained, "optimizer_groups")
     rate, decay = config.learning_rate, config.weight_decay
+    # torch's fused kernels take no complex numbers
+    is_real = not any(each.is_complex() for group in trained for each in group["params"])
     if config.optimizer == "sgd":
         # torch 2.15's fused kernel begins with a momentum of random memory where the first step is
         # one that a scaler leaves out
-        has_fused_sgd = has_fused_sgd and config.precision != "fp16"
+        has_fused_sgd = has_fused_sgd and is_real and config.precision != "fp16"
         return torch.optim.SGD(
             trained, lr=rate, momentum=config.momentum, weight_decay=decay, fused=has_fused_sgd
         )
     optimizer = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return optimizer(trained, lr=rate, weight_decay=decay, fused=True)
+    return optimizer(trained, lr=rate, weight_decay=decay, fused=is_real)
 
 
 def _check_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]], place: str) -> None:
@@ -173,7 +184,7 @@ class Schedule:
     def __init__(
         self, recipe: Recipe, optimizer: Optimizer, config: TrainingConfig, num_steps: int
     ) -> None:
-        self.monitor, self.optimizer = config.monitor, optimizer
+        self.monitor, self.optimizer, self.num_steps = config.monitor, optimizer, num_steps
         # which a factor scales; a scheduler of torch changes those of the groups
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._place = "schedule"
@@ -181,12 +192,12 @@ class Schedule:
         self._factor: Callable[[int], float] = lambda step: learning_rate_factor(
             config, step, num_steps
         )
-        found: Any = None
         if config.schedule == OWN:
             self._place = locate(recipe, "schedule")
-            found = recipe.schedule(optimizer, config, num_steps)
+            found: Any = recipe.schedule(optimizer, config, num_steps)
             if isinstance(found, LRScheduler):
                 self._scheduler = found
+                self._check_scheduler(found)
             elif callable(found):
                 self._factor = found
             else:
@@ -194,13 +205,45 @@ class Schedule:
                     f"{self._place}: expected a scheduler of torch's, or a function of the step, "
                     f"got {found!r:.80}"
                 )
+
+    def _check_scheduler(self, found: LRScheduler) -> None:
+        name = type(found).__name__
         if isinstance(found, ReduceLROnPlateau) and found.mode != self.monitor.mode:
             raise ConfigError(
                 f"{self._place}: expected a ReduceLROnPlateau of mode {self.monitor.mode!r}, as "
                 f"{self.monitor.metric} is monitored, got {found.mode!r}"
             )
-        for step in range(0, num_steps, max(1, num_steps // 100)):
-            self._rates_at(step)
+        # an optimizer within another one may have the same groups
+        ours = {id(group) for group in self.optimizer.param_groups}
+        theirs = {id(group) for group in found.optimizer.param_groups}
+        if not ours & theirs:
+            raise ConfigError(
+                f"{self._place}: expected a scheduler of the optimizer that it is given, got a "
+                f"{name} of another one, whose rates change nothing"
+            )
+
+    @property
+    def has_scheduler(self) -> bool:
+        """True for a scheduler of torch, which has a state; a function of the step has none."""
+        return self._scheduler is not None
+
+    def try_steps(self, first: int) -> None:
+        """Try the rates of all steps from `first` on. A scheduler goes on to its last step by that.
+
+        Raises:
+            ConfigError: a step has none; one line.
+        """
+        for step in range(first, self.num_steps):
+            try:
+                self._rates_at(step)
+                self.end_step()
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{self._place}: expected learning rates for all {self.num_steps} steps of the "
+                    f"run, got {in_one_line(error)} at step {step}"
+                ) from error
 
     def begin_step(self, step: int) -> float:
         """Set the rates of optimizer step `step`, from 0; return that of the first group.
@@ -228,7 +271,17 @@ class Schedule:
         return self._scheduler.state_dict() if self._scheduler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state, whose optimizer has been loaded."""
+        """Go on from a checkpoint's state, whose optimizer has been loaded.
+
+        Raises:
+            ConfigError: the checkpoint has none.
+        """
+        if self._scheduler and not state:
+            raise ConfigError(
+                f"{self._place}: expected a function of the step, as in the run of the checkpoint, "
+                f"got a {type(self._scheduler).__name__}: another schedule needs another place for "
+                "the checkpoints"
+            )
         if self._scheduler:
             self._scheduler.load_state_dict(state)
 

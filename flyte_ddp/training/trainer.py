@@ -58,10 +58,11 @@ from flyte_ddp.training.initial_state import (
     recorded_config,
 )
 from flyte_ddp.training.metrics import check_monitor, read_figures
-from flyte_ddp.training.optim import Schedule, open_optimizer
+from flyte_ddp.training.optim import Schedule, has_modes, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
 from flyte_ddp.training.progress import MetricSums, Progress
+from flyte_ddp.training.trial import check_length, check_schedule
 from flyte_ddp.training.watch import LossWatch, WatchedStep
 from flyte_ddp.world import call_together
 
@@ -120,7 +121,7 @@ class Trainer:
         self.evaluated_model, self.replica = parallelism.shard(model)
         self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
         self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
-        self.average = WeightAverage(model, config.ema_decay)
+        self.average = WeightAverage(model, config.ema_decay, self.optimizer)
         self.timer = StepTimer(self.session.process.link.set_pace, world.device)
         parallelism.watch(self.timer, model)
         self.watch = LossWatch(config, world, self.train)
@@ -148,7 +149,7 @@ class Trainer:
                 sums, own_seconds = self.train_epoch()
             except _Rewound:
                 continue
-            if self.config.ema_decay:  # the averaged buffers take the place of these
+            if self.average.is_needed:  # which puts these buffers back
                 share_buffers(self.evaluated_model, self.world)
             with self.average.in_place():
                 finished = self._finish_epoch(sums, own_seconds, self.evaluate())
@@ -187,6 +188,8 @@ class Trainer:
             try:
                 state = self.store.load(self.best.step, self.world, self._boxes())
                 load_model(self.model, state["model"])
+                if has_modes(self.optimizer):  # it has a part of the weights to evaluate
+                    load_optimizer(self.optimizer, state["optimizer"])
                 self.average.load(state.get("average", {}))
                 kept = self.best
             except CheckpointError as error:
@@ -345,9 +348,11 @@ class Trainer:
         started = time.perf_counter()
         if not self.parallelism.saves:
             return False
-        return self.session.write(
-            self._state(), self.progress.step, best, started, to_store, self.memory_interval.is_on
-        )
+        is_kept_in_memory = self.memory_interval.is_on
+        with self.average.trained():
+            return self.session.write(
+                self._state(), self.progress.step, best, started, to_store, is_kept_in_memory
+            )
 
     def _state(self) -> dict[str, Any]:
         """Return what this rank writes of a checkpoint."""
@@ -401,6 +406,9 @@ class Trainer:
             given = config.initial_model_state, config.store_timeout, config.fresh_layers
             call_together(lambda: load_initial_state(self.model, *given, names), self.world)
             self.average.start()
+        check_schedule(
+            self.model, self.parallelism, self.optimizer, self.schedule, self.progress.step
+        )
         return url, loaded.skipped
 
     def _check(self, state: Mapping[str, Any], url: str) -> None:
@@ -427,6 +435,8 @@ class Trainer:
                 *state["recipe"],
                 f"; changed: {', '.join(changed)}" if before and changed else "",
             )
+        epochs = state["config"]["epochs"]
+        check_length(self.model, self.parallelism, self.num_steps, epochs, url)
         theirs, options = recorded_config(state), self.config.recipe_options
         # The samples may differ where an option such as the augmentation has changed.
         if all(theirs.is_same(f"{OPTIONS}.{name}", value) for name, value in options.items()):

@@ -1,0 +1,264 @@
+"""A trial of a recipe's own optimizer and schedule before the run: what they save comes back from a
+load, and the schedule has a rate for each step that is left.
+
+A fault would else show at the first restart, or hours later in the last steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flyte_ddp.checkpoints.assembly import assemble, slices
+from flyte_ddp.checkpoints.state import collect, is_split, map_tensors, own_box
+from flyte_ddp.config import OWN
+from flyte_ddp.errors import ConfigError, in_one_line
+from flyte_ddp.rank.sharding import load_optimizer, own_boxes
+from flyte_ddp.rank.snapshot import unchanged
+from flyte_ddp.recipes import locate
+from flyte_ddp.training.optim import Schedule, open_optimizer
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.world import ALONE
+
+GRADIENT = 1e-3  # of each weight, in the trial's steps
+TOLERANCE = 1e-4  # of the size of a step
+
+Update = tuple[float, float]  # size and sum of what a step has changed of a parameter
+
+
+def check_resuming(model: nn.Module, parallelism: Parallelism, num_steps: int) -> None:
+    """Check that the recipe's own optimizer and schedule go on from what they save as they would
+    without it. Every rank calls it, at a new run's start.
+
+    Two steps of the optimizer are put back, with all that they change: see `unchanged`.
+
+    Raises:
+        ConfigError: what is saved does not come back equal, or the next step is another one; one
+            line.
+    """
+    recipe, config = parallelism.recipe, parallelism.config
+    if OWN not in (config.optimizer, config.schedule):
+        return
+    with unchanged(model, recipe), _quiet():
+        # both before the first step, as the optimizer of a restart is made before its load
+        first, second = (open_optimizer(recipe, model, config) for _ in range(2))
+        _check_schedule_state(parallelism, [first, second], num_steps)
+        if config.optimizer == OWN:
+            _check_optimizer(model, parallelism, first, second)
+
+
+def _check_schedule_state(
+    parallelism: Parallelism, optimizers: Sequence[Optimizer], num_steps: int
+) -> None:
+    recipe, config = parallelism.recipe, parallelism.config
+    first, second = (Schedule(recipe, each, config, num_steps) for each in optimizers)
+    first.begin_step(0)
+    first.end_step()
+    state = collect({"schedule": first.state_dict()})
+    saved = assemble([{"file": ""}], lambda entry: state, ALONE)["schedule"]
+    second.load_state_dict(saved)
+    _check_equal(second.state_dict(), saved, locate(recipe, "schedule"))
+
+
+def _check_optimizer(
+    model: nn.Module, parallelism: Parallelism, first: Optimizer, second: Optimizer
+) -> None:
+    place = locate(parallelism.recipe, "optimizer")
+    _take_step(model, first)
+    saved = _save(model, first, parallelism)
+    weights = [_local(each).to("cpu", copy=True) for each in model.parameters()]
+    expected = _take_next_step(model, first, weights)
+    first.state.clear()  # the device need not hold two of them
+    _load_weights(model, weights)
+    with _explained(f"{place}: expected an optimizer that loads what its state_dict() returns"):
+        load_optimizer(second, saved)
+    _check_equal(second.state_dict(), saved, place)
+    with _explained(f"{place}: expected an optimizer that takes a step after a load"):
+        got = _take_next_step(model, second, weights)
+    for (name, _), one, other in zip(model.named_parameters(), expected, got, strict=True):
+        if not _is_close(one, other):
+            raise ConfigError(
+                f"{place}: expected an optimizer whose next step after a load is the one without "
+                f"it, got another one of {name}: state_dict() and load_state_dict() need all that "
+                "a step uses, and its groups have to stay those in param_groups"
+            )
+
+
+def check_schedule(
+    model: nn.Module,
+    parallelism: Parallelism,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    first_step: int,
+) -> None:
+    """Check that the recipe's own schedule has a rate for each step of the run from `first_step`
+    on. A scheduler of torch is tried on a copy, in the state that `schedule` has.
+
+    Raises:
+        ConfigError: it has none for one of them; one line.
+    """
+    recipe, config = parallelism.recipe, parallelism.config
+    if config.schedule != OWN:
+        return
+    if schedule.has_scheduler:
+        with unchanged(model, recipe), _quiet():
+            copied = open_optimizer(recipe, model, config)
+            tried = Schedule(recipe, copied, config, schedule.num_steps)
+            for group, own in zip(copied.param_groups, optimizer.param_groups, strict=True):
+                group |= {name: each for name, each in own.items() if name != "params"}
+            tried.load_state_dict(map_tensors(schedule.state_dict(), torch.clone))
+            tried.try_steps(first_step)
+    else:
+        schedule.try_steps(first_step)
+
+
+def check_length(
+    model: nn.Module, parallelism: Parallelism, num_steps: int, epochs: int, url: str
+) -> None:
+    """Check that a scheduler of a run with other `epochs`, whose checkpoint is at `url`, is one of
+    this run's length as well.
+
+    Raises:
+        ConfigError: it is not, and would go on with the other length; one line.
+    """
+    recipe, config = parallelism.recipe, parallelism.config
+    if config.schedule != OWN or epochs == config.epochs:
+        return
+    states = []
+    with unchanged(model, recipe), _quiet():
+        for each in (epochs, config.epochs):
+            given = dataclasses.replace(config, epochs=each)
+            optimizer = open_optimizer(recipe, model, given)
+            length = num_steps * each // config.epochs
+            states.append(Schedule(recipe, optimizer, given, length).state_dict())
+    if find_difference(states[0], states[1]):
+        raise ConfigError(
+            f"epochs: expected {epochs}, with which {url} was written, got {config.epochs}: "
+            f"{locate(recipe, 'schedule')} made a scheduler for that many; other epochs need a "
+            "function of the step in its place, or another place for the checkpoints"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out torch's warnings of a scheduler that steps before its optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _explained(expected: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{expected}, got {in_one_line(error)}") from error
+
+
+def _take_step(model: nn.Module, optimizer: Optimizer) -> None:
+    torch.manual_seed(0)  # of an optimizer that draws
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, GRADIENT)
+    optimizer.step()
+
+
+def _take_next_step(
+    model: nn.Module, optimizer: Optimizer, weights: Sequence[Tensor]
+) -> list[Update]:
+    """Take a step at half of the rates; return what it has changed of each of `weights`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    _take_step(model, optimizer)
+    updates = []
+    for parameter, before in zip(model.parameters(), weights, strict=True):
+        own = _local(parameter)
+        change = own - before.to(own.device)
+        if change.is_complex():
+            change = torch.view_as_real(change)
+        change = change.double()
+        updates.append((float(change.norm()), float(change.sum())))
+    return updates
+
+
+def _is_close(one: Update, other: Update) -> bool:
+    allowed = TOLERANCE * max(map(abs, one))
+    return all(
+        math.isclose(first, second, abs_tol=allowed) or math.isnan(first)
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+def _save(model: nn.Module, optimizer: Optimizer, parallelism: Parallelism) -> dict[str, Any]:
+    """Return an optimizer's state as a restart would read it: this rank's part, on the CPU. Every
+    rank calls it.
+    """
+    world = parallelism.world if parallelism.is_collective else ALONE
+    state = {"optimizer": optimizer.state_dict()}
+    part = map_tensors(
+        collect(state, world.is_first),
+        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True),
+    )
+    boxes = own_boxes(model, {("optimizer",): optimizer})
+    entries = [{"rank": rank} for rank in range(world.world_size)]
+    return dict(assemble(entries, lambda entry: part, world, boxes)["optimizer"])
+
+
+@torch.no_grad()
+def _load_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
+    for parameter, before in zip(model.parameters(), weights, strict=True):
+        _local(parameter).copy_(before)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found = tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]
+    return found.detach()
+
+
+def _check_equal(found: Any, saved: Any, place: str) -> None:
+    if difference := find_difference(found, saved):
+        raise ConfigError(
+            f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
+            f"value of {difference} after a save and a load"
+        )
+
+
+def find_difference(found: Any, saved: Any, place: str = "state_dict()") -> str:
+    """Return the place of the first value that is another one than what was saved; "" for none."""
+    if isinstance(found, Mapping) and isinstance(saved, Mapping):
+        for key in [*saved, *found]:
+            inner = f"{place}[{key!r}]"
+            if key not in found or key not in saved:
+                return inner
+            if difference := find_difference(found[key], saved[key], inner):
+                return difference
+        return ""
+    if isinstance(found, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for number, pair in enumerate(zip(found, saved, strict=False)):
+            if difference := find_difference(*pair, f"{place}[{number}]"):
+                return difference
+        return "" if len(found) == len(saved) else place
+    if isinstance(found, Tensor) and isinstance(saved, Tensor):
+        return "" if _is_same_tensor(found, saved) else place
+    is_same = found == saved or (found != found and saved != saved)
+    return "" if is_same else place
+
+
+def _is_same_tensor(found: Any, saved: Tensor) -> bool:
+    if is_split(found):
+        if saved.shape == found.shape:
+            saved = saved[slices(own_box(found))]
+        found = found.to_local()
+    found = found.detach().cpu()
+    saved = saved.detach().cpu()
+    if found.shape != saved.shape or found.dtype != saved.dtype:
+        return False
+    return torch.allclose(found, saved, rtol=0, atol=0, equal_nan=found.is_floating_point())
