@@ -52,7 +52,8 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
 
     `state` is copied before this returns and written in the background: tensors and plain values,
     nested in dicts, lists, tuples and sets. It is complete or not there at all, and checksummed.
-    The newest ones stay. `load` returns what was saved, but NumPy's scalars as Python's numbers,
+    The newest ones stay: an earlier step that is saved after later ones replaces them. `load`
+    returns what was saved last, but NumPy's scalars as Python's numbers,
     its arrays as tensors (`.numpy()` makes arrays of them), and other mappings as dicts.
 
     Args:

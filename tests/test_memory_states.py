@@ -114,6 +114,7 @@ NO_BEST = "the store has no checkpoint of the best epoch, at step 3"
     ("states", "spoilt", "job", "needed", "expected", "problem"),
     [
         (((2, BOTH), (4, BOTH), (6, BOTH)), (), {}, 0, 6, ""),
+        (((2, BOTH), (6, BOTH), (4, BOTH)), (), {}, 0, 4, ""),  # saved after a later step
         # a rank was lost before it wrote its part
         (((2, BOTH), (4, BOTH), (6, (1,))), (), {}, 0, 4, ""),
         (((2, BOTH), (2, BOTH)), (), {}, 0, 2, ""),  # before and after an evaluation

@@ -9,19 +9,26 @@ import dataclasses
 import enum
 import pathlib
 import random
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flyte_ddp.checkpoints.assembly import fill
 from flyte_ddp.checkpoints.store import CheckpointStore
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import EpochFinished
+from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.events import CheckpointWritten, EpochFinished
+from flyte_ddp.launch.control.driver import Run
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.metrics import read_figures
 from flyte_ddp.training.progress import Progress
+from tests.support.gang import session_of
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -352,3 +359,79 @@ def test_a_checkpoint_has_the_epochs_in_one_text_however_many_there_are(num_epoc
     bounded = {"losses", "left_out", "rewinds"}
     assert {type(values[name]) for name in values.keys() - bounded} <= {int, float, str}
     assert Progress.from_dict(values) == progress
+
+
+# What a checkpoint is of, and which one is the newest
+
+
+def stored_steps_of(directory):
+    return sorted(int(path.stem.partition("-")[2]) for path in directory.glob("step-*.json"))
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.booleans())
+def test_the_newest_state_is_the_one_that_was_saved_last(steps, is_resumed):
+    with tempfile.TemporaryDirectory() as directory:
+        session, _ = session_of(checkpoints=directory)
+        for number, step in enumerate(steps):
+            if is_resumed:
+                session, _ = session_of(checkpoints=directory)
+                session.load()
+            session.save({"number": number}, step)
+            session.wait()
+        assert session.load() == {"number": len(steps) - 1}
+        fresh, _ = session_of(checkpoints=directory)
+        assert fresh.load() == {"number": len(steps) - 1}
+        assert max(stored_steps_of(Path(directory))) == steps[-1]
+
+
+def test_a_step_that_goes_back_is_stored_where_others_are_in_memory(tmp_path, monkeypatch):
+    session, _ = session_of(checkpoints=tmp_path)
+    session._has_memory = True
+    for step, in_memory in ((100, False), (101, True), (50, True), (51, True)):
+        session.save({"step": step}, step, in_memory=in_memory)
+        session.wait()
+    assert stored_steps_of(tmp_path) == [50]
+
+
+def test_the_driver_knows_that_a_later_step_was_replaced():
+    run = SimpleNamespace(stored={1, 100}, emit=lambda event: None, has_loaded=True)
+    Run._take(run, CheckpointWritten(50, "", best=False))
+    assert run.stored == {1, 50}
+
+
+def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
+    run = new_run(tmp_path / "function")
+    session, _ = session_of(checkpoints=run.checkpoints)
+    session.save({"weights": torch.ones(2)}, 3)
+    session.wait()
+    trainer = new_trainer(run)
+    expected = "checkpoints: expected a place with those of a recipe, got .*, which is that of a f"
+    with pytest.raises(ConfigError, match=expected):
+        trainer.resume()
+
+    run = new_run(tmp_path / "recipe")
+    with pytest.raises(StopRequested):
+        new_trainer(run, stop_after=2).fit()
+    session, _ = session_of(checkpoints=run.checkpoints)
+    expected = "expected a place with those of a function, got .*json, which is that of recipe Tiny"
+    with pytest.raises(ConfigError, match=expected):
+        session.load()
+
+
+@pytest.mark.parametrize(
+    ("saved", "got"),
+    [("", "what a function has saved by itself"), ("trainer.fit", "that of trainer.fit")],
+)
+def test_a_frameworks_loop_goes_on_from_its_own_checkpoints_alone(tmp_path, saved, got):
+    before, _ = session_of(checkpoints=tmp_path)
+    before.trainer = saved
+    before.save({"generators": []} if saved else {"weights": [1.0]}, 3)
+    before.wait()
+    session, _ = session_of(checkpoints=tmp_path)
+    assert session.load() is not None  # a look by the function
+    session.trainer = "prepare"
+    with pytest.raises(ConfigError, match=f"with those of prepare, got .*, which is {got}: give"):
+        session.load()
+    session.trainer = saved
+    assert session.load() is not None

@@ -128,7 +128,9 @@ class Part(PartSaved):
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Names the state that it is a part of; the newest one's is the largest."""
+        """Names the state that it is a part of; the newest one's has the largest attempt and
+        turn.
+        """
         return self.step, self.attempt, self.turn
 
 

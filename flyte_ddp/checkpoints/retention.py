@@ -64,7 +64,7 @@ class Retention:
         """Delete what newer checkpoints replace, and what killed writers have left."""
         names = set(self.storage.names())
         for name in filter(is_manifest, names):
-            if name < self.resumed and name not in self.own:
+            if name <= self.resumed and name not in self.own:
                 with contextlib.suppress(ConfigError, Damaged):  # it stays
                     self.own[name] = read_manifest(self.storage, name)
         others = set(filter(is_manifest, names)) - self.own.keys()
@@ -72,8 +72,9 @@ class Retention:
         own = sorted(name for name in self.own if name <= newest)
         best = [name for name in own if self.own[name].get("best")]
         kept = {*own[-self.num_kept :], *best[-1:]}
-        # Manifests go first: without one a checkpoint does not exist, with one it must be whole.
-        for name in own:
+        # Manifests go first: without one a checkpoint does not exist, with one it must be whole. A
+        # later step that was saved before would be taken for the newest.
+        for name in list(self.own):
             if name not in kept:
                 self.storage.delete(name)
                 del self.own[name]

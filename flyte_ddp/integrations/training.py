@@ -32,10 +32,10 @@ def begin(call: str) -> None:
         ConfigError: another one has begun in this run: after a restart each would go on from the
             other's checkpoint.
     """
-    if session.current().has_trainer and session.checkpoints:
+    if session.current().trainer and session.checkpoints:
         expected = "expected one call in a run, which has the checkpoints of one training"
         raise ConfigError(f"{call}: {expected}, got a second one")
-    session.current().has_trainer = True
+    session.current().trainer = call
 
 
 def save(

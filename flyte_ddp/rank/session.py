@@ -73,12 +73,13 @@ class Session:
     # the function was sent a signal, because it does not ask for a stop
     was_terminated: bool = False
     step: int = 0  # the last one that was reported
-    has_trainer: bool = False  # a framework's loop has begun, which the checkpoints are of
+    trainer: str = ""  # the framework's call whose loop has begun, which the checkpoints are of
     _store: CheckpointStore | None = None
     _warnings: set[str] = field(default_factory=set)
     _num_loads: int = 0
     _num_split_saves: int = 0
     _stored_step: int = 0  # the newest that this rank has saved for the store
+    _newest_step: int = 0  # of the state that was saved or loaded last
     _has_memory: bool | None = None  # for a function's states; None before the first
     # Of `batches`: how much is done of the last of an epoch's data sets, and what it was when the
     # rank resumed.
@@ -130,6 +131,9 @@ class Session:
         from flyte_ddp.checkpoints.state import count_bytes, find_tensors, is_split
         from flyte_ddp.world import ALONE
 
+        # An earlier step replaces later ones, which the store may have.
+        goes_back, self._newest_step = step < self._newest_step, step
+        to_store = not in_memory or bool(goes_back and self.checkpoints)
         world = ALONE
         if any(is_split(tensor) for _, tensor in find_tensors(state)):
             world = self._join_save(state, step, in_memory)
@@ -148,8 +152,13 @@ class Session:
             )
         # From the first state in memory on, what the store gets is kept there as well.
         if self._has_memory or not in_memory:
-            saved = {"step": step, "state": state, "position": self._position}
-            self.write(saved, step, to_store=not in_memory, to_memory=bool(self._has_memory))
+            saved = {
+                "step": step,
+                "state": state,
+                "position": self._position,
+                "trainer": self.trainer,
+            }
+            self.write(saved, step, to_store=to_store, to_memory=bool(self._has_memory))
 
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
         """Return the ranks that save a split state together: those of the function's own group."""
@@ -226,7 +235,7 @@ class Session:
         if not (self.checkpoints or self.process.job.is_in_memory):
             return None
         from flyte_ddp.checkpoints.assembly import keep_all
-        from flyte_ddp.rank.states import load_newest, meet
+        from flyte_ddp.rank.states import check_kind, load_newest, meet
 
         kept = box_of or keep_all
         self._num_loads += 1
@@ -239,14 +248,28 @@ class Session:
             lambda keys, tensor: kept(keys[1:], tensor),  # below "state"
         )
         found = loaded.state
+        if found is not None:
+            check_kind(found, loaded.origin, is_function=True)
+            self._check_trainer(found, loaded.origin)
         step = found["step"] if found else 0
         self.emit(events.CheckpointLoaded(step, loaded.origin, skipped=loaded.skipped))
         if found is None:
             return None
-        self.step, self.can_resume = step, True
+        self.step, self._newest_step, self.can_resume = step, step, True
         self._position = self._resumed = found["position"]
         self._num_sets = self._resumed["num_sets"]
         return dict(found["state"])
+
+    def _check_trainer(self, found: Mapping[str, Any], origin: str) -> None:
+        """Check that a checkpoint is of the framework's loop that has begun, if one has."""
+        # an earlier version did not note the loop
+        saved = found.get("trainer", "" if "generators" not in found["state"] else self.trainer)
+        if self.trainer and saved != self.trainer:
+            got = f"that of {saved}" if saved else "what a function has saved by itself"
+            raise ConfigError(
+                f"checkpoints: expected a place with those of {self.trainer}, got {origin}, which "
+                f"is {got}: give another place"
+            )
 
     def note_saves(self, world: World) -> None:
         """Wait for what this attempt has saved, and let the next load find it. Rank 0 knows of all
@@ -262,7 +285,9 @@ class Session:
         process.job = dataclasses.replace(
             job,
             is_in_memory=job.is_in_memory or in_memory,
-            stored=(*job.stored, *([stored] if stored else [])),
+            stored=(*(each for each in job.stored if each < stored), stored)
+            if stored
+            else job.stored,
         )
         written = slots.written.items() if slots else ()
         own = [

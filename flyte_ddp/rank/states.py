@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from flyte_ddp.checkpoints.assembly import BoxOf, assemble
 from flyte_ddp.checkpoints.files import Damaged, check_file, checkpoint_name
 from flyte_ddp.checkpoints.memory import Part, name_memory
 from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.world import World
 
@@ -45,6 +46,22 @@ class Loaded:
     origin: str  # its URL, or in whose memory it was; "" for none
     is_in_memory: bool
     skipped: list[str]  # why newer ones are not used; on rank 0
+
+
+def check_kind(state: Mapping[str, Any], origin: str, is_function: bool) -> None:
+    """Check that a checkpoint, read at `origin`, is a function's, or else a recipe's.
+
+    Raises:
+        ConfigError: it is of the other kind.
+    """
+    if ("position" in state) is is_function:
+        return
+    recipe = state.get("recipe", ["of a recipe"])[0]
+    kinds = [f"that of recipe {recipe}", "that of a function"]
+    raise ConfigError(
+        f"checkpoints: expected a place with those of a {('recipe', 'function')[is_function]}, got "
+        f"{origin}, which is {kinds['position' in state]}: give another place"
+    )
 
 
 def load_newest(
@@ -116,7 +133,8 @@ def _find_in_memory(process: RankProcess, world: World) -> list[_StateInMemory]:
             found[state][number].append(rank)
             num_parts[state] = size
     states = []
-    for state in sorted(found, reverse=True):
+    # A step may have been saved after a later one.
+    for state in sorted(found, key=lambda each: each[1:], reverse=True):
         holders, load, readers = found[state], Counter[int](), []
         if len(holders) < num_parts[state]:
             continue

@@ -43,7 +43,7 @@ from flyte_ddp.rank.data import BatchShard, Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_interval import MemoryInterval
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
-from flyte_ddp.rank.states import load_newest
+from flyte_ddp.rank.states import check_kind, load_newest
 from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import list_class_names
 from flyte_ddp.storage import redact_values
@@ -415,6 +415,7 @@ class Trainer:
         """Check that a state, read at `url`, is of a run that this one may continue. Raises as
         `resume`.
         """
+        check_kind(state, url, is_function=False)
         check_same_run(
             state, url, self.config, self.data_fingerprint, self.recipe.changeable_options
         )

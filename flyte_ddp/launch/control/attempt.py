@@ -237,11 +237,11 @@ class Attempt:
         is; 0 for none.
         """
         found = [
-            (step, [*of.values()])
-            for (step, *_, num_parts), of in self._parts.items()
+            (attempt, turn, step, [*of.values()])
+            for (step, attempt, turn, num_parts), of in self._parts.items()
             if len(of) == num_parts
         ]
-        step, nodes = max(found, default=(0, [0]), key=lambda each: each[0])
+        *_, step, nodes = max(found, default=(0, 0, 0, [0]))
         return step, name_memory(nodes, len(self.nodes.nodes))
 
     def ended(self, reason: str) -> events.AttemptEnded:

@@ -255,7 +255,8 @@ class Run:
                 if step and not self.job.is_in_memory:
                     self.stored.add(step)
             case events.CheckpointWritten(step):
-                self.stored = {*stored, step}
+                # later ones that were saved before are replaced by it
+                self.stored = {*(each for each in stored if each < step), step}
         self.emit(event)
 
     def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
