@@ -121,7 +121,8 @@ def batches(
 
     After `load` an epoch goes on behind the batches whose steps were saved, and epochs before it
     yield nothing. `epochs` begins at it. `save` notes the batch that the loop is at, so call it
-    after the optimizer's step.
+    after the optimizer's step. A loop that is left before its end has ended its epoch, unless
+    `stop_requested` was true, or the same loop is opened again.
 
     What is returned is an IterableDataset: a loop goes over it, or torchdata's `StatefulDataLoader`
     with `batch_size=None`.

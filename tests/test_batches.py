@@ -4,6 +4,7 @@ restart.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -38,6 +39,11 @@ from tests.support.runs import new_run
 
 SIZE, BATCH = 23, 6
 NUMBERS = TensorDataset(torch.arange(SIZE))
+OTHERS = TensorDataset(torch.arange(17))
+
+
+class Killed(Exception):
+    pass
 
 
 class Noisy:
@@ -232,6 +238,24 @@ def test_only_one_data_set_is_tracked_at_a_time(monkeypatch):
         with pytest.raises(ConfigError, match="epoch: expected None for all but one data set"):
             next(iter(session.batches(NUMBERS, BATCH, 0)))
         break
+    outer = iter(session.batches(NUMBERS, BATCH, 1))
+    next(outer)
+    assert len(list(session.batches(NUMBERS, BATCH, 2))) == 4
+    with pytest.raises(ConfigError, match="epoch: expected None for all but one data set"):
+        next(outer)
+
+
+@pytest.mark.parametrize("make", [DataLoader, "torchdata"])
+def test_a_loader_that_keeps_its_iterator_may_be_left_for_the_next_epoch(make, monkeypatch):
+    if make == "torchdata":
+        make = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    current, kept = resume_at({}, monkeypatch), []
+    for epoch in range(2):
+        kept.append(make(session.batches(NUMBERS, BATCH, epoch), batch_size=None))
+        leave_by_break(kept[-1])
+    assert current._position["epoch"] == 1
+    kept.clear()
+    assert list(resume_at(save_here(current), monkeypatch).epochs(3)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +273,10 @@ def test_other_data_or_another_order_than_the_checkpoints_are_refused(
 ):
     call = {"seed": 3, "shuffle": False}
     current = resume_at({}, monkeypatch)
-    next(iter(session.batches(NUMBERS, BATCH, 1, **call)))
-    resume_at(current._position, monkeypatch)
+    for _ in session.batches(NUMBERS, BATCH, 1, **call):
+        saved = current._position_to_save()
+        break
+    resume_at(saved, monkeypatch)
     if expected is None:
         assert len(list(session.batches(dataset, BATCH, 1, **call))) == 3
         return
@@ -353,8 +379,11 @@ def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
     current = resume_at({}, monkeypatch)
     for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
         if number == num_done:
+            saved = current._position_to_save()
             break
-    resume_at(current._position, monkeypatch)
+    else:
+        saved = current._position_to_save()
+    resume_at(saved, monkeypatch)
     assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
     left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
     assert sum(left) == 8 - min(num_done, 4)
@@ -372,6 +401,168 @@ def test_the_comparison_leaves_no_trace_in_the_data_set(monkeypatch):
     data = Counting()
     next(iter(session.batches(data, BATCH, 0)))
     assert data.reads == BATCH
+
+
+def leave_by_break(batches):
+    for number, _ in enumerate(batches):
+        if number == 1:
+            break
+
+
+def leave_by_islice(batches):
+    for _ in itertools.islice(batches, 2):
+        pass
+
+
+def leave_by_zip(batches):
+    """Take a third batch, which is not trained on."""
+    for _ in zip(batches, range(2), strict=False):
+        pass
+
+
+def leave_by_return(batches):
+    for _ in batches:
+        return
+
+
+def leave_by_error(batches):
+    with contextlib.suppress(Killed):
+        for _ in batches:
+            raise Killed
+
+
+def leave_by_error_of_a_function(batches):
+    def train():
+        for _ in batches:
+            raise Killed
+
+    with contextlib.suppress(Killed):
+        train()
+
+
+def leave_by_next(batches):
+    next(iter(batches))
+
+
+LEAVINGS = [
+    leave_by_break,
+    leave_by_islice,
+    leave_by_zip,
+    leave_by_return,
+    leave_by_error,
+    leave_by_error_of_a_function,
+    leave_by_next,
+]
+
+
+def save_here(current):
+    """Return the position that a save would note, as a restart reads it."""
+    return copy.deepcopy(current._position_to_save())
+
+
+@pytest.mark.parametrize("leave", LEAVINGS)
+@pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
+def test_a_loop_that_is_left_ends_its_epoch(leave, dataset, monkeypatch):
+    current = resume_at({}, monkeypatch)
+    for epoch in range(2):
+        leave(session.batches(dataset, BATCH, epoch))
+        resume_at(save_here(current), monkeypatch)
+        assert list(session.epochs(4)) == list(range(epoch + 1, 4))
+        assert len(list(session.batches(dataset, BATCH, epoch))) == 0
+        assert len(list(session.batches(dataset, BATCH, epoch + 1))) == 4
+        monkeypatch.setattr(session, "_current", current)
+
+
+@pytest.mark.parametrize("leave", LEAVINGS)
+def test_a_loop_that_is_left_after_another_data_set_ends_only_its_own(leave, monkeypatch):
+    current = resume_at({}, monkeypatch)
+    positions = []
+    for epoch in range(2):
+        leave(session.batches(NUMBERS, BATCH, epoch))
+        positions.append(save_here(current))
+        leave(session.batches(OTHERS, BATCH, epoch))
+        positions.append(save_here(current))
+    resume_at(positions[2], monkeypatch)
+    assert list(session.epochs(3)) == [1, 2]
+    assert len(list(session.batches(NUMBERS, BATCH, 1))) == 0
+    assert len(list(session.batches(OTHERS, BATCH, 1))) == 3
+    resume_at(positions[3], monkeypatch)
+    assert list(session.epochs(3)) == [2]
+
+
+@pytest.mark.parametrize("leave", LEAVINGS)
+@pytest.mark.parametrize("was_asked", [True, False])
+def test_a_loop_that_is_left_for_a_stop_goes_on_behind_its_last_batch(
+    leave, was_asked, monkeypatch
+):
+    """The function asks by `stop_requested`, or handles the signal itself."""
+    current = resume_at({}, monkeypatch)
+    batches = iter(session.batches(NUMBERS, BATCH, 1))
+    next(batches)
+    if was_asked:
+        current.process.link.stop_requested = True
+        assert session.stop_requested
+    else:
+        current.was_terminated = True
+    leave(batches)
+    num_done = current._position["num_samples"]
+    del batches
+    assert current._position["num_samples"] == num_done
+    resume_at(save_here(current), monkeypatch)
+    assert list(session.epochs(3)) == [1, 2]
+    left = [len(batch[0]) for batch, _ in session.batches(NUMBERS, BATCH, 1)]
+    assert sum(left) == SIZE - num_done
+
+
+def test_a_stop_after_a_loop_was_left_does_not_open_its_epoch_again(monkeypatch):
+    current = resume_at({}, monkeypatch)
+    leave_by_break(session.batches(NUMBERS, BATCH, 1))
+    current.process.link.stop_requested = True
+    assert session.stop_requested
+    resume_at(save_here(current), monkeypatch)
+    assert list(session.epochs(3)) == [2]
+
+
+def test_a_save_that_handles_an_error_leaves_the_rest_of_the_epoch_to_a_restart(monkeypatch):
+    current = resume_at({}, monkeypatch)
+    try:
+        for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1)):
+            if number == 1:
+                raise Killed
+    except Killed:
+        saved = save_here(current)
+    assert save_here(current)["is_over"]
+    resume_at(saved, monkeypatch)
+    assert len(list(session.batches(NUMBERS, BATCH, 1))) == 2
+    try:
+        raise Killed
+    except Killed:  # whose handler is the whole training
+        leave_by_break(session.batches(NUMBERS, BATCH, 2))
+        assert save_here(session.current())["is_over"]
+
+
+@pytest.mark.parametrize("dataset", [NUMBERS, Stream()])
+@pytest.mark.parametrize("leave", LEAVINGS)
+@pytest.mark.parametrize("has_epochs", [True, False])
+def test_a_loop_may_be_opened_again_after_a_look_at_its_first_batches(
+    has_epochs, leave, dataset, monkeypatch
+):
+    position, seen = {}, []
+
+    def train_one_batch(current):
+        for epoch in session.epochs(3) if has_epochs else range(3):
+            with contextlib.suppress(StopIteration):  # of a look where no batch is left
+                leave(session.batches(dataset, BATCH, epoch))
+            for batch, _ in session.batches(dataset, BATCH, epoch):
+                seen.append((epoch, batch[0] if isinstance(batch, tuple) else batch))
+                return save_here(current)
+        return None
+
+    for _ in range(12):
+        position = train_one_batch(resume_at(position, monkeypatch))
+    assert train_one_batch(resume_at(position, monkeypatch)) is None
+    samples = Counter((epoch, number) for epoch, batch in seen for number in batch.tolist())
+    assert samples == Counter((epoch, number) for epoch in range(3) for number in range(SIZE))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -412,13 +603,6 @@ def test_a_masked_loss_is_weighed_by_tokens_as_the_page_says(world_size, monkeyp
         torch.testing.assert_close(own.grad, plain.grad)
 
 
-OTHERS = TensorDataset(torch.arange(17))
-
-
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "sets",
@@ -447,7 +631,7 @@ def test_data_sets_one_after_the_other_lose_and_double_nothing_wherever_it_is_ki
             if draws.random() < kills:
                 raise Killed
             if may_save and draws.random() < saves:
-                position = copy.deepcopy(current._position)
+                position = save_here(current)
                 seen.update(new)
                 new.clear()
                 if draws.random() < kills:

@@ -73,7 +73,7 @@ def read(data, rank, world_size, size, stop=None, position=None, epoch=EPOCH, **
         for rows, weight in session.batches(data, size, epoch, **options):
             found.append(([tuple(row) for row in rows.tolist()], weight))
             if len(found) == stop:
-                break
+                return found, current._position
     return found, current._position
 
 

@@ -51,6 +51,7 @@ MAX_RESULT, MAX_SUBMITTED, FILE_COST = 64 << 20, 65 << 20, 1 << 20
 SAVE_TIMEOUT_SHARE = 0.5
 # of the checkpoints of a run that keeps states in the memory of nodes alone; empty
 NO_PLACE = "memory://flyte-ddp"
+ONE_LOOP = "session.batches: epoch: expected None for all but one data set at a time"
 WRITTEN = ", with which the checkpoint was written"
 MAX_NAME = 100  # characters of a picture's name
 MAX_CHECKED = 4  # data sets of `batches` that a session remembers
@@ -58,6 +59,24 @@ MAX_CHECKED = 4  # data sets of `batches` that a session remembers
 START: dict[str, Any] = {"epoch": 0, "sets": [], "is_over": False, "num_sets": 0, "num_samples": 0}
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _LeftLoop:
+    """A loop over `batches` that was left before its end."""
+
+    batches: EpochBatches
+    place: dict[str, Any]  # the position behind the last batch that it was given
+    end: dict[str, Any]  # the position behind its data set
+    handled_before: BaseException | None  # the error that was handled when the loop began
+
+    def is_of(self, batches: EpochBatches) -> bool:
+        """Return whether a loop over these batches is the same one."""
+        facts = [
+            (id(each.dataset), each.global_batch_size, each.epoch, each.seed, each.shuffle)
+            for each in (self.batches, batches)
+        ]
+        return facts[0] == facts[1]
 
 
 @dataclass(eq=False, repr=False)
@@ -86,12 +105,14 @@ class Session:
     _position: dict[str, Any] = field(default_factory=lambda: START)
     _resumed: dict[str, Any] = field(default_factory=lambda: START)
     _saved_position: dict[str, Any] | None = None  # that of the last save
-    _is_tracking: bool = False  # in an epoch of `batches`
+    _tracked: object = None  # the loop over `batches` that is open
     _has_begun: bool = False  # with the first batch
     _epoch: int | None = None  # of `batches`
     # the data sets of that epoch so far, in the order of their calls
     _sets: list[dict[str, Any]] = field(default_factory=list)
     _num_sets: int = 0  # of the epoch before it; 0 if that is not known
+    # The last loop over `batches` that was left before its end; None while another one runs.
+    _left: _LeftLoop | None = None
     # the batch that the loop is at: of which data, and its first and last place in the epoch
     _given: tuple[EpochBatches, int, int] | None = None
     _is_bad: bool = False  # the last loss that was reported
@@ -155,7 +176,7 @@ class Session:
             saved = {
                 "step": step,
                 "state": state,
-                "position": self._position,
+                "position": self._position_to_save(),
                 "trainer": self.trainer,
             }
             self.write(saved, step, to_store=to_store, to_memory=bool(self._has_memory))
@@ -296,17 +317,38 @@ class Session:
         ]
         process.parts = [*(each for each in process.parts if each.file not in process.slots), *own]
 
+    def _position_to_save(self) -> dict[str, Any]:
+        """Return the place in the data of `batches` that a save notes.
+
+        A loop that was left has ended its epoch, unless an error ended it: a save that handles the
+        error may be followed by a restart, which has to train the rest.
+        """
+        left = self._left
+        if left is None or self._position is not left.end:
+            return self._position
+        error = sys.exc_info()[1]
+        is_handling = error is not None and error is not left.handled_before
+        return left.place if is_handling else left.end
+
     def track(self, batches: EpochBatches, epoch: int) -> Iterator[tuple[Any, float]]:
-        """Yield what is left of an epoch, and note for `save` how much of it is done."""
+        """Yield what is left of an epoch, and note for `save` how much of it is done.
+
+        A loop that is left ends its data set, unless the run was told to stop. It does not if the
+        same loop is opened again.
+        """
         from flyte_ddp.rank.agreement import compare
 
-        if self._is_tracking:
-            raise ConfigError(
-                "session.batches: epoch: expected None for all but one data set at a time"
-            )
+        asked = batches
+        # The iterator of an epoch before may still exist: some loaders keep theirs.
+        if self._tracked is not None and epoch == self._epoch:
+            raise ConfigError(ONE_LOOP)
         if epoch != self._epoch:
             self._num_sets = len(self._sets) or self._num_sets
             self._epoch, self._sets = epoch, []
+        is_again = self._left is not None and self._left.is_of(batches)
+        if is_again:
+            self._sets.pop()
+        self._left = None
         resumed, number = self._resumed, len(self._sets)
         found, place = resumed["sets"], (epoch, number)
         earlier = found[number] if number < len(found) and epoch <= self.first_epoch else {}
@@ -314,8 +356,14 @@ class Session:
         if not batches.stream:  # to which shards may be added between two epochs
             call["dataset: number of samples"] = batches.length
         compare("session.batches: ", earlier.get("call", call), call, WRITTEN)
-        self._sets.append({"call": call, "order": {}, "samples": earlier.get("samples", {})})
+        samples = earlier.get("samples", {})
+        self._sets.append({"call": call, "order": {}, "samples": samples, "is_again": is_again})
         last = len(found) - 1
+        handled = sys.exc_info()[1]
+        # Where little is left of such a loop, the look before it may find the end.
+        is_opened_twice = earlier.get("is_again", False)
+        if is_opened_twice:
+            self._left = _LeftLoop(asked, self._position, self._position, handled)
         if place < (resumed["epoch"], last + resumed["is_over"]):
             return
         first = resumed["num_samples"] if place == (resumed["epoch"], last) else 0
@@ -346,20 +394,32 @@ class Session:
             "is_over": False,
             "num_sets": self._num_sets,
         }
-        self._is_tracking = True
+        loop = self._tracked = object()
         try:
             for batch, weight, num_samples in batches:
                 self._end_if_stopped()
                 self._given, first = (batches, first, num_samples), num_samples
-                self._position = {**position, "num_samples": num_samples}
+                at = self._position = {**position, "num_samples": num_samples}
                 yield batch, weight
+                if self._tracked is not loop:
+                    raise ConfigError(ONE_LOOP)
             # A save after the loop has the epoch, unless other data sets follow, as in the epoch
             # before. For a stop, a save of the last batch has all batches too.
             is_saved = self._saved_position is self._position
             self._position = {**position, "num_samples": 0, "is_over": True}
             self._saved_position = self._position if is_saved else self._saved_position
+            if is_opened_twice:
+                self._left = _LeftLoop(asked, self._position, self._position, handled)
+        except GeneratorExit:
+            is_stopping = self.stop.is_reached or self.was_terminated
+            if self._position is at and not is_stopping:
+                end = {**position, "num_samples": 0, "is_over": True}
+                self._left = _LeftLoop(asked, at, end, handled)
+                self._position = end
+            raise
         finally:
-            self._is_tracking = False
+            if self._tracked is loop:
+                self._tracked = None
 
     def epochs(self, num_epochs: int) -> range:
         """Return the epochs that are left, from the one that the checkpoint was written in."""
