@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
+import cloudpickle
 import pytest
+import torch
+import torch.distributed as dist
 
 import flyte_ddp
 from flyte_ddp.config import source_code
-from flyte_ddp.config.by_value import Checksum
+from flyte_ddp.config.by_value import Checksum, dumps, pickle
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.recipes import load_anew
+from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.run import function_program
+from flyte_ddp.recipes import config_of, load_anew
 from flyte_ddp.recipes.prepare import class_version
 from tests.support.mistakes import Line
 
@@ -122,6 +130,48 @@ def test_a_class_that_refers_to_itself_has_a_version():
             return Node(), self.make
 
     assert Checksum(()).of(Node) == Checksum(()).of(Node)
+
+
+class Settings:
+    config = {"weight": 2.0}
+
+
+def test_modules_of_any_type_are_pickled_by_name():
+    names = ["torch.distributed.config", "torch.compiler.config", "torch._inductor.config"]
+    modules = [*map(importlib.import_module, names), types]
+    modules += [each for each in sys.modules.values() if isinstance(each, types.ModuleType)]
+    by_name = [each for each in modules if sys.modules.get(each.__name__) is each]
+    assert {type(each).__name__ for each in by_name} > {"module", "ConfigModuleInstance"}
+    for module in by_name:
+        if type(module).__name__ != "module" or module is types:
+            assert cloudpickle.loads(dumps(module)) is module
+            assert cloudpickle.loads(pickle([module], int, "modules"))[0] is module
+
+
+def mentions_settings():
+    return dist.__name__, torch.compiler.__name__, Settings().config["weight"]
+
+
+mentions_settings.__module__ = "__main__"  # so that it travels by value
+
+
+def test_a_function_that_mentions_torchs_packages_and_any_config_travels():
+    assert isinstance(sys.modules["torch.distributed.config"], types.ModuleType)
+    expected = ("torch.distributed", "torch.compiler", 2.0)
+    for function in (mentions_settings, functools.partial(mentions_settings)):
+        call = function_program(function, (), {}).call
+        assert cloudpickle.loads(call).function() == expected
+
+
+def test_a_recipe_that_mentions_torchs_packages_and_any_config_travels():
+    class Compiled(Line):
+        def model(self):
+            return torch.compiler, dist, Settings().config["weight"]
+
+    anew = load_anew(Compiled)
+    assert anew is not Compiled
+    assert anew.model(None)[1:] == (dist, 2.0)
+    assert recipe_program(anew, config_of(anew, {})).call
 
 
 def test_a_class_that_cannot_be_pickled_is_one_line():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import importlib
 import io
 import pkgutil
 import sys
@@ -48,7 +49,31 @@ def pickle(value: object, of: Any, field: str) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+def dumps(value: object) -> bytes:
+    """Return `value` as `cloudpickle.dumps` does, also where it refers to a module that cloudpickle
+    cannot pickle. Raises an error of any kind if it cannot be pickled.
+    """
+    file = io.BytesIO()
+    _ModulePickler(file).dump(value)
+    return file.getvalue()
+
+
+class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Names modules of any type.
+
+    cloudpickle does so for Python's own type alone. `torch.distributed.config` has another one, and
+    cloudpickle takes it along for a function that mentions `dist` and any attribute `config`.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+            name = vars(value).get("__name__")
+            if name in sys.modules:
+                return importlib.import_module, (name,)
+        return super().reducer_override(value)
+
+
+class _Pickler(_ModulePickler):
     """Names what lies in `packages`, also where it was imported before an edit.
 
     With `is_anew`, classes load as new ones also in this process; else what comes back has the

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
 from flytekit.core.tracker import extract_task_module
 from flytekit.core.type_engine import TypeEngine
@@ -24,6 +23,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.cluster.admission import check_allowed, check_urls, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
+from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.source_code import find_root, packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
@@ -154,7 +154,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         call = TaskCall(
             module=module if is_found else "",
             attribute=attribute,
-            task=b"" if is_found else cloudpickle.dumps(self),
+            task=b"" if is_found else pickle(self, self.task_function, "task"),
             inputs=inputs.to_flyte_idl().SerializeToString(),
             raw_output_prefix=raw_output_prefix,
             output_metadata_prefix=parameters.output_metadata_prefix or "",
@@ -165,7 +165,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         }
         return Program(
             name=attribute,
-            call=cloudpickle.dumps(call),
+            call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
             stall_timeout=self.task_config.stall_timeout,
             variables={**own, **self.environment},

@@ -30,7 +30,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
-from flyte_ddp.config.by_value import pickle
+from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.fields import check_object, finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, TrainingStopped
@@ -303,7 +303,7 @@ def run_program(
 
 def returned_value(state: events.RunState) -> bytes:
     """Return what rank 0's call returned, pickled: None if rank 0 ended by `os._exit(0)`."""
-    return state.finished.value if state.finished else bytes(cloudpickle.dumps(None))
+    return state.finished.value if state.finished else dumps(None)
 
 
 def script_program(
@@ -341,7 +341,7 @@ def script_program(
         directory, name = (str(path), "") if path.is_dir() else (str(path.parent), path.name)
     call = _Script(script, directory, name, tuple(arguments), os.getcwd(), outputs)
     name = Path(script).name or Path(directory).name
-    return Program(name, cloudpickle.dumps(call), packages, directory)
+    return Program(name, dumps(call), packages, directory)
 
 
 def command_program(command: Sequence[str]) -> Program:
@@ -352,7 +352,7 @@ def command_program(command: Sequence[str]) -> Program:
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"script: expected a program that can be executed, got {command[0]!r}")
-    call = cloudpickle.dumps(_Command(tuple(command), os.getcwd()))
+    call = dumps(_Command(tuple(command), os.getcwd()))
     return Program(Path(command[0]).name, call, kind=Kind.COMMAND)
 
 
@@ -366,7 +366,7 @@ class _Call:
 
     def __call__(self) -> bytes:
         value = _call_to_exit(functools.partial(self.function, *self.arguments, **self.keywords))
-        return bytes(cloudpickle.dumps(value)) if os.environ["RANK"] == "0" else b""
+        return dumps(value) if os.environ["RANK"] == "0" else b""
 
 
 @dataclass(frozen=True)

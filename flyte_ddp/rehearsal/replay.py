@@ -14,9 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from flyte_ddp.config.background import start_thread
+from flyte_ddp.config.by_value import dumps
 from flyte_ddp.config.fields import whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         # whose initial state may be gone
         program = dataclasses.replace(
             recipe_program(recipe, dataclasses.replace(config, initial_model_state="")),
-            call=cloudpickle.dumps(call),
+            call=dumps(call),
         )
         job = Job(program, "", time.time())
         ended = driver.run(job, LocalPlace(num_ranks), lambda: str(data), (), print_line)

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from flyte_ddp.config.background import start_thread
+from flyte_ddp.config.by_value import dumps
 from flyte_ddp.errors import ClusterError, ConfigError, DataError, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.failures import first_line
@@ -206,7 +205,7 @@ class Rehearsal:
         program = self.make_program(str(directory / "outputs"), self.length)
         program = dataclasses.replace(
             program,
-            call=cloudpickle.dumps(WatchedCall(program.call, spec)),
+            call=dumps(WatchedCall(program.call, spec)),
             slow_imports=self.modules,
             left_timeout=LEFT_TIMEOUT,
             stop_grace=GRACE,
