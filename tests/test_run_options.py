@@ -6,6 +6,7 @@ import argparse
 import io
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from flyte_ddp import __main__ as command_line
 from flyte_ddp.launch import run_options
+from flyte_ddp.launch.agent import output
 from flyte_ddp.launch.agent.output import LogTail
 from flyte_ddp.observers.progress_bar import ProgressBar
 
@@ -220,3 +222,36 @@ def test_of_many_lines_none_is_lost_wherever_a_read_ends(tmp_path):
     lines = stream.getvalue().splitlines()
     assert lines[:20_000] == text.splitlines()[:20_000]
     assert lines[20_000:] == ["drawn", "bad \ufffd end", "no break"]
+
+
+def test_of_a_large_output_the_end_is_kept_in_memory_and_on_the_disk(tmp_path):
+    path, kept, started = tmp_path / "log", [], time.monotonic()
+    tail, chunk, num_lines = LogTail(str(path)), [], 0
+    for _ in range(12):
+        with open(path, "ab") as file:  # as a rank does, whose descriptor stays open
+            chunk = [f"line {num_lines + number} {90 * '-'}" for number in range(80_000)]
+            num_lines += len(chunk)
+            file.write("".join(f"{line}\n" for line in chunk).encode())
+        kept += tail.new_lines()
+        assert tail.last_lines(3).splitlines() == chunk[-3:]
+        assert path.stat().st_size <= output.MAX_FILE + 16 * 2**20
+    assert kept[-1] == chunk[-1]
+    assert kept.count(output.LEFT_OUT) == 1
+    most = output.MAX_BURST + output.RATE * (time.monotonic() - started) + 12 * output.MAX_LINE
+    assert output.MAX_BURST < sum(map(len, kept)) < most < 100 * num_lines
+    numbers = [int(line.split()[1]) for line in kept if line.startswith("line ")]
+    assert numbers == sorted(set(numbers))
+    with open(path, "ab") as file:
+        file.write(b"the end")
+    assert tail.new_lines(at_end=True) == ["the end"]
+
+
+def test_a_long_line_is_passed_on_in_pieces(tmp_path):
+    tail, pieces = LogTail(str(tmp_path / "log")), []
+    for _ in range(6):
+        with open(tmp_path / "log", "ab") as file:
+            file.write(b"x" * 900_000)
+        pieces += tail.new_lines()
+    pieces += tail.new_lines(at_end=True)
+    assert "".join(pieces) == "x" * 5_400_000
+    assert len(pieces) == 3

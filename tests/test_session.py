@@ -43,6 +43,19 @@ def test_a_report_counts_steps_where_none_is_given_and_other_ranks_are_sent_toge
             assert link.events == expected
 
 
+def test_reports_that_do_not_fit_are_told_once(caplog):
+    session, link = session_of(1, 2)
+    for step in range(1, 5001):
+        session.report(step, None, {})
+    session.close()
+    steps = [each.step for event in link.events for each in event.reports]
+    assert steps[-1] == 5000
+    told = [
+        line for line in caplog.messages if "rank 1 reports more than 1,000 times in 1 s" in line
+    ]
+    assert len(told) == (len(steps) < 5000)
+
+
 STEP = (torch.tensor(5), np.int64(5), 5)
 BAD_COUNTS = (
     True,

@@ -493,6 +493,11 @@ class Session:
         if self.process.rank == 0:
             self.emit(reported)
             return
+        if len(self._reports) == MAX_REPORTS:
+            self._warn_once(
+                f"session.report: rank {self.process.rank} reports more than {MAX_REPORTS:,} times "
+                f"in {BEAT_INTERVAL:g} s: of each such time the newest {MAX_REPORTS:,} are kept"
+            )
         self._reports.append(reported)
         if len(self._reports) == 1:  # else a timer runs, which takes this one too
             timer = threading.Timer(BEAT_INTERVAL, self._send_reports)
