@@ -224,6 +224,42 @@ def test_what_a_notebooks_class_refers_to_is_read_anew(helper):
     assert len(versions) == 3
 
 
+def test_a_module_that_is_read_anew_stays_the_one_that_a_notebook_has(helper, tmp_path):
+    (tmp_path / "unused.py").write_text("NUMBER = 1\n")
+    module, unused = importlib.import_module("helper"), importlib.import_module("unused")
+    namespace = {"Line": Line, "describe": module.describe, "__name__": "__main__"}
+    exec(
+        "class Told(Line):\n    def prepare(self, source, directory):\n        return describe()\n",
+        namespace,
+    )
+    for number in (2, 3):
+        helper(number)
+        assert load_anew(namespace["Told"])().prepare("", None) == f"version {number}"
+        assert sys.modules["helper"] is module
+        assert module.describe() == f"version {number}"
+        assert importlib.reload(module) is module
+    (tmp_path / "helper.py").write_text("def describe(:\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^recipe: .*Told cannot be copied: .*SyntaxError"):
+            load_anew(namespace["Told"])
+        assert sys.modules["helper"] is module
+        assert module.describe() == "version 3"
+    with pytest.raises(SyntaxError):
+        importlib.reload(module)
+    (tmp_path / "helper.py").write_text("TEXT = 'fails'\ndel describe\n")
+    with pytest.raises(ConfigError, match=r"^recipe: .*Told cannot be copied: .*NameError"):
+        load_anew(namespace["Told"])
+    assert module.describe() == "version 3"
+    helper(4)
+    (tmp_path / "unused.py").write_text("NUMBER = (\n")
+    assert load_anew(namespace["Told"])().prepare("", None) == "version 4"
+    assert (sys.modules["unused"] is unused, unused.NUMBER) == (True, 1)
+    (tmp_path / "unused.py").write_text("NUMBER = 2  # it was edited\n")
+    load_anew(namespace["Told"])
+    assert unused.NUMBER == 2
+    del sys.modules["unused"]
+
+
 def execute_notebook(name, tmp_path):
     """The outputs of each cell of a notebook of the examples that has any."""
     pytest.importorskip("nbconvert")

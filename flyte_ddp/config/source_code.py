@@ -11,6 +11,8 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -19,7 +21,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +130,9 @@ def importing_edits(packages: Collection[str]) -> Iterator[None]:
     """Let the block import edited code of `packages` again.
 
     The ranks are new processes, and import the files as they are now. All modules of the packages
-    are imported again, so that none keeps a class of another's former code.
+    are imported again, so that none keeps a class of another's former code. They stay the same
+    objects, as with `importlib.reload`, so that a notebook's own names for them have the new code.
+    If the block raises, they are as before.
 
     Raises:
         ConfigError: the library was edited.
@@ -141,22 +146,105 @@ def importing_edits(packages: Collection[str]) -> Iterator[None]:
                 f"recipe: expected {library[0]} as this process has imported it, got a file that "
                 "was edited since: restart the process"
             )
-        for name in list(sys.modules) if edited else ():
-            if name.partition(".")[0] in packages - {"flyte_ddp"}:
-                file = getattr(sys.modules.pop(name), "__file__", None)
-                # it may seem new: it knows its source by seconds and size
-                with contextlib.suppress(OSError):
-                    os.unlink(importlib.util.cache_from_source(file or ""))
-                _imported.pop(name, None)
+        others = packages - {"flyte_ddp"}
+        outdated = [name for name in sys.modules if name.partition(".")[0] in others]
+        known = {name: _imported.pop(name, "") for name in outdated} if edited else {}
         importlib.invalidate_caches()
         # which an edit may outdate
         writes, sys.dont_write_bytecode = not sys.dont_write_bytecode, True
         try:
-            yield
+            with _importing_in_place(known) as restored:
+                yield
+        except BaseException:
+            restored.update(known)
+            raise
         finally:
             sys.dont_write_bytecode = not writes
+            _imported.update({name: known[name] for name in restored if name in digests})
         for name, digest in _digest_loaded(packages).items():
             _imported.setdefault(name, digest)
+
+
+@contextlib.contextmanager
+def _importing_in_place(names: Collection[str]) -> Iterator[set[str]]:
+    """Let the block import modules again, into the same objects.
+
+    Yields:
+        The modules that could not be imported again, and are as before; complete after the block.
+    """
+    old = {name: sys.modules.pop(name) for name in names}
+    values = {name: dict(vars(module)) for name, module in old.items()}
+    restored: set[str] = set()
+
+    def restore(name: str) -> None:
+        vars(old[name]).clear()
+        vars(old[name]).update(values[name])
+        sys.modules[name] = old[name]
+        restored.add(name)
+
+    files = {name: str(getattr(module, "__file__", None)) for name, module in old.items()}
+    sources = [name for name, file in files.items() if file.endswith(".py")]
+    for name in sources:
+        # It may seem new: it knows its source by seconds and size.
+        with contextlib.suppress(OSError):
+            os.unlink(importlib.util.cache_from_source(files[name]))
+    finder = _SameObjects({name: old[name] for name in sources})
+    sys.meta_path.insert(0, finder)
+    try:
+        yield restored
+        # What the block has not imported may be imported later, by a method.
+        for name in sources:
+            try:
+                importlib.import_module(name)
+            except Exception:  # of any kind: nobody has asked for this module
+                restore(name)
+        for name in old:
+            sys.modules.setdefault(name, old[name])
+    except BaseException:
+        for name in old:
+            restore(name)
+        raise
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _SameObjects(importlib.abc.MetaPathFinder):
+    """Finds modules that are imported again, and has them executed in the objects that they had."""
+
+    def __init__(self, modules: Mapping[str, types.ModuleType]) -> None:
+        self.modules = modules
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        module = self.modules.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if module else None
+        if module is None or spec is None or spec.origin is None:
+            return None
+        spec.loader = _InPlaceLoader(name, spec.origin, module)
+        return spec
+
+
+class _InPlaceLoader(importlib.machinery.SourceFileLoader):
+    """Executes a file in a module that exists, without its former names."""
+
+    def __init__(self, name: str, path: str, module: types.ModuleType) -> None:
+        super().__init__(name, path)
+        self._module = module
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.get_code(module.__name__)  # so that nothing is lost to a syntax error
+        for name, value in list(vars(module).items()):
+            is_own = name.startswith("__") and name.endswith("__") and name != "__all__"
+            is_submodule = isinstance(value, types.ModuleType) and value.__name__.endswith(
+                f"{module.__name__}.{name}"
+            )
+            if not is_own and not is_submodule:
+                del vars(module)[name]
+        super().exec_module(module)
 
 
 def _is_edited(name: str, digest: str) -> bool:
