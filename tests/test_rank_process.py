@@ -7,6 +7,9 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
+from types import SimpleNamespace
+
+import pytest
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.protocol.messages import RankBeat
@@ -14,6 +17,7 @@ from flyte_ddp.launch.protocol.programs import Job, recipe_program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 from flyte_ddp.rank.entry import environment
 from flyte_ddp.rank.link import AgentLink
+from flyte_ddp.training.main import num_threads
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -66,3 +70,13 @@ def test_messages_of_two_threads_arrive_whole(monkeypatch):
         thread.start()
     received = [receiver.recv() for _ in range(200)]
     assert sorted(received) == [text for text in texts for _ in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("2", 2), ("4,2", 4), ("", 3), ("0", 3), (None, 3)]
+)
+def test_a_recipes_rank_keeps_the_users_own_number_of_threads(given, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert num_threads(SimpleNamespace(num_threads=3)) == expected

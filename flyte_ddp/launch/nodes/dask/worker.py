@@ -259,7 +259,9 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         Its arguments are a directory of this worker, and the file descriptor of `connection`.
         """
         environment = {
-            name: value for name, value in os.environ.items() if name not in DASK_THREAD_LIMITS
+            name: value
+            for name, value in os.environ.items()
+            if name not in DASK_THREAD_LIMITS or value != "1"
         }
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment[OUTPUTS_VARIABLE] = self.outputs
