@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyte_ddp import flyte
+import flyte_ddp
+from flyte_ddp import events, flyte
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import get_recipe
@@ -323,3 +324,22 @@ def test_frozen_layers_are_layers_of_the_model_and_not_all(layers, expected):
     with pytest.raises(ConfigError) as caught:
         freeze_layers(get_recipe(HEADED).model(), layers)
     assert expected in str(caught.value)
+
+
+def test_a_missing_state_is_refused_before_the_start_unless_the_run_resumes(tmp_path):
+    class NotStarted(events.Listener):
+        def handle(self, event):
+            raise AssertionError(event)
+
+    url, options = (
+        tmp_path / "given.pt",
+        {"checkpoints": str(tmp_path / "run"), "nproc_per_node": 1},
+    )
+    recipe, config = "tests.support.recipes.Tiny", {"initial_model_state": str(url), "epochs": 1}
+    with raises_one_line(ConfigError, match="^initial_model_state: expected the file of a state"):
+        flyte_ddp.train(recipe, config, listeners=[NotStarted()], **options)
+    file_with(url, state_of(7))
+    assert flyte_ddp.train(recipe, config, **options).epochs[-1].position == 1
+    url.unlink()
+    resumed = flyte_ddp.train(recipe, {**config, "epochs": 2}, **options)
+    assert [each.epoch for each in resumed.epochs] == [1, 2]

@@ -5,10 +5,13 @@ of them dies.
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import importlib
+import io
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,7 +23,9 @@ import time
 import zipapp
 from pathlib import Path
 
+import dask
 import pytest
+from distributed import Client, LocalCluster
 
 import flyte_ddp
 from flyte_ddp import __main__ as command_line
@@ -29,7 +34,9 @@ from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import packages_beside
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.launch.nodes.dask.place import has_own_terminal
 from flyte_ddp.launch.run import Gang, run_program, script_program
+from tests.support.errors import raises_one_line
 from tests.support.runs import hear_hangups, new_run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -317,6 +324,105 @@ def test_a_value_that_cannot_be_returned_is_one_clear_error(function, expected, 
         flyte_ddp.run(function)
 
 
+def train_plainly():
+    return "trained"
+
+
+@dask.delayed
+def train_delayed(value=1):
+    return value
+
+
+async def train_as_coroutine():
+    return 1
+
+
+def train_as_generator():
+    yield 1
+
+
+async def train_as_async_generator():
+    yield 1
+
+
+class AsyncCallable:
+    async def __call__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (train_delayed(2), "a value of Dask's that is not computed"),
+        (train_as_coroutine, "train_as_coroutine, whose call makes a coroutine"),
+        (functools.partial(train_as_coroutine), "whose call makes a coroutine"),
+        (dask.delayed(train_as_coroutine), "whose call makes a coroutine"),
+        (train_as_generator, "train_as_generator, whose call makes a generator"),
+        (train_as_async_generator, "whose call makes a generator"),
+        (AsyncCallable(), "AsyncCallable, whose call makes a coroutine"),
+        (3, "expected one to call, got 3"),
+    ],
+)
+def test_a_function_whose_call_runs_nothing_is_refused(function, got):
+    for call in (flyte_ddp.run, lambda function: flyte_ddp.sweep(function, [1, 2])):
+        with raises_one_line(ConfigError, match=f"^function: .*{got}"):
+            call(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: train_as_coroutine(), lambda: train_as_generator(), lambda: train_delayed(2)],
+)
+def test_a_function_that_returns_what_has_not_run_is_refused(function, forked_functions):
+    with pytest.raises(RankFailure, match="function: expected one whose call does the work and"):
+        flyte_ddp.run(function)
+
+
+def test_a_delayed_function_is_run(forked_functions):
+    assert flyte_ddp.run(train_delayed, 3) == 3
+    assert flyte_ddp.run(functools.partial(train_delayed, value=4)) == 4
+
+
+def log_lines():
+    """Be called as a function of a script, which no rank imports."""
+    sys.stdout.write("a printed line\n")
+    for name in ("distributed.worker", "any.logger"):
+        logging.getLogger(name).info("an info of %s", name)
+        logging.getLogger(name).debug("a detail of %s", name)
+    logging.getLogger("flyte_ddp.own").info("an info of the library")
+    return os.environ["WORLD_SIZE"]
+
+
+log_lines.__module__ = "__main__"
+LOGGED = ["an info of distributed.worker", "an info of any.logger"]
+
+
+def test_what_a_scripts_function_logs_is_printed(forked_functions, capfd):
+    flyte_ddp.run(log_lines)
+    lines = capfd.readouterr().err.splitlines()
+    assert [each for each in lines if "an info" in each or "a detail" in each] == [
+        f"[rank 0] {line}" for line in LOGGED
+    ]
+
+
+def test_a_callers_level_and_format_are_those_of_its_functions(
+    forked_functions, capfd, monkeypatch
+):
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(logging.Formatter("{levelname}: {message}", style="{"))
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    monkeypatch.setattr(logging.root, "level", logging.DEBUG)
+    monkeypatch.setattr(logging.getLogger("any.logger"), "level", logging.WARNING)
+    flyte_ddp.run(log_lines)
+    lines = capfd.readouterr().err.splitlines()
+    found = [each for each in lines if "an info" in each or "a detail" in each]
+    assert found == [
+        "[rank 0] INFO: an info of distributed.worker",
+        "[rank 0] DEBUG: a detail of distributed.worker",
+        "[rank 0] INFO: an info of the library",
+    ]
+
+
 class LockedError(Exception):
     def __init__(self, one, other):
         super().__init__(f"{one} and {other}")
@@ -523,6 +629,34 @@ def test_a_function_runs_on_a_dask_cluster_with_the_code_beside_it(client, tmp_p
         assert (tmp_path / "results" / name).read_bytes() == bytes([int(name[-1])]) * (3 << 20)
     left = client.run(lambda dask_worker: glob.glob(f"{dask_worker.local_directory}/results-*"))
     assert [*left.values()] == [[], []]
+
+
+def test_a_clients_workers_are_all_used_and_what_ranks_print_is_in_their_logs(client, capfd):
+    with Client(client.scheduler.address) as other:
+        assert flyte_ddp.run(log_lines, client=other) == "2"
+        lines = capfd.readouterr().err.splitlines()
+        for line in ("a printed line", *LOGGED):
+            for rank in (0, 1):
+                assert f"[node {rank}] [rank {rank}] {line}" in lines
+        gang = Gang(client=other)
+        assert (gang.nnodes, Gang(nnodes=1, client=other).nnodes, Gang().nnodes) == (2, 1, 1)
+        config = gang.cluster_config()
+        assert (config.resolved_kind, config.num_nodes) == ("existing", 2)
+        assert not has_own_terminal(other, config)
+    # those of this process's own cluster have its terminal, which shows the lines already
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
+        with Client(cluster) as own:
+            assert has_own_terminal(own, config)
+
+
+def test_a_clients_cluster_without_workers_needs_a_number_of_them(scheduler):
+    with Client(scheduler, timeout=60) as client:
+        for call in (
+            flyte_ddp.run,
+            lambda function, client: flyte_ddp.sweep(function, [1], client=client),
+        ):
+            with raises_one_line(ConfigError, match="client: expected a cluster with workers, got"):
+                call(log_lines, client=client)
 
 
 def test_a_scripts_directory_is_shipped_to_the_workers(client, tmp_path, monkeypatch):

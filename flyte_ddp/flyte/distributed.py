@@ -32,6 +32,7 @@ from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
 from flyte_ddp.launch.distributed import Distributed as Distributed
+from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.reports.run import Report
@@ -168,6 +169,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
             stall_timeout=self.task_config.stall_timeout,
+            logging=CallerLogging.read(),
             variables={**own, **self.environment},
         )
 

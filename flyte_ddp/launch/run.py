@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
@@ -39,6 +40,7 @@ from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.results import Destination
 from flyte_ddp.launch.nodes.local import LocalPlace
+from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import (
     OUTPUTS_VARIABLE,
     SCRIPT_DIRECTORY,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+RUNS_NOTHING = "expected one whose call does the work and returns its value"
 OUTPUTS = "{outputs}"  # in a script's arguments: the directory whose files become outputs
 
 
@@ -64,13 +67,14 @@ class Gang:
     """Number and placement of the ranks of a run, in torchrun's terms.
 
     Args:
-        nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster.
+        nnodes: machines; "1:4" for at least 1 and at most 4. One needs no cluster. By default all
+            workers that `client` has, or without a client one machine.
         nproc_per_node: ranks on each; "gpu" for one per GPU, "cpu" for one per core, "auto" for one
             per GPU, or two where there are none.
         max_restarts: how often all ranks start again after one raised, was killed, hung or was
             lost, without a new checkpoint in between.
         cluster: the machines, with the fields of `ClusterConfig`, where `nnodes` is not 1.
-        client: of a Dask cluster that is there already, of which `nnodes` workers are used.
+        client: of a Dask cluster that is there already.
         stall_timeout: seconds without a report of any rank until the run is ended with all stacks;
             it counts from the first `session.report` on.
         master_port: where the ranks of one machine meet; 0 for any free port.
@@ -79,7 +83,7 @@ class Gang:
         ConfigError: a value has the wrong type or range, or is given twice.
     """
 
-    nnodes: int | str = 1
+    nnodes: int | str | None = None
     nproc_per_node: int | str = 1
     max_restarts: int = 0
     cluster: ClusterConfig | Mapping[str, Any] | None = None
@@ -88,6 +92,9 @@ class Gang:
     client: Client | None = None
 
     def __post_init__(self) -> None:
+        if self.nnodes is None:
+            nnodes = 1 if self.client is None else count_workers(self.client)
+            object.__setattr__(self, "nnodes", nnodes)
         match = re.fullmatch(r"(?:(\d+):)?(\d+)", str(self.nnodes))
         if (
             match is None
@@ -142,6 +149,8 @@ class Gang:
         values: dict[str, Any] = {"num_nodes": int(most), "max_restarts": self.max_restarts}
         if least:
             values["min_nodes"] = int(least)
+        if self.client is not None:
+            given = {"kind": "existing", **given}
         if str(self.nproc_per_node).isdigit():
             values["processes_per_node"] = int(self.nproc_per_node)
         elif self.nproc_per_node == "cpu":
@@ -195,6 +204,17 @@ class Gang:
         )
 
 
+def count_workers(client: Client) -> int:
+    """Return the number of workers of a cluster. Raises ConfigError if it has none."""
+    num_workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    if not num_workers:
+        raise ConfigError(
+            "client: expected a cluster with workers, got one without any; give nnodes, and the "
+            "run waits for as many"
+        )
+    return num_workers
+
+
 @dataclass(frozen=True)
 class RunResult:
     """The result of `run` with `raise_errors=False`."""
@@ -206,7 +226,7 @@ class RunResult:
 def run(
     function: Callable[..., T],
     *arguments: Any,
-    nnodes: int | str = 1,
+    nnodes: int | str | None = None,
     nproc_per_node: int | str = 1,
     max_restarts: int = 0,
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
@@ -272,12 +292,60 @@ def function_program(
     keywords: Mapping[str, Any],
     stall_timeout: float = Program.stall_timeout,
 ) -> Program:
-    """Return the program that calls `function`. Raises ConfigError if it cannot be pickled."""
+    """Return the program that calls `function`.
+
+    Raises:
+        ConfigError: it cannot be pickled, or its call would run nothing.
+    """
+    function = plain_function(function)
     code = getattr(function, "func", function)  # of a partial
     name = getattr(code, "__qualname__", repr(code))
     call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
     packages = packages_beside(code.__module__ or "__main__")
-    return Program(name, call, packages, stall_timeout=stall_timeout)
+    return Program(name, call, packages, stall_timeout=stall_timeout, logging=CallerLogging.read())
+
+
+def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that `function` stands for: `dask.delayed` and partials are unwrapped.
+
+    Raises:
+        ConfigError: a call of it would run nothing.
+    """
+    if isinstance(function, functools.partial):
+        plain = plain_function(function.func)
+        return functools.partial(plain, *function.args, **function.keywords)
+    if hasattr(type(function), "__dask_graph__"):
+        function = getattr(function, "__wrapped__", function)
+    if not callable(function):
+        raise ConfigError(f"function: expected one to call, got {function!r:.200}")
+    kind = _kind_of_nothing(function)
+    if kind:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise ConfigError(f"function: {RUNS_NOTHING}, got {name}, {kind}")
+    return function
+
+
+def _kind_of_nothing(function: Callable[..., Any]) -> str:
+    """Return what a call of `function` would return in place of running it; "" if it runs."""
+    if hasattr(type(function), "__dask_graph__"):
+        return "a value of Dask's that is not computed"
+    for code in (function, inspect.getattr_static(type(function), "__call__")):
+        if inspect.iscoroutinefunction(code):
+            return "whose call makes a coroutine"
+        if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+            return "whose call makes a generator"
+    return ""
+
+
+def _check_value(value: Any) -> None:
+    """Raise ConfigError if a function's value shows that nothing has run."""
+    has_graph = hasattr(type(value), "__dask_graph__")
+    if has_graph or inspect.isawaitable(value) or inspect.isgenerator(value):
+        raise ConfigError(
+            f"function: {RUNS_NOTHING}, got one that returns a {type(value).__name__}"
+        )
+    if inspect.isasyncgen(value):
+        raise ConfigError(f"function: {RUNS_NOTHING}, got one that returns an async generator")
 
 
 def run_program(
@@ -365,7 +433,9 @@ class _Call:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> bytes:
-        value = _call_to_exit(functools.partial(self.function, *self.arguments, **self.keywords))
+        function = plain_function(self.function)  # a name may be that of the wrapper again
+        value = _call_to_exit(functools.partial(function, *self.arguments, **self.keywords))
+        _check_value(value)
         return dumps(value) if os.environ["RANK"] == "0" else b""
 
 

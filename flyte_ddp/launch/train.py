@@ -75,7 +75,7 @@ def train(
     config: Mapping[str, Any] | None = None,
     *,
     data: str = "",
-    nnodes: int | str = 1,
+    nnodes: int | str | None = None,
     nproc_per_node: int | str = "auto",
     max_restarts: int = ClusterConfig.max_restarts,
     cluster: ClusterConfig | Mapping[str, Any] | None = None,

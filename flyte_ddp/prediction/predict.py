@@ -66,7 +66,7 @@ def predict(
     batch_size: int = BATCH_SIZE,
     part_size: int = PART_SIZE,
     config: Mapping[str, Any] | None = None,
-    nnodes: int | str = 1,
+    nnodes: int | str | None = None,
     nproc_per_node: int | str = "auto",
     cluster: ClusterConfig | Mapping[str, Any] | None = None,
     client: Client | None = None,
@@ -85,8 +85,8 @@ def predict(
         part_size: samples of a file, a multiple of `batch_size`.
         config: fields that differ from the recipe's defaults. Options of the recipe are by default
             those of the model's training, where that is known.
-        nnodes, nproc_per_node, cluster: as of `train`; one process for each GPU, or `auto` two.
-        client: of a Dask cluster that is there already.
+        nnodes, nproc_per_node, cluster, client: as of `train`; one process for each GPU, or `auto`
+            two.
         name: of a cluster that is made on Kubernetes, unique in a namespace.
         progress: show a bar on a terminal.
 
@@ -105,8 +105,8 @@ def predict(
         raise ConfigError(
             f"part_size: expected a multiple of batch_size ({batch_size}), got {part_size}"
         )
-    gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster)
-    place = _cluster_config(gang, client)
+    gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster, client=client)
+    place = _cluster_config(gang)
     model = find_model(model_state)
     options = _merge_options(recipe, model, given.get("recipe_options", {}))
     resolved = config_of(recipe, {**given, "recipe_options": options})
@@ -265,9 +265,9 @@ def _look_into(
     return names, manifest["num_samples"]
 
 
-def _cluster_config(gang: Gang, client: Client | None) -> ClusterConfig:
+def _cluster_config(gang: Gang) -> ClusterConfig:
     """Return the cluster of the gang; for one machine a node of this one."""
-    if client is not None or gang.needs_cluster:
+    if gang.needs_cluster:
         return gang.cluster_config()
     count = gang.num_processes()
     gpus = count if count <= num_gpus() else 0

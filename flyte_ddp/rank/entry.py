@@ -169,6 +169,8 @@ def call_program(process: RankProcess) -> Outcome:
         ValueError: the value is too large to be sent.
     """
     program = process.job.program
+    if program.logging is not None:
+        program.logging.apply()
     store = _Store(process)
     current = Session(process, store.open)
     session.make_current(current)

@@ -189,7 +189,7 @@ class Rehearsal:
         from flyte_ddp.rehearsal.watch import GO, Spec, WatchedCall
 
         directory, gang = self._make_directory(place), gang or Gang(1, self.num_ranks, 1)
-        num_ranks = int(gang.nnodes) * int(gang.nproc_per_node)
+        num_ranks = int(gang.nnodes or 1) * int(gang.nproc_per_node)
         spec = Spec(
             directory=str(directory / "records"),
             place=str(directory),

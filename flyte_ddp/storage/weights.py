@@ -45,6 +45,16 @@ def pin_state(url: str) -> str:
     return url
 
 
+def describe_missing(state: str) -> str:
+    """Return the error if `pin_state` has found no file; "" if it has, or none is needed."""
+    if not state or state.startswith(TORCHVISION) or split_pin(state)[1]:
+        return ""
+    return (
+        "initial_model_state: expected the file of a state dict, got "
+        f"{redact_url(state)!r}, where there is none"
+    )
+
+
 def split_pin(state: str) -> tuple[str, str]:
     """Return URL and checksum of what `pin_state` returned; "" for no checksum."""
     match = PINNED.fullmatch(state)

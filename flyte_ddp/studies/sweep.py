@@ -26,7 +26,7 @@ from flyte_ddp.events import Event, Reported
 from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program
-from flyte_ddp.launch.run import function_program
+from flyte_ddp.launch.run import count_workers, function_program, plain_function
 from flyte_ddp.observers.reports.drawing import save_panels
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import code_version
@@ -131,7 +131,7 @@ def sweep(
     mode: str = "min",
     num_trials: int = 0,
     stop_early: str = "none",
-    nnodes: int = 1,
+    nnodes: int | None = None,
     nproc_per_node: int = 1,
     world_sizes: Sequence[int] = (),
     client: Client | None = None,
@@ -151,11 +151,12 @@ def sweep(
             best.
         num_trials: so many are drawn of a grid by name.
         stop_early: "median" or "halving" ends a trial whose reports fall behind, see `Search`.
-        nnodes, nproc_per_node: of each trial. As many run at a time as there are nodes for.
+        nnodes, nproc_per_node: of each trial, by default one node and one rank. As many trials run
+            at a time as there are nodes for.
         world_sizes: for a scaling study: each trial is run with each number of ranks, on as many
             nodes, one at a time, and with as many CPU threads a rank. They are compared by what the
             function measures, such as `metric="samples_per_second", mode="max"`.
-        client: of a Dask cluster that is there already, whose workers are the nodes.
+        client: of a Dask cluster that is there already, of which all workers are nodes.
         cluster: the nodes, with the fields of `ClusterConfig`, of which `max_restarts` is 0 by
             default; without it this machine's GPUs, or two processes where there are none.
         checkpoints: directory or URL, which all machines reach: for `session.save`, and where a
@@ -166,7 +167,8 @@ def sweep(
         SweepFailed: no trial finished, or none with a finite figure; names the error of each.
         ClusterError, StorageUnavailable, TrainingStopped: as `TrialRunner.train`.
     """
-    nnodes = whole_number("nnodes", nnodes, minimum=1)
+    function = plain_function(function)
+    nnodes = whole_number("nnodes", 1 if nnodes is None else nnodes, minimum=1)
     nproc_per_node = whole_number("nproc_per_node", nproc_per_node, minimum=1)
     search = Search(stop_early)
     if world_sizes:  # the largest first, as `TrialRunner` takes them
@@ -277,8 +279,7 @@ def _find_cluster(
         check_object("cluster", {} if cluster is None else cluster)
         given: dict[str, Any] = {"max_restarts": 0}
         if client is not None:
-            workers = client.scheduler_info(n_workers=-1)["workers"]
-            given |= {"kind": "existing", "num_nodes": len(workers)}
+            given |= {"kind": "existing", "num_nodes": count_workers(client)}
         elif cluster is None:
             num_at_once = default_num_processes() // (nnodes * nproc_per_node)
             num_nodes = nnodes * min(num_trials, max(1, num_at_once))

@@ -29,6 +29,7 @@ from flyte_ddp.config.source_code import describe_commit
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
+    ConfigError,
     FailureKind,
     GangLost,
     NodeLost,
@@ -141,6 +142,8 @@ def run(
             if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
                 modules = (*program.slow_imports, type(storage.file_system).__module__)
                 program = dataclasses.replace(program, slow_imports=modules)
+        if program.missing_state and not (storage and stored_steps(storage.url)):
+            raise ConfigError(program.missing_state)
         dispatcher = stack.enter_context(Dispatcher([state, *listeners]))
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         own = Run(

@@ -25,8 +25,10 @@ from flyte_ddp.config.source_code import files_below, find_packages, list_packag
 from flyte_ddp.config.training import Batch
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure
+from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.ranks import TRAINING
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
+from flyte_ddp.storage.weights import describe_missing
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 COMPILERS = ("g++", "gcc", "clang")
@@ -90,6 +92,10 @@ class Program:
     batch: Batch | None = None  # that its ranks share; None where only the call knows it
     needs_compiler: bool = False  # it compiles its model
     needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
+    # The error if its initial state is not there; "" if it is, or none is given. A run that
+    # resumes does not need it.
+    missing_state: str = ""
+    logging: CallerLogging | None = None  # for its ranks; None where the program sets its own
 
     def check(self, world_size: int, has_gpus: bool) -> None:
         """Raise ConfigError if the program's batch cannot be split evenly over the ranks, or if it
@@ -189,7 +195,8 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
         needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
     elif config.sync_batch_norm:
         needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
-    training = _Training(recipe, pin_initial_state(config))
+    config = pin_initial_state(config)
+    training = _Training(recipe, config)
     if isinstance(recipe, str):
         call, packages = pickle.dumps(training), list_packages(path_of(recipe))
     else:
@@ -206,6 +213,8 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
         kind=Kind.RECIPE,
         batch=config.batch,
         needs_compiler=config.compile,
+        missing_state=describe_missing(config.initial_model_state),
+        logging=CallerLogging.read(),
         needs_gpus=needs_gpus,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distributed import Client
+from distributed import Client, LocalCluster
 
 from flyte_ddp.cluster.config import DEFAULT_GRACE, ClusterConfig
 from flyte_ddp.cluster.connect import closing, connect
@@ -249,11 +249,15 @@ class DaskPlace:
                 data=directory if node.address in sees_data else "",
                 data_archive=self._data.archive if self._data else "",
                 start_timeout=self.config.start_timeout,
-                # whose workers have this process's terminal
-                prints_lines=self.config.resolved_kind != "local",
+                prints_lines=not has_own_terminal(self.client, self.config),
             )
             for node in nodes
         ]
+
+
+def has_own_terminal(client: Client, config: ClusterConfig) -> bool:
+    """Return whether the workers are processes of this one, whose terminal they have."""
+    return config.resolved_kind == "local" or isinstance(client.cluster, LocalCluster)
 
 
 def _make_preparation(plugin: str, message: bytes) -> Callable[..., None]:
