@@ -100,7 +100,7 @@ COUNTS = {
     "nproc_per_node": lambda value: launch_run.Gang(nproc_per_node=value),
     "nnodes": lambda value: launch_run.Gang(nnodes=value),
 }
-MAY_BE_NONE = ("session.report: step", "session.batches: epoch")
+MAY_BE_NONE = ("session.report: step", "session.batches: epoch", "nnodes")
 MAY_BE_TEXT = ("nproc_per_node", "nnodes")
 
 
