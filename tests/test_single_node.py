@@ -215,6 +215,31 @@ def test_a_recipes_options_reach_a_registered_task(sender):
     assert type(config.recipe_options["width"]) is int
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
+def test_a_config_in_json_may_begin_with_a_byte_order_mark(encoding, tmp_path):
+    from flytekit.core.context_manager import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+
+    from flyte_ddp.flyte.failures import InputError
+    from flyte_ddp.flyte.inputs import OptionalCluster, OptionalOverrides
+
+    expected = "expected a JSON object or the name of a JSON or YAML"
+    context, file = FlyteContextManager.current_context(), tmp_path / "given.json"
+    for kind, values in (
+        (OptionalOverrides, {"epochs": 3}),
+        (OptionalCluster, {"num_nodes": 3, "kind": "local"}),
+    ):
+        file.write_text(json.dumps(values), encoding)
+        literal_type = TypeEngine.to_literal_type(kind)
+        # as `pyflyte run` does with text of which it can make no object
+        literal = TypeEngine.to_literal(context, str(file), kind, literal_type)
+        found = TypeEngine.to_python_value(context, literal, kind)
+        assert {name: getattr(found, name) for name in values} == values
+        file.write_text("{", encoding)
+        with pytest.raises(InputError, match=expected):
+            TypeEngine.to_literal(context, str(file), kind, literal_type)
+
+
 def container_command(directory, attempt, inputs):
     """Return the arguments and the environment of attempt `attempt` of the training task, as Flyte
     lays them out.

@@ -146,10 +146,33 @@ class OptionalTransformer(UnionTransformer):  # type: ignore[misc]
         super().assert_type(t, v)
 
 
-def _refuse_text(kind: Any, text: str) -> None:
+class ObjectTransformer(OptionalTransformer):
+    """Take also a file that flytekit cannot read, such as JSON with a byte order mark, and name the
+    mistake in any other.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(typing.Optional[kind], functools.partial(_read_text, kind))  # noqa: UP045
+        self._kind = kind
+
+    def assert_type(self, t: type, v: Any) -> None:
+        if isinstance(v, str):
+            _read_text(self._kind, v)
+        else:
+            super().assert_type(t, v)
+
+    async def async_to_literal(
+        self, ctx: Any, python_val: Any, python_type: Any, expected: Any
+    ) -> Any:
+        if isinstance(python_val, str):
+            python_val = _read_text(self._kind, python_val)
+        return await super().async_to_literal(ctx, python_val, python_type, expected)
+
+
+def _read_text(kind: Any, text: str) -> Any:
     with flyte_errors():
         values = read_object("config" if kind is TrainingOverrides else "cluster", text)
-    kind.from_json(json.dumps(values, default=str))
+    return kind.from_json(json.dumps(values, default=str))
 
 
 def _refuse_source(path: str) -> None:
@@ -177,9 +200,7 @@ Grid = typing.Union[dict, list[dict], None]  # type: ignore[type-arg]  # noqa: U
 TypeEngine.register(ConfigTransformer(TrainingConfig))
 for _kind in (TrainingOverrides, ClusterInput):
     TypeEngine.register(ConfigTransformer(_kind))
-    TypeEngine.register(
-        OptionalTransformer(typing.Optional[_kind], functools.partial(_refuse_text, _kind))  # noqa: UP045
-    )
+    TypeEngine.register(ObjectTransformer(_kind))
 TypeEngine.register(OptionalTransformer(OptionalSource, _refuse_source))
 # Of a list too flytekit would only tell that no variant takes it.
 TypeEngine.register(OptionalTransformer(Grid, _refuse_grid, (str, list)))
