@@ -42,6 +42,13 @@ def data(tmp_path_factory):
     return lambda source="", recipe="Tiny": new_run(directory / recipe, recipe).data(source)
 
 
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch):
+    """Let the 17 held-out samples of Tiny decide: test_comparison.py tests how many are needed."""
+    monkeypatch.setattr("flyte_ddp.events.intervals.MIN_DIFFERENCES", 6)
+    monkeypatch.setattr("flyte_ddp.events.intervals.MAX_SKEWNESS_SHARE", 1.0)
+
+
 @pytest.fixture
 def store(tmp_path):
     return ChampionStore(str(tmp_path / "champion"))

@@ -234,13 +234,6 @@ def measurement(kind, scale, monitor=None):
     return Measurement(kind(), config, spoiled, None)
 
 
-@pytest.fixture
-def fewer_draws(monkeypatch):
-    """A tenth of the draws, which take a tenth of the time."""
-    monkeypatch.setattr("flyte_ddp.training.comparison.NUM_DRAWS", 100)
-
-
-@pytest.mark.usefixtures("fewer_draws")
 @pytest.mark.parametrize(
     ("name", "mode", "num_parts"),
     [

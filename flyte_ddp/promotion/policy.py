@@ -241,7 +241,7 @@ def _compare(
     measured: Measurement | None,
     current: CurrentModel,
 ) -> PromotionResult:
-    from flyte_ddp.training.comparison import compare
+    from flyte_ddp.training.comparison import MIN_PARTS, compare
 
     recipe, _, _ = _open(challenge)
     metric = challenge.config.monitor.metric
@@ -266,10 +266,10 @@ def _compare(
         f"the champion's {champion.values[metric]:.6g}"
     )
     if math.isinf(low):
-        why = "they are too few, or too many draws of them have no value"
         reason = (
             f"{figures}, which may be chance: {measured.num_parts} parts of the data give no "
-            f"interval ({why})"
+            f"interval (at least {MIN_PARTS} are needed, a figure without each of them, and "
+            "no few of them that decide alone)"
         )
         return PromotionResult(Outcome.NOT_BETTER, reason, measured.values, champion.values)
     reason = (

@@ -16,27 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flyte_ddp.events import RunStarted
+from flyte_ddp.events.intervals import student_quantile
 from flyte_ddp.studies.results import TrialRun
 from flyte_ddp.studies.search import SEED, WORLD_SIZE
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
-
-
-# With 1, 2, ... degrees of freedom.
-STUDENT_QUANTILES = (
-    12.706205,
-    4.302653,
-    3.182446,
-    2.776445,
-    2.570582,
-    2.446912,
-    2.364624,
-    2.306004,
-    2.262157,
-    2.228139,
-    2.200985,
-)
 
 
 @dataclass(frozen=True)
@@ -60,18 +45,6 @@ class Row:
     # share of a step with communication during the backward pass, mean over ranks
     overlap_share: float
     device_hours: float  # GPU-hours of training, or core-hours on CPUs
-
-
-def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution with so many degrees of freedom.
-
-    Above those of the table within 1 %, by the first term of an expansion: Abramowitz and Stegun,
-    "Handbook of Mathematical Functions", 26.7.5.
-    """
-    if freedom <= len(STUDENT_QUANTILES):
-        return STUDENT_QUANTILES[freedom - 1]
-    normal = statistics.NormalDist().inv_cdf(0.975)
-    return float(normal + (normal**3 + normal) / (4 * freedom))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The comparison of two models on the same held-out samples, with an interval for their difference.
 
-The held-out samples are one draw of those that there could be. The paired bootstrap repeats the
-draw: it takes as many samples with replacement, the same for both models, and computes the
-difference anew (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13).
+The held-out samples are one draw of those that there could be. Each of them, or of equal groups of
+them, is left out once, the same for both models. What the figures change by is the part's own
+difference (the jackknife; Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+chapter 11), and the interval is that of the mean of these differences.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,16 @@ from torch import Tensor
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.events.intervals import MIN_DIFFERENCES, find_bounds
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.training.evaluation import evaluate_state
 from flyte_ddp.training.metrics import HeldOutMetrics, read_figures, read_value
 
-NUM_DRAWS = 1000
-CONFIDENCE = 0.95
+MIN_PARTS = MIN_DIFFERENCES  # without which a comparison tells nothing
 MAX_BLOCKS = 100  # of samples, for a metric of torchmetrics, which has no value for each sample
-# five are all better by chance, of equal models, in one case of 32, which is more than 2.5 %
-MIN_PARTS = 6
+MAX_GROUPS = 1000  # of samples, each of which costs a call of the recipe's figures
 
 
 class Measurement:
@@ -80,23 +80,25 @@ class Measurement:
 
     @property
     def num_parts(self) -> int:
-        """Samples, or blocks of them, that can be drawn."""
-        return len(self._blocks) or sum(map(len, self._rows))
+        """Samples, or groups of them, that can be left out."""
+        return len(self._blocks) or min(sum(map(len, self._rows)), MAX_GROUPS)
 
-    def score_draws(self) -> Iterator[float]:
-        """Yield the score of each draw of parts, infinite where the figure has no value. All models
-        get the same draws.
-
-        One draw at a time: all of them take 8 kB for each part.
+    def score_parts(self) -> Iterator[float]:
+        """Yield the score of all parts, and then without each of them, infinite where the figure
+        has no value. The parts of all models are the same samples.
         """
-        size, generator = self.num_parts, torch.Generator().manual_seed(0)
-        rows = torch.cat(self._rows) if self._rows else torch.empty(0)
-        for _ in range(NUM_DRAWS):
-            draw = torch.randint(size, (size,), generator=generator)
-            if self._blocks:
-                yield self._score_blocks(draw.tolist())
-                continue
-            sums = rows[draw].sum(0)
+        if self._blocks:
+            yield self._score_blocks(self._blocks)
+            for number in range(len(self._blocks)):
+                yield self._score_blocks([*self._blocks[:number], *self._blocks[number + 1 :]])
+            return
+        rows = torch.cat(self._rows)
+        # Neighbours may be alike, such as samples of the same class.
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        whole = rows.sum(0)
+        # Nothing is left out first.
+        for group in (order[:0], *order.tensor_split(self.num_parts)):
+            sums = whole - rows[group].sum(0)
             values = dict(zip(self._functions, (sums[:-1] / sums[-1]).tolist(), strict=True))
             yield self.config.monitor.score(self._with_figures(values))
 
@@ -121,14 +123,14 @@ class Measurement:
         for part, state in zip(self._parts, states, strict=True):
             part.merge_state(state)
 
-    def _score_blocks(self, draw: list[int]) -> float:
+    def _score_blocks(self, blocks: Sequence[Callable[[], object]]) -> float:
         assert self._metric is not None
         self._metric.reset()
-        for number in draw:
-            self._blocks[number]()
+        for add in blocks:
+            add()
         try:
             value = self._metric.compute()
-        except (ValueError, RuntimeError):  # of a draw without any sample of a class, for example
+        except (ValueError, RuntimeError):  # of blocks without any sample of a class, for example
             return math.inf
         return self.config.monitor.score(read_value(self._metric_name, value))
 
@@ -156,23 +158,16 @@ def _can_merge(metric: Any) -> bool:
 
 
 def compare(challenger: Measurement, champion: Measurement) -> tuple[float, float]:
-    """Return the interval that has the challenger's advantage with `CONFIDENCE`, in units of the
+    """Return the interval that has the challenger's advantage with 95 % confidence, in units of the
     monitored figure.
 
     The advantage is positive where the challenger is better. It may be anything, from -inf to inf,
-    where there are too few samples for an interval, or too many draws of them for which the figure
-    has no value.
+    where there are too few parts for an interval, or the figure has no value without one of them.
+    Its lower end is -inf where a few parts on which the challenger is worse decide alone.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of draws, such as one that has a class in it only once
-        scores = list(zip(champion.score_draws(), challenger.score_draws(), strict=True))
-    differences = torch.tensor([theirs - ours for theirs, ours in scores], dtype=torch.float64)
-    known = differences[differences.isfinite()]
-    tail = (1 - CONFIDENCE) / 2
-    if challenger.num_parts < MIN_PARTS or len(known) < (1 - tail) * NUM_DRAWS:
-        return -math.inf, math.inf
-    # A draw without a value counts as the worst for the end of the interval that it could move.
-    padding = NUM_DRAWS - len(known)
-    low = torch.quantile(torch.cat([known, known.min().expand(padding)]), tail)
-    high = torch.quantile(torch.cat([known, known.max().expand(padding)]), 1 - tail)
-    return float(low), float(high)
+        warnings.simplefilter("ignore")  # such as one about a class that is in no other part
+        pairs = zip(champion.score_parts(), challenger.score_parts(), strict=True)
+        advantage, *remainders = [theirs - ours for theirs, ours in pairs]
+    count = len(remainders)
+    return find_bounds([count * advantage - (count - 1) * each for each in remainders])
