@@ -198,7 +198,7 @@ def test_the_report_splits_the_wall_time():
     assert f"Wall time {duration(spent.wall)}" in text
     assert f"Goodput {100 * spent.goodput:.2f} %" in text
     assert "Waiting for nodes 1 min 0 s" in text
-    assert "Redone steps 0 ms 0.00 %" in text
+    assert "Redone steps" not in text  # of what was not seen
     assert "Goodput" not in text_of(report_of(sample_run.training()))  # of events without times
 
 

@@ -40,6 +40,8 @@ class TimeSpent:
     announced_losses: float = 0.0
     # all work that was lost with an attempt, because no checkpoint had it
     redone_steps: float = 0.0
+    # of a function or a script: whatever it did that it has not reported
+    program: float = 0.0
 
     @property
     def wall(self) -> float:
@@ -67,6 +69,10 @@ class WallTime:
     seconds: dict[str, float] = field(default_factory=lambda: TimeSpent().parts())
     pause: str = "starting"  # what the time without steps goes to
     phase: str = "starting"  # what the time since the last event goes to
+    # What the time of running ranks goes to. All time of a recipe is known; of another program only
+    # the time up to a report.
+    work: str = "program"
+    has_saved: bool = False
     last: float = 0.0  # event, seconds since the epoch
     # steps of this attempt's checkpoints, and the seconds then
     saved: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -93,27 +99,33 @@ class WallTime:
                 self.phase = self.pause
                 self.reached.append((event.step, dict(self.seconds)))
             case kinds.Reported():
+                if self.phase == "program":
+                    self._move(elapsed, "program", "stepping")
                 self.reached.append((event.step, dict(self.seconds)))
             case kinds.RunStarted():
+                self.work = "stepping" if event.num_steps else "program"
                 # else the program says what it resumes from
                 if not any(step for step, _ in self.saved):
                     self._start_training(0)
-                self.phase = "stepping"
+                self.phase = self.work
             case kinds.CheckpointLoaded():
-                self._move(elapsed, "stepping", self.pause)
+                self._move(elapsed, self.work, self.pause)
                 self._start_training(event.step)
             case kinds.EpochFinished():
                 self._move(event.evaluation_seconds, "stepping", "evaluating")
             case kinds.CheckpointSaved():
-                self._move(min(event.seconds, elapsed), "stepping", "checkpoint_stalls")
+                self._move(min(event.seconds, elapsed), self.work, "checkpoint_stalls")
+                self.has_saved = True
                 mark = event.step, dict(self.seconds)
                 if event.url or not any(step for step, _ in self.saved):
                     self.saved.append(mark)
                     self.reached = []
                 else:  # in memory there are too many to know each for the whole run
                     self.reached.append(mark)
-            case kinds.RunFinished():  # after the last uploads
-                self._move(elapsed, "stepping", "checkpoint_stalls")
+            case kinds.RunFinished():
+                # A recipe ends with its last uploads, and another program with what it likes.
+                if self.work == "stepping" and self.has_saved:
+                    self._move(elapsed, "stepping", "checkpoint_stalls")
 
     def spent(self, until: float) -> TimeSpent:
         """Return the account up to the last event, or `until` if it is later."""
@@ -134,11 +146,11 @@ class WallTime:
             first, seconds = before[-1]
             after = [each for each in marks[marks.index(before[-1]) :] if each[0] > resumed_step]
             share = (resumed_step - first) / (after[0][0] - first) if after else 0.0
-            for name in ("stepping", "evaluating", "checkpoint_stalls"):
+            for name in ("stepping", "evaluating", "checkpoint_stalls", "program"):
                 kept = seconds[name] + share * (after[0][1][name] - seconds[name] if after else 0.0)
                 self._move(self.seconds[name] - kept, name, "redone_steps")
         self.saved, self.reached = [(resumed_step, dict(self.seconds))], []
-        self.phase = "stepping"
+        self.phase = self.work
 
     def _move(self, seconds: float, source: str, target: str) -> None:
         seconds = min(max(0.0, seconds), self.seconds[source])

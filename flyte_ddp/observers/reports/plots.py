@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.config.options import make_parser
@@ -40,25 +40,19 @@ MEASURED = {  # of a node, with its title
 }
 MAX_LINES = len(PALETTE)  # of ranks or nodes, one color each; more are faint
 
+Curve = list[tuple[float, float]]  # x, y
+
 
 def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far.
 
     In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, predictions,
-    each other reported value, and the use of the nodes. Their x axis counts epochs if the program
-    does, and steps otherwise.
+    each other reported value, and the use of the nodes. Their x axis is that of `_find_axis`.
     """
     epochs = state.epochs
-    by_epoch = bool(epochs) or all(report.epoch is not None for report in state.reports)
-    axis = "epoch" if by_epoch else "step"
-    reported: dict[str, list[tuple[float, float]]] = {}  # by name
-    for report in state.reports:
-        x = report.epoch if by_epoch else report.step
-        if x is not None:
-            for name, value in report.values.items():
-                reported.setdefault(name, []).append((x, value))
+    axis, reported = _find_axis(state)
     ends = [*(epoch.position for epoch in epochs), *(line[-1][0] for line in reported.values())]
-    resumed = state.position(state.resumed_step) if by_epoch else state.resumed_step
+    resumed = {"epoch": state.position(state.resumed_step), "step": state.resumed_step}.get(axis)
 
     def set_x(axes: Axes) -> None:
         """Mark where the run was resumed from a checkpoint."""
@@ -163,6 +157,40 @@ def run_panels(state: RunState) -> list[Panel]:
                 Panel(name.replace("_", "-"), title, summary, lines, "minute", from_zero=True)
             )
     return panels
+
+
+def _find_axis(state: RunState) -> tuple[str, dict[str, Curve]]:
+    """Return the x axis, "epoch", "step" or "report", and the reported values over it, by name.
+
+    A recipe has epochs. A function's axis is the first that rises from each report of a value to
+    the next: a whole number of epochs may stand for many steps, and steps may begin anew with each
+    epoch. The number of the report always rises.
+    """
+    reports = state.reports
+    by_epoch = _reported_lines(state, [each.epoch for each in reports])
+    if state.epochs:
+        return "epoch", by_epoch
+    if all(each.epoch is not None for each in reports) and _rise(by_epoch):
+        return "epoch", by_epoch
+    by_step = _reported_lines(state, [each.step for each in reports])
+    if _rise(by_step):
+        return "step", by_step
+    return "report", _reported_lines(state, range(1, len(reports) + 1))
+
+
+def _reported_lines(state: RunState, positions: Iterable[float | None]) -> dict[str, Curve]:
+    lines: dict[str, Curve] = {}
+    for x, report in zip(positions, state.reports, strict=True):
+        if x is not None:
+            for name, value in report.values.items():
+                lines.setdefault(name, []).append((x, value))
+    return lines
+
+
+def _rise(lines: Mapping[str, Curve]) -> bool:
+    """Return whether each point of a line lies to the right of the one before."""
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, lines.values()))
+    return all(one[0] < other[0] for one, other in pairs)
 
 
 def _rank_lines(state: RunState) -> dict[str, Points]:

@@ -206,7 +206,9 @@ class Report(Page):
             Tile("Time left", *self._describe_time_left()),
             Tile(
                 "Goodput",
-                percent(spent.goodput) if spent.wall else "",
+                percent(spent.goodput)
+                if spent.wall and (started.num_steps or spent.goodput)
+                else "",
                 "of the wall time: stepping and evaluating",
             ),
             Tile("Ranks", f"{started.world_size}" if started.device else "", each),
@@ -369,12 +371,13 @@ class Report(Page):
         ]
         time_rows = [
             Row(
-                name.replace("_", " ").capitalize(),
+                # whatever a function or a script has done and not reported
+                "The program" if name == "program" else name.replace("_", " ").capitalize(),
                 duration(seconds),
                 percent(seconds / spent.wall),
             )
             for name, seconds in spent.parts().items()
-            if spent.wall
+            if seconds
         ]
         saved = state.checkpoint
         outputs = [
