@@ -20,7 +20,6 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.admission import Allowed, check_allowed
-from flyte_ddp.cluster.admission import check_urls as check_urls_with
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.config import TrainingConfig
@@ -32,6 +31,7 @@ from flyte_ddp.flyte.settings import load_settings
 from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.promotion.policy import PromotionCriteria
+from flyte_ddp.storage import check_places
 from tasks.retrain import keep_champion
 from tasks.script import run_script
 from tasks.train import prepare, train_on_one_node
@@ -308,7 +308,7 @@ TEAM = Allowed(
     ],
 )
 def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
-    check_urls_with({"url": url}, TEAM)
+    check_places([("url", url)], TEAM.urls)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_a_url_below_an_allowed_one_is_allowed_in_any_spelling(url):
 )
 def test_a_url_outside_of_what_is_allowed_is_refused_in_any_spelling(url):
     with pytest.raises(ConfigError, match=r"^url: expected one of allowed\.urls .*, got "):
-        check_urls_with({"url": url}, TEAM)
+        check_places([("url", url)], TEAM.urls)
 
 
 def test_a_recipes_options_name_no_place_that_is_not_allowed(pod):

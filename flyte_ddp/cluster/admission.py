@@ -10,8 +10,6 @@ opened.
 from __future__ import annotations
 
 import os
-import re
-import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +20,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Checked, check, field
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.storage import redact_url
+from flyte_ddp.storage.limits import WHERE, covers, looks_like_place
 from flyte_ddp.storage.weights import TORCHVISION, split_pin
 
 URLS = ("s3://*", "gs://*", "gcs://*", "abfs://*", "abfss://*", "az://*")
@@ -36,9 +34,6 @@ OF_PODS = (
     "labels",
     "annotations",
 )
-SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
-DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-LOOKS_LIKE_PLACE = re.compile(r"([a-zA-Z][\w+.-]*(://|::)|~|\.{0,2}/)\S*")
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
@@ -127,78 +122,38 @@ def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = 
     _refuse(findings)
 
 
-def check_urls(urls: Mapping[str, str], allowed: Allowed) -> None:
-    """Compare URLs, by the names of their inputs, with `allowed`. For a pod: its files are not the
-    launcher's.
-
-    Raises:
-        ConfigError: one of them is not allowed; names all of them, and where they are allowed.
+def places_of_config(config: TrainingConfig) -> list[tuple[str, str]]:
+    """Return the URLs and paths that a run's config names, each with its field, for
+    `check_places`.
     """
-    # At the end, * is all below, with which each pattern is read.
-    rules = [parts[:-1] if parts[-1] == "*" else parts for parts in map(_split_url, allowed.urls)]
-    _refuse(
-        f"{name}: expected {_list(allowed, 'urls')}, got {redact_url(url)!r}"
-        for name, url in urls.items()
-        if url and (_is_ambiguous(url) or not any(_covers(rule, _split_url(url)) for rule in rules))
-    )
-
-
-def places_of_config(config: TrainingConfig) -> dict[str, str]:
-    """Return the URLs and paths that a run's config names, for `check_urls`."""
     state, _ = split_pin(config.initial_model_state)
-    return {
-        "initial_model_state": "" if state.startswith(TORCHVISION) else state,
-        **list_places(config.recipe_options, "recipe_options"),
-    }
+    places = list_places(config.recipe_options, "recipe_options")
+    if not state.startswith(TORCHVISION):
+        places.append(("initial_model_state", state))
+    return places
 
 
-def list_places(options: Any, name: str) -> dict[str, str]:
-    """Return the URLs and absolute paths in `options`, a JSON value, at any depth, by their names
-    for `check_urls`.
+def list_places(options: Any, name: str) -> list[tuple[str, str]]:
+    """Return the URLs, and the paths that lead out of a directory, in `options`: a JSON value, at
+    any depth, keys included. Each has its name, for `check_places`.
     """
     if isinstance(options, str):
-        return {name: options} if LOOKS_LIKE_PLACE.fullmatch(options) else {}
-    if isinstance(options, (list, tuple)):
-        options = dict(enumerate(options))
-    items = options.items() if isinstance(options, Mapping) else ()
-    found = (list_places(value, f"{name}.{key}") for key, value in items)
-    return {place: url for each in found for place, url in each.items()}
-
-
-def _is_ambiguous(url: str) -> bool:
-    """Return whether a URL may open another place than it seems to: stores and servers normalize it
-    in their own ways.
-
-    A chain such as filecache::dask://host opens more than the URL that it begins with.
-    """
-    plain = url
-    while (decoded := urllib.parse.unquote(plain)) != plain:
-        plain = decoded
-    steps = re.split(r"[/?#;]", plain.partition("://")[2] or plain)
-    return (
-        "::" in plain or "\\" in plain or not plain.isprintable() or "." in steps or ".." in steps
-    )
-
-
-def _split_url(url: str) -> tuple[str, ...]:
-    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path
-    has no host.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator and url != "*":
-        return "file", *url.split("/")
-    scheme = SAME_STORES.get(scheme.lower(), scheme.lower())
-    if scheme in DEFAULT_PORTS:
-        host, slash, path = re.split("[?#]", rest)[0].partition("/")
-        rest = host.rpartition("@")[2].lower().removesuffix(DEFAULT_PORTS[scheme]) + slash + path
-    return (scheme, *rest.rstrip("/").split("/")) if rest else (scheme,)
+        return [(name, options)] if looks_like_place(options) else []
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(options, Mapping):
+        items = options.items()
+    elif isinstance(options, (list, tuple)):
+        items = enumerate(options)
+    found = []
+    for key, value in items:
+        found += list_places(key, f"a key of {name}")
+        found += list_places(value, f"{name}.{key}")
+    return found
 
 
 def _refuse(findings: Iterable[str]) -> None:
     if text := "; ".join(findings):
-        raise ConfigError(
-            f"{text} (table `allowed` of settings.toml, which is part of the registered version)"
-        )
+        raise ConfigError(f"{text} {WHERE}")
 
 
 def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
@@ -229,7 +184,7 @@ def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> 
     rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
     for name in ("pod_template", "scheduler_pod_template"):
         for path in _paths(getattr(pods, name)):
-            if not any(_covers(rule, path) for rule in rules):
+            if not any(covers(rule, path) for rule in rules):
                 yield (
                     f"cluster.kubernetes.{name}: expected {_list(allowed, 'pod_template')}, got "
                     f"{'.'.join(path)}"
@@ -246,13 +201,6 @@ def _list(allowed: Allowed, table: str) -> str:
         f"one of allowed.{table} ({patterns})"
         if patterns
         else f"none, because allowed.{table} is empty"
-    )
-
-
-def _covers(rule: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Compare part by part: a container may have a dot in its name."""
-    return len(rule) <= len(path) and all(
-        fnmatchcase(name, part) for name, part in zip(path, rule, strict=False)
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flytekit import Deck, FlyteContextManager, PythonFunctionTask
@@ -21,21 +22,23 @@ from flytekit.extend import TaskPlugins
 from flytekit.models.literals import LiteralMap
 from google.protobuf.json_format import MessageToDict
 
-from flyte_ddp.cluster.admission import check_allowed, check_urls, load_allowed
+from flyte_ddp.cluster.admission import check_allowed, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.by_value import dumps, pickle
-from flyte_ddp.config.source_code import find_root, packages_beside
+from flyte_ddp.config.source_code import find_project, find_root, packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
+from flyte_ddp.flyte.task import limited_urls
 from flyte_ddp.launch.distributed import Distributed as Distributed
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang, returned_value
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.storage import check_places
 
 # beginnings of the names that tell a process its execution; no secrets
 FLYTE_VARIABLES = ("FLYTE_INTERNAL_", "_F_")
@@ -98,10 +101,16 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         name = self.name.split(".")[-1]
         report = Report(name)
         with flyte_errors():
-            tracking = config.tracking()
+            tracking, allowed = config.tracking(), load_allowed(config.allowed)
+        # Without a list of its own, the task opens what its author's code names.
+        has_limits = find_project() is not None or "urls" in (config.allowed or {})
+        limits: AbstractContextManager[None] = contextlib.nullcontext()
+        if has_limits:
+            limits = limited_urls(allowed.urls, config.tensorboard, config.results)
         # A function may call W&B itself, so its ranks get that key where MLflow does not record the
         # run.
-        with open_frame(report, name, tracking=tracking, hides_key=bool(config.mlflow)) as frame:
+        hides_key = bool(config.mlflow)
+        with limits, open_frame(report, name, tracking=tracking, hides_key=hides_key) as frame:
             frame.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
@@ -142,8 +151,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         if gang.needs_cluster:
             check_allowed(gang.cluster_config(), allowed, own_namespace())
         if is_flyte_task():
-            for name, url in _list_urls(inputs):
-                check_urls({name: url}, allowed)
+            check_places(_list_urls(inputs), allowed.urls)
 
     def _program(self, inputs: LiteralMap, raw_output_prefix: str, parameters: Any) -> Program:
         _, module, attribute, _ = extract_task_module(self)

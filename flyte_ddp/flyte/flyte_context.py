@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import flytekit
 from flytekit.core.context_manager import FlyteContextManager
@@ -52,7 +53,7 @@ def current_execution() -> Execution:
         execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix
     )
     # .../SHARD/EXECUTION-NODE-ATTEMPT: the part above is the same for all attempts.
-    root = parameters.raw_output_prefix.rstrip("/").rsplit("/", 2)[0]
+    root = store_of_outputs()
     return Execution(
         checkpoints="/".join(
             [root, "checkpoints", execution.project, execution.domain, execution.name, node]
@@ -63,6 +64,42 @@ def current_execution() -> Execution:
         attempt=attempt,
         previous_pod=f"{execution.name}-{node}-{attempt - 1}" if attempt else "",
     )
+
+
+def list_own_places() -> list[str]:
+    """Return the URLs and directories of the current task of Flyte, which it may open whatever its
+    registration allows.
+    """
+    parameters, execution = flytekit.current_context(), current_execution()
+    node = execution.checkpoints.rstrip("/")
+    return [
+        str(parameters.working_directory),
+        parameters.raw_output_prefix,
+        node.rpartition("/")[0],  # the checkpoints of all nodes of the execution
+        champions_beside(node),
+    ]
+
+
+def champions_beside(checkpoints: str) -> str:
+    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and
+    domain share.
+
+    At the bucket's top: a lifecycle rule for the raw outputs must not delete the model in use.
+
+    Args:
+        checkpoints: those of an execution, whose URL ends in
+            checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
+    """
+    root, _, place = checkpoints.rpartition("/checkpoints/")
+    project, domain, *_ = place.split("/")
+    parts = urlsplit(root)
+    bucket = f"{parts.scheme}://{parts.netloc}" if parts.netloc else root  # a path has none
+    return f"{bucket}/champions/{project}/{domain}"
+
+
+def store_of_outputs() -> str:
+    """Return where Flyte keeps the outputs of all tasks, which are inputs of others."""
+    return str(flytekit.current_context().raw_output_prefix).rstrip("/").rsplit("/", 2)[0]
 
 
 def is_flyte_task() -> bool:

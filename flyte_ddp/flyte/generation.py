@@ -8,7 +8,7 @@ from typing import Any
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
-from flyte_ddp.flyte.task import task_body
+from flyte_ddp.flyte.task import check_files, task_body
 from flyte_ddp.recipes.pet_names.recipe import TRAINING_NAMES
 
 
@@ -27,6 +27,7 @@ def generate_names(
     """
     from flyte_ddp.recipes.pet_names import generate as generator
 
+    check_files(data=data)
     known = (
         Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
     )
@@ -54,5 +55,6 @@ def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
     """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
     from flyte_ddp.training.initial_state import read_state  # imports torch
 
+    check_files(model_state=model_state)
     expected = f"model_state: expected the model_state.pt of a run of recipe {recipe}"
     return read_state(str(model_state.download() or model_state.path), expected)

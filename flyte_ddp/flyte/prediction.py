@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.flyte.flyte_context import current_execution
 from flyte_ddp.flyte.inputs import (
     OptionalCluster,
@@ -46,8 +45,7 @@ def predict(
     check_requested_gpus()
     fields = given(config)
     check_cluster(cluster)
-    places = list_places(fields.get("recipe_options", {}), "recipe_options")
-    check_urls(model_state=model_state, data=location(data), output=output, **places)
+    check_urls(model_state=model_state, data=location(data), output=output)
     execution = current_execution()
     url = output or f"{execution.checkpoints}/predictions"
     made = predictions.predict(

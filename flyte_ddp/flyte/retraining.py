@@ -7,7 +7,6 @@ import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import flytekit
 from flytekit import Deck
@@ -18,7 +17,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.flyte_context import Execution, current_execution
+from flyte_ddp.flyte.flyte_context import Execution, champions_beside, current_execution
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     ConfigTransformer,
@@ -29,7 +28,7 @@ from flyte_ddp.flyte.inputs import (
 from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
-from flyte_ddp.flyte.task import check_urls, task_body
+from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import (
@@ -145,6 +144,8 @@ def judge_challenger(
     """
     check_requested_gpus()
     check_urls(champion=retraining.champion)
+    check_config_places(config)
+    check_files(data=data, challenger=challenger, export=export)
     card = read_file(f"{export.remote_source or export.path}/{CARD}", "export")
     result = judge(
         ChampionStore(retraining.champion),
@@ -164,20 +165,10 @@ def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs
 
 
 def _default_champion(execution: Execution, recipe: str) -> str:
-    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and
-    domain share.
-
-    At the bucket's top: a lifecycle rule for the raw outputs must not delete the model in use.
-    """
+    """Return the place of `champions_beside` for a recipe."""
     if not execution.run_id:
         raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
-    # Beside the checkpoints of this execution, whose URL ends in
-    # checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
-    root, _, place = execution.checkpoints.rpartition("/checkpoints/")
-    project, domain, *_ = place.split("/")
-    parts = urlsplit(root)
-    bucket = f"{parts.scheme}://{parts.netloc}" if parts.netloc else root  # a path has none
-    return "/".join([bucket, "champions", project, domain, recipe])
+    return f"{champions_beside(execution.checkpoints)}/{recipe}"
 
 
 def _challenge(retraining: Retraining, config: TrainingConfig, data: FlyteDirectory) -> Challenge:

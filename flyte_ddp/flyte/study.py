@@ -27,6 +27,7 @@ from flyte_ddp.flyte.origin import describe_origin
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
+    check_files,
     open_task_frame,
     task_body,
 )
@@ -130,8 +131,6 @@ def _check(
     state = check_config(config_of(recipe, given(config))).initial_model_state
     base = {**given(config), **({"initial_model_state": state} if state else {})}
     trials = build_trials(recipe, base, choices)
-    for trial in trials:
-        check_config(trial.config)
     check_trials(trials, cluster or ClusterInput())
     return CheckedStudy(make_overrides(base), choices)
 
@@ -208,6 +207,7 @@ def _train(
     ) as frame:
         frame.limit_time(check_config(config_of(recipe, given(config))).max_hours)
         trials = build_trials(recipe, given(config), choices)
+        check_files(data=data)
         data.download()
         observer = _Observer(frame, report)
         if report.is_scaling:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
@@ -16,8 +16,9 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import extend_path
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
-from flyte_ddp.flyte.flyte_context import is_flyte_task
+from flyte_ddp.flyte.flyte_context import is_flyte_task, list_own_places, store_of_outputs
 from flyte_ddp.flyte.frame import Frame, open_frame
+from flyte_ddp.flyte.inputs import location
 from flyte_ddp.flyte.outputs import open_output_directory
 from flyte_ddp.flyte.resources import (
     TRACKING,
@@ -26,6 +27,7 @@ from flyte_ddp.flyte.resources import (
 from flyte_ddp.flyte.settings import SETTINGS, check_settings
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.recipes import pin_initial_state
+from flyte_ddp.storage import check_place, check_places, limit_urls
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +54,8 @@ def task_body(function: Callable[P, T]) -> Callable[P, T]:
                     f"{function.__name__}: {error}; the task that calls it was declared for "
                     "another version of flyte_ddp"
                 ) from None
-            return function(*args, **kwargs)
+            with limited_urls(SETTINGS.allowed.urls, SETTINGS.tensorboard_logdir):
+                return function(*args, **kwargs)
 
     return call
 
@@ -78,17 +81,47 @@ def check_cluster(config: ClusterConfig | None) -> None:
         admission.check_allowed(config, SETTINGS.allowed, api.own_namespace())
 
 
+def limited_urls(allowed: Sequence[str], *own: str) -> AbstractContextManager[None]:
+    """Let the block, and the ranks that it starts, open the task's own places and allowed ones
+    alone. A local run may open any.
+
+    Args:
+        own: more places of the task, such as one that its registration names.
+    """
+    if not is_flyte_task():
+        return nullcontext()
+    return limit_urls(allowed, [*list_own_places(), *own])
+
+
 def check_urls(**urls: str) -> None:
     """Compare a launch's URLs with the table `allowed`; a local run may name any file. Raises
     ConfigError.
     """
+    _check_places(urls.items())
+
+
+def check_files(**files: Any) -> None:
+    """Compare files and directories that a task gets from earlier ones: they lie where Flyte keeps
+    outputs, or where `allowed` says. Raises ConfigError.
+    """
     if is_flyte_task():
-        admission.check_urls(urls, SETTINGS.allowed)
+        for name, file in files.items():
+            check_place(location(file), name, store_of_outputs())
+
+
+def check_config_places(config: TrainingConfig) -> None:
+    """Check the URLs and paths of a config, also among its recipe's options, as `check_urls`."""
+    _check_places(admission.places_of_config(config))
 
 
 def check_config(config: TrainingConfig) -> TrainingConfig:
-    """Check the URLs and paths of a config, also among its recipe's options, as `check_urls`.
-    Return it with the checksum of its initial model state.
+    """Check a config as `check_config_places`. Return it with the checksum of its initial model
+    state.
     """
-    check_urls(**admission.places_of_config(config))
+    check_config_places(config)
     return pin_initial_state(config)
+
+
+def _check_places(places: Iterable[tuple[str, str]]) -> None:
+    if is_flyte_task():
+        check_places(places, SETTINGS.allowed.urls)

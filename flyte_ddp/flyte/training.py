@@ -16,6 +16,7 @@ from flyte_ddp.flyte.outputs import TrainingOutputs
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
+    check_files,
     open_task_frame,
     task_body,
 )
@@ -117,6 +118,7 @@ def _train(
     with open_task_frame(report, recipe, checkpoints, output) as frame:
         frame.limit_time(config.max_hours)
         program = recipe_program(recipe, check_config(config))
+        check_files(data=data)
         origin = {**describe_origin(frame.execution.run_id), "parent_champion": parent_champion}
         check_cluster(cluster)
         opened: AbstractContextManager[driver.Place]

@@ -6,6 +6,7 @@ them, watches them, and returns rank 0's outputs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -19,10 +20,10 @@ from flyte.extend import TaskPluginRegistry
 
 from flyte_ddp.cluster.admission import check_allowed, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
-from flyte_ddp.config.source_code import packages_beside
+from flyte_ddp.config.source_code import find_project, packages_beside
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunState
-from flyte_ddp.flyte2.frame import MainThreadTask, flyte_errors, open_frame
+from flyte_ddp.flyte2.frame import MainThreadTask, flyte_errors, limited_urls, open_frame
 from flyte_ddp.launch import distributed
 from flyte_ddp.launch.run import function_program, returned_value, run_program
 from flyte_ddp.observers.reports.run import Report
@@ -98,15 +99,21 @@ class DistributedTask(MainThreadTask):
     def call(self, *args: Any, **inputs: Any) -> Any:
         config, name = self.plugin_config, self.func.__name__
         report = Report(name)
+        with flyte_errors():
+            allowed = load_allowed(config.allowed)
+        limits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        # Without a list of its own, the task opens what its author's code names.
+        if find_project() or "urls" in (config.allowed or {}):
+            limits = limited_urls(allowed.urls, config.tensorboard, config.results)
         with (
             flyte_errors(),
+            limits,
             open_frame(
                 report, "", config.max_hours, config.tracking(), bool(config.mlflow)
             ) as frame,
         ):
             gang = config.gang(self.pods)
             if gang.needs_cluster:
-                allowed = load_allowed(config.allowed)
                 check_allowed(gang.cluster_config(), allowed, own_namespace())
             for ignored in config.list_ignored():
                 print_line(f"{name}: {ignored} of Distributed changes nothing")

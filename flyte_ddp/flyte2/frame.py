@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import signal
@@ -15,16 +16,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import flyte.errors
 import flyte.report
 from flyte.extend import AsyncFunctionTaskTemplate, TaskPluginRegistry
 
-from flyte_ddp.cluster.admission import check_allowed, check_urls
+from flyte_ddp.cluster.admission import check_allowed
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.source_code import extend_path, find_project
@@ -41,9 +43,18 @@ from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.trackers import make_tracker
-from flyte_ddp.storage import Storage, redact_errors, storage_environment, write_file
+from flyte_ddp.storage import (
+    Storage,
+    check_places,
+    limit_urls,
+    redact_errors,
+    storage_environment,
+    write_file,
+)
 
 HISTORY = "history.jsonl"
+P = ParamSpec("P")
+T = TypeVar("T")
 KEYS = ("WANDB_API_KEY", *KEY_VARIABLES)
 # exceptions of the SDK that a function raises for another attempt
 RETRIED = ("RuntimeSystemError", "RuntimeUnknownError", "RuntimeUserError")
@@ -125,6 +136,34 @@ def is_local() -> bool:
     return bool(context.mode == "local")
 
 
+def limited(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a call of `function` open what `limited_urls` does, by the settings."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with limited_urls(SETTINGS.allowed.urls, SETTINGS.tensorboard_logdir):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def limited_urls(allowed: Sequence[str], *own: str) -> contextlib.AbstractContextManager[None]:
+    """Let the block, and the ranks that it starts, open the action's own places and allowed ones
+    alone. A local run may open any.
+    """
+    if is_local():
+        return contextlib.nullcontext()
+    return limit_urls(allowed, [flyte.ctx().run_base_dir, default_champions(), *own])
+
+
+def default_champions() -> str:
+    """Return a place at the bucket's top: a lifecycle rule for outputs must not delete the model in
+    use.
+    """
+    action, parts = flyte.ctx().action, urlsplit(flyte.ctx().run_base_dir)
+    return f"{parts.scheme}://{parts.netloc}/champions/{action.project}/{action.domain}"
+
+
 def project_tracking() -> tuple[str, ...]:
     """Return what records the runs of the project's recipes; nothing without a project."""
     return SETTINGS.tracking_place if find_project() else ()
@@ -185,7 +224,7 @@ def open_frame(
     """
     local, context = is_local(), flyte.ctx()
     if not local:
-        check_urls({"checkpoints": checkpoints}, SETTINGS.allowed)
+        check_places([("checkpoints", checkpoints)], SETTINGS.allowed.urls)
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "env: expected a task of flyte_ddp.flyte2.environment, which runs on the main "

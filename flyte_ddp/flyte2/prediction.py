@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from flyte.io import Dir
 
-from flyte_ddp.cluster.admission import check_urls, list_places
+from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.flyte.settings import SETTINGS
-from flyte_ddp.flyte2.frame import check_cluster, is_local, open_frame
+from flyte_ddp.flyte2.frame import check_cluster, is_local, limited, open_frame
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.prediction import predict as predictions
-from flyte_ddp.storage import redact_url
+from flyte_ddp.storage import check_places, redact_url
 
 
 class PredictionOutputs(NamedTuple):
@@ -21,6 +21,7 @@ class PredictionOutputs(NamedTuple):
     predictions: Dir  # Parquet files, in the order of the samples, and their manifest
 
 
+@limited
 def predict(
     recipe: str,
     model_state: str,
@@ -41,9 +42,8 @@ def predict(
     nodes = check_cluster(cluster)
     if not is_local():
         # The options that `config` leaves out are those of the model's training.
-        places = list_places(config, "config")
-        given = {"model_state": model_state, "data": data, "output": output, **places}
-        check_urls(given, SETTINGS.allowed)
+        places = [("model_state", model_state), ("data", data), ("output", output)]
+        check_places([*places, *list_places(config, "config")], SETTINGS.allowed.urls)
     with open_frame(None) as frame:
         url = output or f"{frame.outputs}/predictions"
         made = predictions.predict(

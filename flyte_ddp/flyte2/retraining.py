@@ -13,19 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import flyte
 
-from flyte_ddp.cluster.admission import check_urls
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.settings import SETTINGS
 from flyte_ddp.flyte2.frame import (
     check_cluster,
     current_execution,
+    default_champions,
     flyte_errors,
     is_local,
+    limited,
     open_frame,
     project_tracking,
     publish,
@@ -47,7 +47,7 @@ from flyte_ddp.promotion.policy import (
 from flyte_ddp.promotion.report import RetrainingReport
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage import read_file
+from flyte_ddp.storage import check_places, read_file
 from flyte_ddp.storage.weights import pin_state
 
 
@@ -73,6 +73,7 @@ class RetrainingOutputs(NamedTuple):
     reason: str
 
 
+@limited
 def plan_retraining(
     kickoff_time: datetime.datetime | None,
     champion: str,
@@ -97,7 +98,7 @@ def plan_retraining(
             begun = datetime.datetime.now()
         text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         if not is_local():
-            check_urls({"champion": champion}, SETTINGS.allowed)
+            check_places([("champion", champion)], SETTINGS.allowed.urls)
         store = ChampionStore(champion or _default_champion(recipe))
         store.storage.check_access()
         retraining = Retraining(
@@ -116,6 +117,7 @@ def plan_retraining(
         )
 
 
+@limited
 def challenge(
     retraining: Retraining,
     num_processes: int = 0,
@@ -142,6 +144,7 @@ def challenge(
     return _list_outputs(retraining, result, trained.export_url)
 
 
+@limited
 def keep_champion(retraining: Retraining) -> RetrainingOutputs:
     """Report why nothing was trained."""
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
@@ -150,14 +153,10 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
 
 
 def _default_champion(recipe: str) -> str:
-    """Return a place at the bucket's top: a lifecycle rule for outputs must not delete the model in
-    use.
-    """
+    """Return the place of `default_champions` for a recipe."""
     if is_local():
         raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
-    action, parts = flyte.ctx().action, urlsplit(flyte.ctx().run_base_dir)
-    bucket = f"{parts.scheme}://{parts.netloc}"
-    return f"{bucket}/champions/{action.project}/{action.domain}/{recipe}"
+    return f"{default_champions()}/{recipe}"
 
 
 @contextlib.contextmanager

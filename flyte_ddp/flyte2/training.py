@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flyte.io import Dir, File
 
 from flyte_ddp.cluster import connect
-from flyte_ddp.cluster.admission import check_urls, places_of_config
+from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.events import EpochFinished, Event, list_accuracies, list_metrics
@@ -22,6 +22,7 @@ from flyte_ddp.flyte2.frame import (
     check_cluster,
     current_execution,
     is_local,
+    limited,
     open_frame,
     project_tracking,
 )
@@ -31,6 +32,7 @@ from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.storage import check_places
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, choose_best
 from flyte_ddp.studies.runner import TrialRunner, check_trials
@@ -67,10 +69,11 @@ def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> Tr
     """
     resolved = config_of(recipe, {} if config is None else config)
     if not is_local():
-        check_urls({"data": data, **places_of_config(resolved)}, SETTINGS.allowed)
+        check_places([("data", data), *places_of_config(resolved)], SETTINGS.allowed.urls)
     return resolved
 
 
+@limited
 def train(
     recipe: str,
     config: Mapping[str, Any] | None = None,
@@ -129,6 +132,7 @@ def list_outputs(frame: Frame, trained: training.Trained) -> TrainingOutputs:
     )
 
 
+@limited
 def sweep(
     recipe: str,
     grid: dict[str, Any],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config.fields import check_object, whole_number
 from flyte_ddp.errors import ConfigError, StorageDenied
@@ -26,7 +27,13 @@ from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 from flyte_ddp.recipes.recorded import restore_options
-from flyte_ddp.storage import Storage, redact_errors, redact_values, storage_environment
+from flyte_ddp.storage import (
+    Storage,
+    check_places,
+    redact_errors,
+    redact_values,
+    storage_environment,
+)
 from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten, hash_hidden
 from flyte_ddp.storage.weights import pin_state, split_pin
 
@@ -108,6 +115,9 @@ def predict(
     gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster, client=client)
     place = _cluster_config(gang)
     model = find_model(model_state)
+    # also those beside the model, before anything is read by them
+    named = {**model.options, **given.get("recipe_options", {})}
+    check_places(list_places(named, "recipe_options"))
     options = _merge_options(recipe, model, given.get("recipe_options", {}))
     resolved = config_of(recipe, {**given, "recipe_options": options})
     resolved = dataclasses.replace(resolved, parallel="ddp")

@@ -20,7 +20,7 @@ from distributed import Worker
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.agent.main import unpack_data
 from flyte_ddp.prediction.job import PredictionJob
-from flyte_ddp.storage import adopt_storage_environment
+from flyte_ddp.storage import adopt_storage_environment, permit
 
 if TYPE_CHECKING:
     from flyte_ddp.prediction.model import Predictor
@@ -39,6 +39,7 @@ def main() -> None:
     _given.update(job=pickle.loads(connection.recv_bytes()), directory=directory)
     options = pickle.loads(connection.recv_bytes())
     adopt_storage_environment(_given["job"].storage)
+    permit(str(directory))
     start_thread("end", _exit_with, connection)
     asyncio.run(_work(**options))
     os._exit(0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flyte_ddp.errors import DataError, in_one_line
 from flyte_ddp.recipes.arrays import ArrayRecipe
 from flyte_ddp.recipes.contents import unpack
-from flyte_ddp.storage import Storage
+from flyte_ddp.storage import Storage, permit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,6 +104,7 @@ def _download() -> str:
             f"data: MNIST could not be downloaded: {in_one_line(error)}; give a directory of its "
             "files"
         ) from error
+    permit(str(cache))
     return str(cache)
 
 

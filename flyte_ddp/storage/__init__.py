@@ -17,7 +17,8 @@ from flyte_ddp.storage.environment import (
     flyte_storage_environment,
     storage_environment,
 )
-from flyte_ddp.storage.filesystem import check_url, open_filesystem
+from flyte_ddp.storage.filesystem import check_place, check_url, open_filesystem
+from flyte_ddp.storage.limits import check_places, limit_urls, permit
 from flyte_ddp.storage.urls import has_password, redact_errors, redact_url, redact_values
 
 __all__ = [
@@ -26,12 +27,16 @@ __all__ = [
     "UNFINISHED",
     "Storage",
     "adopt_storage_environment",
+    "check_place",
+    "check_places",
     "check_url",
     "compute_sha256",
     "fetch_file",
     "flyte_storage_environment",
     "has_password",
+    "limit_urls",
     "open_filesystem",
+    "permit",
     "read_file",
     "redact_errors",
     "redact_url",

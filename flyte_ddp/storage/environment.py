@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from flyte_ddp.storage.limits import LIMITS_VARIABLE
+
 # Variables that belong together, each with Flyte's name for it ("" where it has none). A group is
 # used whole: a key of one source with the secret of another opens nothing.
 _GROUPS: tuple[dict[str, str], ...] = (
@@ -33,6 +35,7 @@ _GROUPS: tuple[dict[str, str], ...] = (
     {"GOOGLE_CLOUD_PROJECT": ""},
     {"STORAGE_EMULATOR_HOST": ""},
     {"FLYTE_AWS_ADDRESSING_STYLE": ""},
+    {LIMITS_VARIABLE: ""},  # what may be opened with all this
 )
 # A profile lies in a file of this machine, so it is not passed on; but its keys win over Flyte's.
 _PROFILE = "AWS_PROFILE"
@@ -59,11 +62,12 @@ def storage_environment() -> dict[str, str]:
 def adopt_storage_environment(given: Mapping[str, str]) -> None:
     """Put `given`, another process's `storage_environment()`, in this process's environment.
 
-    What this process has been given itself stays, whole groups of variables at a time.
+    What this process has been given itself stays, whole groups of variables at a time. Limits are
+    those of the run.
     """
     own = storage_environment()
     for group in _GROUPS:
-        if not any(name in own for name in group):
+        if LIMITS_VARIABLE in group or not any(name in own for name in group):
             os.environ.update({name: given[name] for name in group if name in given})
 
 

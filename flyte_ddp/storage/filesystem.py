@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.environment import storage_environment
 from flyte_ddp.storage.failures import describe
+from flyte_ddp.storage.limits import check_opening
 from flyte_ddp.storage.urls import redact_url
 
 T = TypeVar("T")
@@ -45,12 +46,15 @@ def open_filesystem(
         options: for fsspec, over those made here.
 
     Raises:
-        ConfigError: no such kind of URL is known here, or its package is missing.
+        ConfigError: no such kind of URL is known here, its package is missing, or the task's
+            registration does not allow it (`limits`).
     """
     check_url(url, field)
+    check_place(url, field)
     client = CLIENTS.get(fsspec.utils.get_protocol(url))
     try:
-        if _is_local(url):  # fsspec takes two colons in a path for a chain of file systems
+        # fsspec takes two colons in a path for a chain of file systems
+        if _is_local(url):
             file_system = LocalFileSystem(**options)
             return file_system, file_system._strip_protocol(url)
         if not client:
@@ -110,6 +114,13 @@ def check_url(url: str, field: str) -> None:
             f"{field}: expected a path, or a URL with a host or bucket such as "
             f"s3://bucket/directory, got {redact_url(url)!r}"
         )
+
+
+def check_place(url: str, field: str, *own: str) -> None:
+    """Refuse a place that this process may not open, as `limits.check_opening`. Called by all that
+    opens one.
+    """
+    check_opening(url, field, LocalFileSystem._strip_protocol(url) if _is_local(url) else None, own)
 
 
 def _is_local(url: str) -> bool:

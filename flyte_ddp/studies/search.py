@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, check_names
@@ -28,6 +29,7 @@ from flyte_ddp.events import EpochFinished, Event, Reported
 from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.recipes import config_of, pin_initial_state
+from flyte_ddp.storage import check_places
 from flyte_ddp.storage.weights import identify_state
 
 if TYPE_CHECKING:
@@ -109,7 +111,8 @@ def build_trials(
             shared value elsewhere.
 
     Raises:
-        ConfigError: an unknown recipe or option, an invalid value, or a missing package.
+        ConfigError: an unknown recipe or option, an invalid value, a missing package, or a place
+            that this task may not open.
     """
     require_packages()
     names = list(dict.fromkeys(name for choice in choices for name in choice))
@@ -119,7 +122,9 @@ def build_trials(
         fields = {name: value for name, value in choice.items() if name not in NO_FIELDS}
         if BATCH_SIZE_PER_RANK in choice:
             fields["global_batch_size"] = choice[BATCH_SIZE_PER_RANK] * world_size
-        config = pin_initial_state(config_of(recipe, _merge_overrides(base, fields)))
+        config = config_of(recipe, _merge_overrides(base, fields))
+        check_places(places_of_config(config))  # before the state is read for its checksum
+        config = pin_initial_state(config)
         # The config's own values: 64 and 64.0 are the same batch size.
         overrides = _merge_overrides(base, {name: _read_value(config, name) for name in fields})
         values = {

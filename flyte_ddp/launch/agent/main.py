@@ -42,7 +42,7 @@ from flyte_ddp.launch.protocol.messages import (
     Outcome,
 )
 from flyte_ddp.observers.streams import open_standard_streams
-from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file
+from flyte_ddp.storage import STORE_TIMEOUT, adopt_storage_environment, fetch_file, permit
 
 # seconds without an attempt, as after the driver's death, after which this ends, as a cluster
 IDLE_TIMEOUT = KubernetesConfig.idle_timeout
@@ -124,6 +124,7 @@ def main() -> None:
             os.environ.clear()
             os.environ.update(own_environment | node_job.environment)
             adopt_storage_environment(node_job.storage)  # what the worker has of its own wins
+            permit(str(directory))
             if link is None:
                 prepare(node_job, directory)
                 connection.send_bytes(b"prepared")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.cluster.config import termination_grace
 from flyte_ddp.config import TrainingConfig, by_value
 from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
@@ -28,6 +29,7 @@ from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.ranks import TRAINING
 from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
+from flyte_ddp.storage import check_places
 from flyte_ddp.storage.weights import describe_missing
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
@@ -187,8 +189,9 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
         recipe: by its name, or a class that travels by value.
 
     Raises:
-        ConfigError: an unknown recipe or option of it.
+        ConfigError: an unknown recipe or option of it, or a place that this task may not open.
     """
+    check_places(places_of_config(config))  # whatever made the config
     named = get_recipe(recipe, config.recipe_options)
     needs_gpus = ""
     if config.backend == "nccl":

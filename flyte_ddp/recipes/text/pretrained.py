@@ -11,7 +11,7 @@ from typing import Any
 
 from flyte_ddp.config.fields import suggest
 from flyte_ddp.errors import ConfigError, in_one_line
-from flyte_ddp.storage import Storage, fetch_file, redact_url
+from flyte_ddp.storage import Storage, fetch_file, permit, redact_url
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
 SUFFIXES = (WEIGHTS, ".json", ".jinja")  # of the files that transformers reads, none with code
@@ -42,6 +42,7 @@ def fetch_model(source: str, directory: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{expected}, which cannot be downloaded: {in_one_line(error)}"
             ) from error
+        permit(place)
     names = [
         name for name in Storage(place, FIELD).find() if "/" not in name and name.endswith(SUFFIXES)
     ]

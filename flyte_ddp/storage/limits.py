@@ -1,0 +1,209 @@
+"""The URLs and paths that this process may open, where a task's registration limits them.
+
+The list travels in the environment with the storage configuration, from a task to its agents and
+ranks. What opens a URL asks here, so nothing depends on where a URL came from. Opens nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import urllib.parse
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flyte_ddp.config.source_code import find_project
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.storage.urls import redact_url
+
+LIMITS_VARIABLE = "FLYTE_DDP_ALLOWED_URLS"
+WHERE = "(table `allowed` of settings.toml, which is part of the registered version)"
+SAME_STORES = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+# The beginning of a URL or of a path, or a step upwards anywhere.
+_PLACE = re.compile(
+    r"\s*([a-z][\w+.-]*(://|::)|(file|local):|/|\.{1,2}/|~[^\s/]*(/|\s*$))"
+    r"|(.*[/\\])?\s*\.\.\s*([/\\]|$)",
+    re.I | re.S,
+)
+
+
+@contextlib.contextmanager
+def limit_urls(allowed: Sequence[str], own: Sequence[str]) -> Iterator[None]:
+    """Limit what this process, and those that get its storage configuration, open in the block.
+
+    Args:
+        allowed: patterns of URLs, as of the table `allowed`.
+        own: URLs and directories that belong to the task itself.
+    """
+    before = os.environ.get(LIMITS_VARIABLE)
+    _set({"allowed": list(allowed), "own": [each for each in own if each]})
+    try:
+        yield
+    finally:
+        os.environ.pop(LIMITS_VARIABLE, None)
+        if before is not None:
+            os.environ[LIMITS_VARIABLE] = before
+
+
+def permit(*places: str) -> None:
+    """Let this process open places that its own code has made or chosen, if it is limited."""
+    limits = _read()
+    if limits:
+        _set({**limits, "own": [*limits["own"], *places]})
+
+
+def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | None = None) -> None:
+    """Compare URLs and paths that a user named, each with its name, before anything is opened. URLs
+    of the task's own are allowed too.
+
+    Args:
+        allowed: patterns; by default those of this process, if it is limited.
+
+    Raises:
+        ConfigError: some are not allowed; names all of them.
+    """
+    limits = _read()
+    if allowed is None:
+        if not limits:
+            return
+        allowed = limits["allowed"]
+    own = limits.get("own", [])
+    findings = [
+        _describe(name, url, allowed)
+        for name, url in places
+        if url and not _is_listed(url, allowed) and not _is_own_url(url, own)
+    ]
+    if findings:
+        raise ConfigError(f"{'; '.join(findings)} {WHERE}")
+
+
+def check_opening(url: str, field: str, path: str | None, own: Sequence[str] = ()) -> None:
+    """Refuse a place that this process may not open.
+
+    Args:
+        path: what `url` means on this machine's disks; None for a URL of another file system.
+        own: more places that belong to the task.
+
+    Raises:
+        ConfigError: it is neither allowed nor the task's own; names `field`.
+    """
+    limits = _read()
+    if not limits:
+        return
+    places = [*limits["own"], *own]
+    if path is not None:
+        is_known = _is_own_path(path, places) or _is_listed_path(path, limits["allowed"])
+    else:
+        is_known = _is_own_url(url, places) or _is_listed(url, limits["allowed"])
+    if not is_known:
+        raise ConfigError(f"{_describe(field, url, limits['allowed'])} {WHERE}")
+
+
+def looks_like_place(text: str) -> bool:
+    """Return whether `text` may be a URL or a path that leads out of a directory."""
+    return any(_PLACE.match(each) for each in _decodings(text))
+
+
+def covers(rule: Sequence[str], parts: Sequence[str]) -> bool:
+    """Compare part by part: a part may have any character in it."""
+    return len(rule) <= len(parts) and all(
+        fnmatchcase(part, pattern) for part, pattern in zip(parts, rule, strict=False)
+    )
+
+
+def _read() -> dict[str, Any]:
+    text = os.environ.get(LIMITS_VARIABLE)
+    return json.loads(text) if text else {}
+
+
+def _set(limits: dict[str, Any]) -> None:
+    os.environ[LIMITS_VARIABLE] = json.dumps(limits)
+
+
+def _describe(name: str, url: str, allowed: Sequence[str]) -> str:
+    listed = f"one of allowed.urls ({', '.join(allowed)})"
+    expected = listed if allowed else "none, because allowed.urls is empty"
+    return f"{name}: expected {expected}, got {redact_url(url)!r}"
+
+
+def _is_listed(url: str, allowed: Sequence[str]) -> bool:
+    return not _is_ambiguous(url) and any(covers(rule, _split_url(url)) for rule in _rules(allowed))
+
+
+def _is_listed_path(path: str, allowed: Sequence[str]) -> bool:
+    """Return whether the path, and what it is a link to, are both below an allowed directory."""
+    parts = _split_url(os.path.abspath(path))
+    for rule in _rules(allowed):
+        if covers(rule, parts):
+            base = os.path.realpath("/".join(parts[1 : max(1, len(rule))]) or "/")
+            if _is_below(os.path.realpath(path), base):
+                return True
+    return False
+
+
+def _is_own_url(url: str, own: Sequence[str]) -> bool:
+    parts = _split_url(url)
+    places = [_split_url(each) for each in own if "://" in each]
+    return not _is_ambiguous(url) and any(parts[: len(each)] == each for each in places)
+
+
+def _is_own_path(path: str, own: Sequence[str]) -> bool:
+    project = find_project()
+    places = [each.removeprefix("file://") for each in own]
+    places = [each for each in places if "://" not in each]
+    if project:
+        places.append(str(project))
+    places.append(tempfile.gettempdir())
+    real = os.path.realpath(path)
+    bases = [os.path.realpath(each) for each in places]
+    return any(base != "/" and _is_below(real, base) for base in bases)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def _rules(allowed: Sequence[str]) -> list[tuple[str, ...]]:
+    # A * at the end stands for all below, with which each pattern is read.
+    split = [_split_url(pattern) for pattern in allowed]
+    return [parts[:-1] if parts[-1] == "*" else parts for parts in split]
+
+
+def _decodings(text: str) -> Iterator[str]:
+    """Yield a text, and what it becomes when its %-encoding is undone, as often as there is any."""
+    yield text
+    decoded = urllib.parse.unquote(text)
+    if decoded != text:
+        yield from _decodings(decoded)
+
+
+def _is_ambiguous(url: str) -> bool:
+    """Return whether a URL may open another place than it seems to: stores and servers normalize it
+    in their own ways.
+
+    A chain such as filecache::dask://host opens more than the URL that it begins with.
+    """
+    *_, plain = _decodings(url)
+    steps = re.split(r"[/?#;]", plain.partition("://")[2] or plain)
+    return (
+        "::" in plain or "\\" in plain or not plain.isprintable() or "." in steps or ".." in steps
+    )
+
+
+def _split_url(url: str) -> tuple[str, ...]:
+    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path
+    has no host.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator and url != "*":
+        return "file", *url.split("/")
+    scheme = SAME_STORES.get(scheme.lower(), scheme.lower())
+    if scheme in DEFAULT_PORTS:
+        host, slash, path = re.split("[?#]", rest)[0].partition("/")
+        rest = host.rpartition("@")[2].lower().removesuffix(DEFAULT_PORTS[scheme]) + slash + path
+    return (scheme, *rest.rstrip("/").split("/")) if rest else (scheme,)
