@@ -20,9 +20,10 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.__main__ import main
 from flyte_ddp.cluster.admission import Allowed, check_allowed
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
 from flyte_ddp.cluster.kubernetes.manifest import cluster_spec
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.fields import LISTED
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
@@ -91,6 +92,19 @@ def kubernetes(**fields):
             {"pod_template": {"containers": [{"name": "worker", "env": [{"name": "A"}]}]}},
             "got containers.worker.env",
         ),
+        ({"tls": False}, r"tls: expected one of allowed\.tls \(true\), got 'false'"),
+        ({"operator_namespace": "mine"}, r"operator_namespace: expected one of .*, got 'mine'"),
+        ({"gpu_resource": "smarter-devices/mem"}, r"gpu_resource: expected .*, got 'smarter-"),
+        (
+            {
+                "pod_template": {
+                    "containers": [
+                        {"name": "worker", "resources": {"limits": {"smarter-devices/mem": 1}}}
+                    ]
+                }
+            },
+            "got containers.worker.resources.limits.smarter-devices/mem",
+        ),
         (
             {"pod_template": {"tolerations.x": [], "initContainers": []}},
             "got tolerations.x; .* got initContainers",
@@ -100,6 +114,65 @@ def kubernetes(**fields):
 def test_forbidden_values_are_named_and_refused(fields, expected):
     with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\..*{expected}.*settings\.toml"):
         check_allowed(kubernetes(**fields), DEFAULTS, "team")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"gpu_resource": "cpu"}, "gpu_resource: expected the name of a device's resource"),
+        ({"gpu_resource": "memory"}, "gpu_resource: expected the name of a device's resource"),
+        ({"termination_grace": 1e9}, "termination_grace: expected .* at most 86400"),
+        ({"idle_timeout": 1e9}, "idle_timeout: expected .* at most 604800"),
+        ({"shared_memory": "9Gi"}, r"shared_memory: expected at most worker_memory \(8Gi\)"),
+        ({"shared_memory": "8.6G"}, r"shared_memory: expected at most worker_memory \(8Gi\)"),
+        *(
+            (
+                {name: {"terminationGracePeriodSeconds": given}},
+                rf"{name}\.terminationGracePeriodSeconds: expected a finite number of at least 10",
+            )
+            for name in ("pod_template", "scheduler_pod_template")
+            for given in (-5, 0, 1e9, "60", True)
+        ),
+    ],
+)
+def test_a_value_that_no_pod_can_have_is_refused_in_one_line(fields, expected):
+    with pytest.raises(ConfigError, match=rf"^(kubernetes\.)?{expected}[^\n]*$"):
+        kubernetes(**fields)
+
+
+def test_the_grace_of_a_template_counts_for_the_workers():
+    def grace(**fields):
+        return kubernetes(**fields).kubernetes.worker_grace
+
+    name = "terminationGracePeriodSeconds"
+    assert grace(termination_grace=90) == 90
+    assert grace(pod_template={name: 120.0}) == 120
+    assert grace(pod_template={name: None}) == 30  # Kubernetes' own, which is left
+
+
+FREE = (
+    *("num_nodes", "gpus_per_node", "processes_per_node", "threads_per_rank", "min_nodes"),
+    *("max_restarts", "node_timeout", "start_timeout", "return_timeout", "grow_delay"),
+    *("grow_interval", "worker_cpus", "worker_memory", "shared_memory", "scheduler_cpus"),
+    *("scheduler_memory", "image_pull_policy", "queue", "idle_timeout", "termination_grace"),
+    "autoscaled_nodes",
+)
+
+
+def test_every_field_of_a_cluster_is_free_or_compared_with_a_list_of_the_registration():
+    """A new field has to be put into one of the two."""
+    fields = [*dataclasses.fields(ClusterConfig), *dataclasses.fields(KubernetesConfig)]
+    lists = {each.name: each.metadata[LISTED] for each in fields if each.name != "kubernetes"}
+    assert {name for name, table in lists.items() if not table} == set(FREE)
+    tables = {each.name for each in dataclasses.fields(Allowed)}
+    assert {table for table in lists.values() if table} | {"urls"} == tables
+    nothing = Allowed(**dict.fromkeys(tables, ()))
+    other = {str: "other.example/x", bool: False, dict: {"other": "x"}, list: ["other"]}
+    for each in dataclasses.fields(KubernetesConfig):
+        if each.metadata[LISTED]:
+            value = other[type(getattr(KubernetesConfig(), each.name))]
+            with pytest.raises(ConfigError, match=rf"^cluster\.kubernetes\.{each.name}: expected"):
+                check_allowed(kubernetes(**{each.name: value}), nothing, "team")
 
 
 def test_the_defaults_allow_unset_fields_and_the_runs_own_namespace(monkeypatch):

@@ -9,15 +9,17 @@ opened.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.cluster.config import ClusterConfig, KubernetesConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import Checked, check, field
+from flyte_ddp.config.fields import LISTED, Checked, check, field
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.limits import WHERE, covers, looks_like_place
@@ -33,6 +35,9 @@ OF_PODS = (
     "env",
     "labels",
     "annotations",
+    "gpu_resources",
+    "operator_namespaces",
+    "tls",
 )
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
@@ -47,8 +52,10 @@ VARIABLES = (
 # of the namespace, or run as root.
 POD_TEMPLATE = (
     *("affinity", "nodeSelector", "tolerations", "topologySpreadConstraints"),
-    *("terminationGracePeriodSeconds", "containers.worker.resources"),
-    "containers.scheduler.resources",
+    "terminationGracePeriodSeconds",
+    *(f"containers.{name}.resources.*.cpu" for name in ("worker", "scheduler")),
+    *(f"containers.{name}.resources.*.memory" for name in ("worker", "scheduler")),
+    *(f"containers.{name}.resources.*.ephemeral-storage" for name in ("worker", "scheduler")),
 )
 
 
@@ -79,6 +86,15 @@ class Allowed(Checked):
         ("cluster-autoscaler.kubernetes.io/*", "karpenter.sh/*"),
         help="names of annotations of pods",
     )
+    # Another resource may be a device of the node, such as its memory.
+    gpu_resources: tuple[str, ...] = field(
+        ("nvidia.com/*", "amd.com/*", "gpu.intel.com/*"), help="names of devices' resources"
+    )
+    operator_namespaces: tuple[str, ...] = field(
+        ("dask-operator",), help="whose pods reach a scheduler"
+    )
+    # Without TLS, whoever reaches a scheduler runs code with the run's keys.
+    tls: tuple[str, ...] = field(("true",), help="true, and false for clusters without TLS")
     kinds: tuple[str, ...] = field(("kubernetes",), help="of clusters, in a pod")
     addresses: tuple[str, ...] = field((), help="of existing Dask schedulers, in a pod")
     urls: tuple[str, ...] = field(
@@ -167,28 +183,25 @@ def _check_place(config: ClusterConfig, allowed: Allowed) -> Iterator[str]:
 
 
 def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> Iterator[str]:
-    pods = config.kubernetes
-    # (field, value, list in `allowed`, what is allowed besides)
-    named = [
-        ("image", pods.image, "images", ("", os.environ.get(IMAGE_VARIABLE, ""))),
-        ("namespace", pods.namespace, "namespaces", ("", own_namespace)),
-        ("service_account", pods.service_account, "service_accounts", ("",)),
-        *(("env_from_secrets", name, "secrets", ()) for name in pods.env_from_secrets),
-        *(("env", name, "env", ()) for name in pods.env),
-        *(("labels", name, "labels", ()) for name in pods.labels),
-        *(("annotations", name, "annotations", ()) for name in pods.annotations),
-    ]
-    for name, value, table, defaults in named:
-        if value not in defaults and not _matches(value, getattr(allowed, table)):
-            yield f"cluster.kubernetes.{name}: expected {_list(allowed, table)}, got {value!r}"
-    rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
-    for name in ("pod_template", "scheduler_pod_template"):
-        for path in _paths(getattr(pods, name)):
-            if not any(covers(rule, path) for rule in rules):
-                yield (
-                    f"cluster.kubernetes.{name}: expected {_list(allowed, 'pod_template')}, got "
-                    f"{'.'.join(path)}"
-                )
+    pods, defaults = config.kubernetes, KubernetesConfig()
+    own = {"image": os.environ.get(IMAGE_VARIABLE, ""), "namespace": own_namespace}
+    for each in dataclasses.fields(pods):
+        name, table = each.name, each.metadata[LISTED]
+        value = getattr(pods, name)
+        if not table or value in (getattr(defaults, name), own.get(name)):
+            continue
+        if table == "pod_template":
+            rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
+            paths = [
+                path for path in _paths(value) if not any(covers(rule, path) for rule in rules)
+            ]
+            refused = [".".join(path) for path in paths]
+        else:
+            values = list(value) if isinstance(value, (dict, list)) else [value]
+            texts = [json.dumps(each) if isinstance(each, bool) else each for each in values]
+            refused = [repr(text) for text in texts if not _matches(text, getattr(allowed, table))]
+        for text in refused:
+            yield f"cluster.kubernetes.{name}: expected {_list(allowed, table)}, got {text}"
 
 
 def _matches(value: str, patterns: Iterable[str]) -> bool:

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flyte_ddp.config.fields import check_names, field, validate
+from flyte_ddp.config.fields import Limits, check, check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
 # of a worker's or a task's pod: seconds from SIGTERM until it is killed
 GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"
 DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
+MAX_GRACE = 86_400.0  # seconds; a drain waits for it
+MAX_IDLE_TIMEOUT = 604_800.0  # seconds for which the pods of a lost driver cost money
+GRACE_IN_TEMPLATE = "terminationGracePeriodSeconds"
 # set by Dask's own tools, and in a task by Flyte's Dask plugin
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 
@@ -49,9 +52,13 @@ class KubernetesConfig:
     """
 
     image: str = field(
-        "", help="of scheduler and workers; by default that of the pod that this process runs in"
+        "",
+        help="of scheduler and workers; by default that of the pod that this process runs in",
+        listed="images",
     )
-    namespace: str = field("", help="by default this pod's, or the kubeconfig's")
+    namespace: str = field(
+        "", help="by default this pod's, or the kubeconfig's", listed="namespaces"
+    )
     worker_cpus: float = field(
         2.0, above=0, unit="cores", help="of each worker pod, requested and limit"
     )
@@ -61,9 +68,10 @@ class KubernetesConfig:
     )
     gpu_resource: str = field(
         "nvidia.com/gpu",
-        pattern=".+",
-        example="a resource name such as nvidia.com/gpu",
+        pattern=r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-.\w]*[A-Za-z0-9])?",
+        example="the name of a device's resource, such as nvidia.com/gpu",
         help="the resource that gpus_per_node counts, such as a MIG profile's name",
+        listed="gpu_resources",
     )
     scheduler_cpus: float = field(
         0.5, above=0, unit="cores", help="of the scheduler pod, requested and limit"
@@ -74,23 +82,31 @@ class KubernetesConfig:
     service_account: str = field(
         "",
         help="of scheduler and workers, for access to storage; by default the namespace's default",
+        listed="service_accounts",
     )
     image_pull_policy: str = field("IfNotPresent", choices=("IfNotPresent", "Always", "Never"))
-    labels: dict[str, str] = field(factory=dict, help="on everything that is made")
-    annotations: dict[str, str] = field(factory=dict, help="on everything that is made")
+    labels: dict[str, str] = field(factory=dict, help="on everything that is made", listed="labels")
+    annotations: dict[str, str] = field(
+        factory=dict, help="on everything that is made", listed="annotations"
+    )
     env: dict[str, str] = field(
-        factory=dict, help="variables of workers; readable by all who may read pods, so no secrets"
+        factory=dict,
+        help="variables of workers; readable by all who may read pods, so no secrets",
+        listed="env",
     )
     env_from_secrets: list[str] = field(
-        factory=list, help="secrets whose keys become environment variables of workers"
+        factory=list,
+        help="secrets whose keys become environment variables of workers",
+        listed="secrets",
     )
     pod_template: dict[str, Any] = field(
         factory=dict,
         help="merged into the workers' pod spec: mappings key by key, lists of named things by "
         "name, null removes",
+        listed="pod_template",
     )
     scheduler_pod_template: dict[str, Any] = field(
-        factory=dict, help="merged in the same way into the scheduler's"
+        factory=dict, help="merged in the same way into the scheduler's", listed="pod_template"
     )
     queue: str = field(
         "",
@@ -100,18 +116,22 @@ class KubernetesConfig:
         "counts the wait in it",
     )
     operator_namespace: str = field(
-        "dask-operator", help="whose pods a run's NetworkPolicy lets in"
+        "dask-operator",
+        help="whose pods a run's NetworkPolicy lets in",
+        listed="operator_namespaces",
     )
     tls: bool = field(
         True,
         help="driver, scheduler and workers talk by TLS, with a certificate of the run; ranks do "
         "not",
+        listed="tls",
     )
     idle_timeout: float = field(
         300.0,
         minimum=60,
         unit="seconds",
         help="from the driver's last heartbeat until the operator deletes the cluster",
+        maximum=MAX_IDLE_TIMEOUT,
     )
     termination_grace: float = field(
         60.0,
@@ -119,6 +139,7 @@ class KubernetesConfig:
         unit="seconds",
         help="from SIGTERM, as at a drain, until a worker is killed: for a last checkpoint and "
         "its upload",
+        maximum=MAX_GRACE,
     )
     autoscaled_nodes: bool = field(
         False, help="nodes are made on demand, so the preflight does not ask for one that fits"
@@ -129,9 +150,10 @@ class KubernetesConfig:
         """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what
         `pod_template` has.
         """
-        return float(
-            self.pod_template.get("terminationGracePeriodSeconds") or self.termination_grace
-        )
+        if GRACE_IN_TEMPLATE not in self.pod_template:
+            return self.termination_grace
+        given = self.pod_template[GRACE_IN_TEMPLATE]
+        return DEFAULT_GRACE if given is None else float(given)
 
     def __post_init__(self) -> None:
         validate(self)
@@ -144,6 +166,15 @@ class KubernetesConfig:
                 parse_float=lambda each: int(float(each)) if float(each) % 1 == 0 else float(each),
             )
             object.__setattr__(self, name, parsed)
+            grace = parsed.get(GRACE_IN_TEMPLATE)
+            if grace is not None:
+                limits = Limits(minimum=10, maximum=MAX_GRACE, unit="seconds")
+                check(f"{name}.{GRACE_IN_TEMPLATE}", grace, float, limits)
+        if _num_bytes(self.shared_memory) > _num_bytes(self.worker_memory):
+            raise ConfigError(
+                f"shared_memory: expected at most worker_memory ({self.worker_memory}), of which "
+                f"it is a part, got {self.shared_memory!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -158,6 +189,7 @@ class ClusterConfig:
         help="existing: a running Dask cluster; kubernetes: one made for this run; local: "
         "processes of this machine; "
         "auto: existing where an address is known, kubernetes inside a pod, local otherwise",
+        listed="kinds",
     )
     num_nodes: int = field(
         2, minimum=1, help="Dask workers, each with a machine's or a pod's share of the ranks"
@@ -206,6 +238,7 @@ class ClusterConfig:
         "",
         help="of kind existing, such as tcp://10.0.0.7:8786; by default that in "
         f"{ADDRESS_VARIABLE}",
+        listed="addresses",
     )
     kubernetes: KubernetesConfig = field(factory=KubernetesConfig, help="of kind kubernetes alone")
 
@@ -249,6 +282,14 @@ class ClusterConfig:
         none.
         """
         return self.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
+
+
+def _num_bytes(quantity: str) -> float:
+    """Return the bytes of a quantity that matches `_MEMORY`."""
+    number = quantity.rstrip("kKMGTPi")
+    unit = quantity.removeprefix(number)
+    base = 1024.0 if unit.endswith("i") else 1000.0
+    return float(number) * base ** " KMGTP".index(unit[:1].upper() or " ")
 
 
 def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -22,7 +22,8 @@ from typing import Any
 
 from flyte_ddp.errors import ConfigError
 
-LIMITS, HELP = "limits", "help"  # keys of a field's metadata
+# keys of a field's metadata
+LIMITS, HELP, LISTED = "limits", "help", "listed"
 _KINDS = {bool: "true or false", str: "a string", int: "a whole number", float: "a finite number"}
 _LARGEST = {int: (1 << 63) - 1, float: sys.float_info.max}
 _BOUNDS = {  # fields of Limits
@@ -75,15 +76,21 @@ def field(
     *,
     factory: Callable[[], Any] | None = None,
     help: str = "",
+    listed: str = "",
     **limits: Any,
 ) -> Any:
     """Declare a dataclass field with its default, its meaning and its `limits`, which are fields of
     `Limits`.
 
     The limits of a list are those of its items.
+
+    Args:
+        listed: the list in the table `allowed` of settings.toml that says what a launch may give;
+            "" for any value.
     """
     start: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
-    return dataclasses.field(metadata={LIMITS: Limits(**limits), HELP: help}, **start)
+    metadata = {LIMITS: Limits(**limits), HELP: help, LISTED: listed}
+    return dataclasses.field(metadata=metadata, **start)
 
 
 def describe_fields(config_class: Any, prefix: str = "") -> Iterator[str]:
