@@ -88,7 +88,9 @@ def read_file(storage: Storage, entry: Entry) -> Part:
         ConfigError: it is whole, but this version of torch cannot read it.
     """
     name, maps = entry["file"], storage.is_local
-    source: Any = f"{storage.root}/{name}"
+    if not is_tensors(name):
+        raise Damaged(f"its manifest names {name!r}, which is no file of a checkpoint")
+    source: Any = storage.path_of(name)
     try:
         if maps:
             size, checksum = storage.retry(lambda: check_file(source))

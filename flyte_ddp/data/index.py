@@ -29,7 +29,7 @@ from flyte_ddp.data.offsets import write_offsets
 from flyte_ddp.data.readers import ByteShard, Read, find_format
 from flyte_ddp.data.source import CONCURRENT_READS, Entry, Source, version_of
 from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.storage import read_file, write_file
+from flyte_ddp.storage import check_name, read_file, redact_url, write_file
 
 OWN_INDEX = "flyte_ddp_index.npz"
 ENERGON, SPLIT = ".nv-meta/.info.json", ".nv-meta/split.yaml"
@@ -94,6 +94,10 @@ def read_index(source: Source, url: str) -> ShardIndex:
         )
     if not index.samples.sum():
         raise DataError(f"data: expected samples, got none in {source.join('')}")
+    names = {name.decode() for name in index.names.tolist()}
+    if isinstance(source.place, tuple) and not names.issubset(source.place):
+        other = min(names.difference(source.place))
+        raise DataError(f"index: expected shards of the list, got {redact_url(other)!r}")
     return index
 
 
@@ -136,6 +140,8 @@ def _find_index(source: Source, url: str) -> tuple[ShardIndex | None, bool]:
         is_own = contents.startswith(b"PK")
         try:
             index = _read_own(contents) if is_own else _read_foreign(contents, source)
+            for name in index.names.tolist() if isinstance(source.place, str) else ():
+                check_name(name.decode(), "data")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"index: expected an index of shards, got {place}: {error}") from error
         _check_names(index.names.tolist())

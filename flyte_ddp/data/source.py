@@ -117,7 +117,7 @@ class Source:
         place = self.place if isinstance(self.place, str) else name.rpartition("/")[0]
         storage = _open(os.getpid(), place, self.timeout)
         relative = name if isinstance(self.place, str) else name.rpartition("/")[2]
-        return storage, f"{storage.root}/{relative}"
+        return storage, storage.path_of(relative) if relative else f"{storage.root}/"
 
 
 @dataclass

@@ -49,7 +49,7 @@ from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
 from flyte_ddp.observers.trackers import make_tracker
-from flyte_ddp.storage import Storage, fetch_file, redact_url, write_file
+from flyte_ddp.storage import Storage, fetch_file, file_below, redact_url, write_file
 
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
@@ -194,16 +194,16 @@ class Frame:
         """Return the files that other programs load, with the run card, as `output`."""
         directory = (self.output_directory or self.directory) / EXPORT
         # the files of the run before, with the same --output
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            for name in json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))["model"][
-                "files"
-            ]:
-                (directory / name).unlink()
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            card_before = json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))
+            for name in card_before["model"]["files"]:
+                file_below(directory, name, CARD_JSON).unlink()
         directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
         with log_failures(EXPORT):
             for name in finished.exported:
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                fetch_file(f"{finished.export_url}/{name}", directory / name)
+                file = file_below(directory, name, EXPORT)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fetch_file(f"{finished.export_url}/{name}", file)
         with log_failures(CARD_JSON):
             for name, contents in card_files(card).items():
                 (directory / name).write_bytes(contents)

@@ -39,7 +39,15 @@ from flyte_ddp.events import (
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.streams import print_line
-from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, read_file, redact_url, write_file
+from flyte_ddp.storage import (
+    SHORT_TIMEOUT,
+    fetch_file,
+    file_below,
+    permit,
+    read_file,
+    redact_url,
+    write_file,
+)
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
@@ -170,13 +178,14 @@ class Mlflow(Recorder):
         store that it names.
         """
         uri = self._run.info.artifact_uri
+        permit(uri)  # the server's choice
         scheme = urlsplit(uri).scheme
         with tempfile.TemporaryDirectory() as directory:
             for name, contents in card_files(run_card(self._state, **self.origin)).items():
                 write_file(f"{directory}/card/{name}", contents)
             for name in finished.exported if self.model_artifact else ():
                 # Not in memory: weights may be larger than that of this process.
-                file = Path(directory, "model", name)
+                file = file_below(Path(directory, "model"), name, "export")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 fetch_file(f"{finished.export_url}/{name}", file, timeout=SHORT_TIMEOUT)
             if scheme in ("mlflow-artifacts", "http", "https"):

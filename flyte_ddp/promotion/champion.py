@@ -35,7 +35,7 @@ from flyte_ddp.errors import (
     FileChanged,
     NoChampion,
 )
-from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
+from flyte_ddp.storage import STORE_TIMEOUT, Storage, check_name, redact_url
 from flyte_ddp.storage.weights import class_names_of, from_bytes, is_safetensors, with_class_names
 
 POINTER = "champion.json"
@@ -257,7 +257,9 @@ class ChampionStore:
         if not pointer:
             raise NoChampion(f"{self._shown} has no champion yet")
         try:
-            return Pointer(**json.loads(pointer))
+            found = Pointer(**json.loads(pointer))
+            _check_names(found.version, *filter(None, [found.parent]))
+            return found
         except (ValueError, TypeError) as error:
             raise ChampionError(f"{self.storage.join(POINTER)} is damaged: {error}") from error
 
@@ -361,9 +363,18 @@ def _pointer(manifest: Manifest, contents: bytes, held_since: str = "") -> Point
 
 def _manifest(contents: bytes) -> Manifest:
     try:
-        return Manifest(**json.loads(contents))
+        found = Manifest(**json.loads(contents))
+        _check_names(found.version, found.file)
+        return found
     except (ValueError, TypeError) as error:
         raise ChampionError(f"a manifest is damaged, or of another version: {error}") from error
+
+
+def _check_names(*names: object) -> None:
+    """Raise ConfigError for what is no name of a file or directory right below another one."""
+    for name in names:
+        if "/" in check_name(name, "champion"):
+            raise ConfigError(f"champion: expected a name without /, got {name!r}")
 
 
 def _utc_now() -> str:

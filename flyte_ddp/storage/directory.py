@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from flyte_ddp.errors import FileChanged, StorageDenied, StorageUnavailable
+from flyte_ddp.errors import ConfigError, FileChanged, StorageDenied, StorageUnavailable
 from flyte_ddp.storage.failures import Meaning, answer, classify, describe, is_full, remedy_for
 from flyte_ddp.storage.file_lock import lock_file
 from flyte_ddp.storage.filesystem import CLIENTS, check_url, open_filesystem
@@ -85,6 +85,10 @@ class Storage:
         """Return the full URL of `name`."""
         return f"{self.url}/{name}"
 
+    def path_of(self, name: str) -> str:
+        """Return the path of `name` in the file system. Raises ConfigError as `check_name`."""
+        return f"{self.root}/{check_name(name, self.field)}"
+
     def check_access(self) -> None:
         """Write, read and delete a small file, before anything that needs this place is started.
 
@@ -111,7 +115,7 @@ class Storage:
                 them to a file: they are never in memory at once, and not in the kernel's cache
                     afterwards.
         """
-        self.retry(lambda: self._write(f"{self.root}/{name}", contents), takes_space=True)
+        self.retry(lambda: self._write(self.path_of(name), contents), takes_space=True)
 
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
         """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
@@ -140,7 +144,7 @@ class Storage:
             if not client:
                 return self.write(name, contents)
         try:
-            self.retry(lambda: client.put(self.file_system, f"{self.root}/{name}", contents, tag))
+            self.retry(lambda: client.put(self.file_system, self.path_of(name), contents, tag))
         except Exception as error:  # not all are OSErrors
             status, code = answer(error)
             # a store that speaks S3 without this part of it
@@ -160,7 +164,7 @@ class Storage:
     def _tag(self, name: str, field: str) -> str:
         self.file_system.invalidate_cache()
         try:
-            return str(self.file_system.info(f"{self.root}/{name}").get(field, ""))
+            return str(self.file_system.info(self.path_of(name)).get(field, ""))
         except FileNotFoundError:
             return ""
 
@@ -204,18 +208,18 @@ class Storage:
 
     def read(self, name: str) -> bytes:
         """Return the contents of `name`. Raises FileNotFoundError if there is none."""
-        return bytes(self.retry(lambda: self.file_system.cat_file(f"{self.root}/{name}")))
+        return bytes(self.retry(lambda: self.file_system.cat_file(self.path_of(name))))
 
     def delete(self, name: str) -> None:
         """Remove `name`, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self.retry(lambda: self.file_system.rm_file(f"{self.root}/{name}"))
+            self.retry(lambda: self.file_system.rm_file(self.path_of(name)))
 
     def rename(self, name: str, new_name: str) -> None:
         """Give `name` another name, replacing what has that. Raises FileNotFoundError if there is
         no `name`.
         """
-        path, new_path = f"{self.root}/{name}", f"{self.root}/{new_name}"
+        path, new_path = self.path_of(name), self.path_of(new_name)
         if self.is_local:
             self.retry(lambda: os.replace(path, new_path))
             return
@@ -270,7 +274,7 @@ class Storage:
             except (FileNotFoundError, StorageDenied):
                 return b""
 
-        paths = [f"{self.root}/{name}" for name in names]
+        paths = [self.path_of(name) for name in names]
         count = len(paths)
         heads = self.file_system.cat_ranges(paths, [0] * count, [size] * count, on_error="return")
         return [
@@ -335,6 +339,31 @@ class Storage:
             f"{self.field}: expected a place that this process may use, got "
             f"{redact_url(self.url)}: {describe(error)}; {remedy_for(error, self.is_local)}"
         )
+
+
+def check_name(name: object, field: str) -> str:
+    """Return the name of a file below a directory. It may come from a file that somebody else
+    wrote, so it is a name and never a path to another place.
+
+    Raises:
+        ConfigError: it is absolute, leads upwards, or is no text; begins with `field`.
+    """
+    is_text = isinstance(name, str) and name != "" and "\0" not in name
+    if not is_text or str(name).startswith("/") or ".." in str(name).split("/"):
+        raise ConfigError(f"{field}: expected the name of a file below a directory, got {name!r}")
+    return str(name)
+
+
+def file_below(directory: Path, name: object, field: str) -> Path:
+    """Return the path of file `name` below a local directory, out of which no link leads.
+
+    Raises:
+        ConfigError: as `check_name`.
+    """
+    file = directory / check_name(name, field)
+    if not file.parent.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{field}: expected a file below {directory}, got a link in {name!r}")
+    return file
 
 
 def read_file(url: str, field: str = "url", timeout: float = STORE_TIMEOUT) -> bytes:
