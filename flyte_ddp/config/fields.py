@@ -44,14 +44,16 @@ class Limits:
     below: float | None = None  # and smaller than this
     choices: Collection[str] = ()
     pattern: str = ""  # regular expression that a string matches as a whole
-    example: str = ""  # how an error describes what matches `pattern`
+    is_valid: Callable[[str], bool] | None = None  # whether a string is accepted
+    example: str = ""  # how an error describes what matches `pattern` or `is_valid`
     unit: str = ""  # of a number
 
     def accept(self, value: Any) -> bool:
         """Check `value`, which has the field's type already."""
         if isinstance(value, str):
             is_match = not self.pattern or re.fullmatch(self.pattern, value)
-            return bool(is_match and (not self.choices or value in self.choices))
+            is_chosen = not self.choices or value in self.choices
+            return bool(is_match and is_chosen and (not self.is_valid or self.is_valid(value)))
         return all(_BOUNDS[name][1](value, bound) for name, bound in self._bounds)
 
     def describe(self, kind: Any) -> str:
@@ -290,6 +292,39 @@ def parse_duration(name: str, text: str) -> float:
     if match is None:
         raise ConfigError(f"{name}: expected a number with s, m, h or d, such as 90m, got {text!r}")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+# bounds and names of cron's five fields
+_CRON: tuple[tuple[int, int, str], ...] = (
+    (0, 59, ""),
+    (0, 23, ""),
+    (1, 31, ""),
+    (1, 12, "JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC"),
+    (0, 7, "SUN MON TUE WED THU FRI SAT"),
+)
+
+
+def is_cron(text: str) -> bool:
+    """Return whether `text` is a schedule in cron's five fields, or none."""
+    parts = text.split(" ")
+    return not text or (len(parts) == len(_CRON) and all(map(_is_cron_field, parts, _CRON)))
+
+
+def _is_cron_field(text: str, bounds: tuple[int, int, str]) -> bool:
+    low, high, names = bounds
+    numbers = {each: str(number) for number, each in enumerate(names.split(), start=low)}
+    for part in text.upper().split(","):
+        values, slash, step = part.partition("/")
+        if slash and not re.fullmatch("0*[1-9][0-9]*", step, re.ASCII):
+            return False
+        if values == "*":
+            continue
+        ends = [numbers.get(each, each) for each in values.split("-")]
+        if len(ends) > 2 or not all(re.fullmatch("[0-9]{1,2}", end, re.ASCII) for end in ends):
+            return False
+        if not low <= int(ends[0]) <= int(ends[-1]) <= high:
+            return False
+    return True
 
 
 def read_object(flag: str, text: str) -> dict[str, Any]:

@@ -39,6 +39,13 @@ SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
 COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"  # of a registered task, which has no repository
 STARTED = time.time()  # about when this process did
+# what a project's file has: the type, and how an error names it
+_SHAPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("production", "sandbox", "allowed"), (dict, "a table")),
+    **dict.fromkeys(("wandb", "mlflow", "tensorboard"), (dict, "a table")),
+    "recipes": (list, "a list of names"),
+    "image": (str, "a string"),
+}
 _project: Path | None = None  # as `find_project` has found it
 _imported: dict[str, str] = {}  # the digests of modules' files, as this process has imported them
 _importing = threading.RLock()
@@ -102,15 +109,20 @@ def read_settings(file: Path | None = None) -> dict[str, Any]:
     """Return the tables of a TOML file, by default the project's; none where there is no such file.
 
     Raises:
-        ConfigError: it is not TOML.
+        ConfigError: it is not TOML, or a table of a project is none.
     """
     if file is None:
         project = find_project()
         return read_settings(project / SETTINGS_FILE) if project else {}
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name}: expected TOML, got {error}") from error
+    if "recipes" in found:
+        for name, (kind, what) in _SHAPES.items():
+            if not isinstance(found.get(name, kind()), kind):
+                raise ConfigError(f"{file.name}: {name}: expected {what}, got {found[name]!r}")
+    return found
 
 
 def recipe_packages() -> list[str]:

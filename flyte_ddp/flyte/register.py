@@ -24,6 +24,7 @@ from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.settings import Settings, load_settings
+from flyte_ddp.observers.streams import print_line
 
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 # what lies in a project and is no part of a registration
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         (
             *PROJECT_OPTIONS,
             ("--image", "of every task (default: the settings')", ""),
-            ("--service-account", "of the launch plans", "flyte-ddp"),
+            ("--service-account", "of the launch plans (default: the settings')", ""),
             ("--version", "(default: a hash, by Flyte)", ""),
             ("--activate", "start the schedules", False),
             ("--dry-run", "send nothing", False),
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     ).parse_args(arguments)
     settings = load_settings(Path(SETTINGS_FILE))
     image = options.image or find_image(settings)
+    origin = SETTINGS_FILE
+    if options.image or os.environ.get("IMAGE"):
+        origin = "--image" if options.image else "IMAGE"
     check_shipped(settings)
     copy, version = "all", options.version
     if options.dry_run:  # which must not need a Flyte: pyflyte uploads what it packs
@@ -65,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     command += ["--version", version] if version else []
     command += ["--activate-launchplans"] if options.activate else []
     command += ["--dry-run"] if options.dry_run else []
+    print_line(f"image: {image} ({origin}), of every task, driver and worker")
     environment = {**os.environ, "IMAGE": image, COMMIT_VARIABLE: describe_commit()}
     return subprocess.call([*command, "workflows"], env=environment)
 

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from flyte_ddp.cluster.admission import Allowed
-from flyte_ddp.config.fields import LIMITS, Checked, check, check_names, field, validate
+from flyte_ddp.config.fields import LIMITS, Checked, check, check_names, field, is_cron, validate
 from flyte_ddp.config.source_code import (
     SETTINGS_FILE,
     find_project,
@@ -29,8 +29,10 @@ from flyte_ddp.config.source_code import (
 )
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.observers.recorder import TRACKERS
+from flyte_ddp.storage import has_password
 
 PROFILES = ("production", "sandbox")
+WANDB_MODES = ("online", "offline", "disabled")
 
 
 class SettingsError(click.UsageError, ConfigError):
@@ -61,10 +63,13 @@ class Settings:
     )
     metrics_port: int = field(0, minimum=0, maximum=65535)
     schedule: str = field(
-        "", pattern=r"|\S+( \S+){4}", example="cron's five fields, such as 0 3 * * *"
+        "",
+        is_valid=is_cron,
+        example="cron's five fields (minute 0-59, hour 0-23, day 1-31, month 1-12, weekday 0-7), "
+        "such as 0 3 * * *",
     )
     retrain_inputs: dict[str, Any] = field(factory=dict)
-    wandb_mode: str = field("online")
+    wandb_mode: str = field("online", choices=WANDB_MODES)
     wandb_project: str = field("flyte-ddp")
     wandb_entity: str = field("")
     wandb_base_url: str = field("")
@@ -84,6 +89,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         validate(self)
+        if has_password(self.mlflow_url):
+            raise ConfigError(
+                "mlflow.url: expected a URL without a user name and a password, because each pod's "
+                "specification has it, got one; a token is the Flyte secret mlflow/token"
+            )
         if self.tracking == "mlflow" and not self.mlflow_url:
             raise ConfigError(
                 "mlflow.url: expected the URL of the server, which tracking names, got none"
@@ -154,26 +164,50 @@ def load_settings(
     if switch:
         tables["profile"] = "sandbox" if switch in ("1", "true") else "production"
     profiles = {name: tables.pop(name, {}) for name in PROFILES}
-    trackers = {name: tables.pop(name, {}) for name in TRACKERS}
-    chosen = profiles.get(str(tables.get("profile")), profiles["production"])
-    values = {
-        **tables,
-        **chosen,
-        **{
-            f"{tracker}_{name}": value
-            for tracker, table in trackers.items()
-            for name, value in table.items()
-        },
-    }
+    for tracker in TRACKERS:
+        for name, value in tables.pop(tracker, {}).items():
+            tables[f"{tracker}_{name}"] = value
+    check_names(Settings, tables, file.name)
+    chosen = str(tables.get("profile", PROFILES[0]))
+    for name, profile in profiles.items():
+        check_names(Settings, profile, f"{file.name}: {name}")
+        if name != chosen:
+            _make({**tables, "profile": name, **profile}, f"{file.name}: {name}")
+    values = {**tables, **profiles.get(chosen, {})}
     for variable, name in VARIABLES.items():
         text = environment.get(variable)
-        if text and not (name in ("gpus", "gpu_type") and tables.get("profile") == "sandbox"):
+        if text:
             values[name] = _read_variable(variable, text, name)
-    check_names(Settings, values, file.name)
+    image = image_of_command()
+    if image:
+        values["image"] = image
+    return _make(values, file.name)
+
+
+def image_of_command() -> str:
+    """Return the image that `--image` of a command of pyflyte names; "" without.
+
+    flytekit takes it only for tasks that name no image, and so a task would run in the image of
+    whatever environment registered it.
+    """
+    context = click.get_current_context(silent=True)
+    while context is not None:
+        config = context.params.get("image_config")
+        source = context.get_parameter_source("image_config")
+        if config is not None and source is click.core.ParameterSource.COMMANDLINE:
+            default = type(config).auto_default_image().default_image
+            named = config.default_image
+            return str(named.full) if named and named != default else ""
+        context = context.parent
+    return ""
+
+
+def _make(values: Mapping[str, Any], name: str) -> Settings:
+    """Return the settings with these values. Raises ConfigError that begins with `name`."""
     try:
         return Settings(**values)
     except ConfigError as error:
-        raise ConfigError(f"{file.name}: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _read_variable(variable: str, text: str, name: str) -> Any:
