@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import tempfile
 import threading
 from types import SimpleNamespace
@@ -29,8 +30,11 @@ from flyte_ddp.storage import (
     storage_environment,
     write_file,
 )
+from flyte_ddp.storage.filesystem import _azure_options
 from flyte_ddp.storage.limits import LIMITS_VARIABLE
-from flyte_ddp.studies.search import Search, build_trials
+from flyte_ddp.studies.report import StudyReport
+from flyte_ddp.studies.results import TrialRun, build_table
+from flyte_ddp.studies.search import Search, Trial, build_trials
 
 REFUSED = r"expected one of allowed\.urls .*table `allowed` of settings\.toml"
 ALLOWED = ("s3://bucket/team/*",)
@@ -248,3 +252,41 @@ def test_options_of_the_card_beside_a_model_are_checked_before_anything_is_read(
     assert server.requests == []
     with pytest.raises(ConfigError, match=REFUSED):
         fetch_model(f"http://{server.address}/model", machine.scratch / "copy")
+
+
+# Keys and secrets go where they belong
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ACCOUNT_NAME": "own", "ACCOUNT_KEY": "k", "SAS_TOKEN": "s"},
+        {"CONNECTION_STRING": "DefaultEndpointsProtocol=https;AccountName=own;AccountKey=k"},
+    ],
+)
+def test_keys_of_one_account_of_azure_are_not_sent_to_another(monkeypatch, given):
+    for name in list(os.environ):
+        if "AZURE" in name:
+            monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    own = _azure_options(False, "abfs://container/x")
+    keys = {"account_key", "sas_token", "connection_string"}
+    assert keys & set(own)
+    for same in ("abfs://c@own/x", "abfs://c@own.dfs.core.windows.net/x@other", "az://c/a@other"):
+        assert _azure_options(False, same) == own
+    for other in ("abfs://c@other/x", "abfss://c@other.dfs.core.windows.net/x@own"):
+        found = _azure_options(False, other)
+        assert found["account_name"] == "other"
+        assert not keys & set(found)
+
+
+def test_a_secret_among_the_values_of_a_trial_is_not_shown():
+    config = TrainingConfig(monitor={"metric": "loss", "mode": "min"})
+    values = {"api_key": "sk-0123456789abcdef", "lr": 0.1}
+    run = TrialRun(Trial(1, values, values, config), "memory://trial")
+    page = StudyReport("own", [run]).render_fragment()
+    for shown in (str(run.trial), page, build_table([run]).to_csv()):
+        assert "sk-0123" not in shown
+    assert "api_key" in page
+    assert run.trial.values == values

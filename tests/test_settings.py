@@ -152,10 +152,18 @@ def test_a_registration_shows_each_field(project, monkeypatch, capsys):
 def test_each_field_is_part_of_the_version():
     own = Settings()
     others = {
-        "profile": "sandbox", "recipes": ["own"], "notify_emails": ["a@b.c"], "gpus": 2,
-        "metrics_port": 1, "schedule": "0 3 * * *", "retrain_inputs": {"recipe": "digits"},
-        "wandb_mode": "offline", "termination_grace": 61, "tracking": "tensorboard",
-        "mlflow_url": "http://mlflow.team", "allowed": {"urls": []},
+        "profile": "sandbox",
+        "recipes": ["own"],
+        "notify_emails": ["a@b.c"],
+        "gpus": 2,
+        "metrics_port": 1,
+        "schedule": "0 3 * * *",
+        "retrain_inputs": {"recipe": "digits"},
+        "wandb_mode": "offline",
+        "termination_grace": 61,
+        "tracking": "tensorboard",
+        "mlflow_url": "http://mlflow.team",
+        "allowed": {"urls": []},
         **dict.fromkeys(("training", "driver"), own.small),
         "small": own.driver,
     }

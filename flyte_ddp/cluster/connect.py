@@ -97,8 +97,9 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
             # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
             memory_limit=0,
             dashboard_address=None,
-            # there is an HTTP server all the same: at any free port, else it warns of the usual one
-            scheduler_kwargs={"dashboard_address": ":0"},
+            # There is an HTTP server all the same: at any free port, else it warns of the usual
+            # one. By default others on the network reach it.
+            scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
             silence_logs=logging.WARNING,
             preload=[*dask.config.get("distributed.worker.preload", []), LEAVE_PROCESS_GROUP],
         )

@@ -261,7 +261,7 @@ class _Observer:
                 history=f"{run.url}/{OUTCOME}",
                 name=str(run.trial),
                 group=self.group,
-                config={"sweep": dict(run.trial.values)},
+                config={"sweep": run.trial.shown},
                 say=functools.partial(self.lines.tell, run),
             ),
         ]

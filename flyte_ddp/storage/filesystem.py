@@ -62,7 +62,7 @@ def open_filesystem(
             return file_system, path
         cls = pkgutil.resolve_name(client.file_system)
         in_url = cls._get_kwargs_from_urls(url) if client.has_options_in_urls else {}
-        file_system = cls(**{**in_url, **client.make_options(anonymous), **options})
+        file_system = cls(**{**in_url, **client.make_options(anonymous, url), **options})
     except (
         ValueError,
         ImportError,
@@ -79,7 +79,7 @@ def open_filesystem(
     return file_system, file_system._strip_protocol(url)
 
 
-def _s3_options(anonymous: bool) -> dict[str, Any]:
+def _s3_options(anonymous: bool, url: str) -> dict[str, Any]:
     # As arguments, not by the client's environment: fsspec shares file systems with equal
     # arguments, and one that was opened before the keys changed would keep the old ones.
     found = storage_environment()
@@ -175,7 +175,7 @@ def _limit_s3_requests(file_system: Any) -> None:
     file_system._call_s3 = call_within_limit
 
 
-def _google_options(anonymous: bool) -> dict[str, Any]:
+def _google_options(anonymous: bool, url: str) -> dict[str, Any]:
     import aiohttp
 
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT)
@@ -210,7 +210,10 @@ def _limit_google_requests(file_system: Any) -> None:
     file_system._request = request
 
 
-def _azure_options(anonymous: bool) -> dict[str, Any]:
+def _azure_options(anonymous: bool, url: str) -> dict[str, Any]:
+    """Return the options for the account that `url` names, or for the environment's. Keys of one
+    account are not sent to another one.
+    """
     prefix = "AZURE_STORAGE_"
     found = storage_environment()
     options = {
@@ -218,6 +221,13 @@ def _azure_options(anonymous: bool) -> dict[str, Any]:
         for name, value in found.items()
         if name.startswith(prefix)
     }
+    named = re.match(r"[^/?#]*@([^./?#]+)", url.partition("://")[2])
+    in_connection = re.search("AccountName=([^;]*)", options.get("connection_string", ""))
+    own = options.get("account_name") or (in_connection[1] if in_connection else "")
+    if named and named[1] != own:
+        options["account_name"] = named[1]
+        for name in ("account_key", "sas_token", "connection_string") if own else ():
+            options.pop(name, None)
     limits = {"connection_timeout": CONNECT_TIMEOUT, "read_timeout": READ_TIMEOUT}
     # parts of 4 MB; by default some thousands, which share the time that each may take
     limits["max_concurrency"] = 8
@@ -270,7 +280,7 @@ class Client:
     """How a kind of store is opened, and how it puts a file on a condition."""
 
     file_system: str  # its class
-    make_options: Callable[[bool], dict[str, Any]]
+    make_options: Callable[[bool, str], dict[str, Any]]  # whether anonymous, and the URL
     limit_requests: Callable[[Any], None]
     tag: str  # what every put changes in a file's `info`
     # contents, if `tag` is still the given one, or there is no file for ""

@@ -85,6 +85,7 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         values = [run.trial.values[name] for run in ranked]
         if len({repr(value) for value in values}) == 1:
             continue
+        values = [run.trial.shown[name] for run in ranked]
         numbers = values if all(type(value) in (int, float) for value in values) else ()
         places = numbers or [printable(format_value(value))[:MAX_CHOICE] for value in values]
         lines = [

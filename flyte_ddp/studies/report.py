@@ -10,6 +10,7 @@ from typing import Any
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.observers.formats import duration, format_count, format_figure, format_value
 from flyte_ddp.observers.reports.page import NOTHING, Card, Page, Table, Tile, cell, shorten
+from flyte_ddp.storage import redact_values
 from flyte_ddp.studies.plots import metric_panels, name_metric, scaling_panels
 from flyte_ddp.studies.results import (
     DONE,
@@ -90,7 +91,11 @@ class StudyReport(Page):
             "percent_done": 100 * num_done // max(1, len(runs)),
             "tiles": [*_scaling_tiles(study), *self._tiles(runs, best, num_done)],
             "first_cards": [
-                Card(f"The best: {best.trial}", note, format_value(best.trial.overrides))
+                Card(
+                    f"The best: {best.trial}",
+                    note,
+                    format_value(redact_values(best.trial.overrides)),
+                )
             ]
             if best
             else [],
@@ -183,7 +188,7 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> Tab
         cells = {
             "trial": cell(run.trial.number),
             "status": cell(run.status, kind=run.status.replace(" ", "-")),
-            **{name: cell(value, format_value) for name, value in run.trial.values.items()},
+            **{name: cell(value, format_value) for name, value in run.trial.shown.items()},
             **(
                 {"epochs": cell(num_epochs, f"{{:g}} / {run.trial.num_epochs}".format)}
                 if is_recipe

@@ -261,7 +261,7 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     places = ["epoch"] if runs[0].trial.counted is EpochFinished else ["epoch", "step"]
     rows = [
         {
-            **run.trial.values,
+            **run.trial.shown,
             **result,
             "model": run.trial.number,
             "status": run.status,

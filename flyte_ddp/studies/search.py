@@ -29,7 +29,7 @@ from flyte_ddp.events import EpochFinished, Event, Reported
 from flyte_ddp.launch.protocol.programs import Program, recipe_program
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.recipes import config_of, pin_initial_state
-from flyte_ddp.storage import check_places
+from flyte_ddp.storage import check_places, redact_values
 from flyte_ddp.storage.weights import identify_state
 
 if TYPE_CHECKING:
@@ -94,8 +94,13 @@ class Trial:
         """Return what counts as reports of the value that a function has returned."""
         return ()
 
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """The values as people may see them, without secrets."""
+        return dict(redact_values(dict(self.values)))
+
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {shown_value(value)}" for name, value in self.values.items())
+        values = ", ".join(f"{name} {shown_value(value)}" for name, value in self.shown.items())
         return f"trial {self.number} ({values})"
 
 

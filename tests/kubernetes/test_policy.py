@@ -35,6 +35,13 @@ def with_pod(**fields: Any) -> dict[str, Any]:
     return manifest
 
 
+def with_service(**fields: Any) -> dict[str, Any]:
+    """A run whose scheduler's Service was changed by hand."""
+    manifest = run()
+    manifest["spec"]["scheduler"]["service"].update(fields)
+    return manifest
+
+
 INIT = {"name": "i", "image": f"{OWN}:7"}
 TOKEN = {"name": "e", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "api_key"}}}
 REFUSED = [
@@ -53,6 +60,9 @@ REFUSED = [
     (with_pod(volumes=[{"name": "h", "hostPath": {"path": "/"}}]), "a volume"),
     (with_pod(volumes=[{"name": "v", "projected": {"sources": []}}]), "a volume"),
     (with_pod(hostNetwork=True), "a pod with the node's"),
+    (with_service(type="LoadBalancer"), "a scheduler's Service"),
+    (with_service(type="NodePort"), "a scheduler's Service"),
+    (with_service(externalIPs=["192.0.2.1"]), "a scheduler's Service"),
     (
         with_pod(initContainers=[{**INIT, "securityContext": {"privileged": True}}]),
         "a pod with the node's",
