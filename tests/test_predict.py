@@ -30,7 +30,7 @@ from flyte_ddp.config import resolve
 from flyte_ddp.errors import ClusterError, ConfigError, DataError
 from flyte_ddp.launch.nodes.dask.calls import ByValue
 from flyte_ddp.prediction import keeper, workers
-from flyte_ddp.prediction.job import PredictionJob
+from flyte_ddp.prediction.job import MANIFEST, PredictionJob
 from flyte_ddp.prediction.model import OneDevice, Predictor
 from flyte_ddp.prediction.workers import PredictionWorkers
 from flyte_ddp.promotion.champion import CARD, ChampionStore
@@ -38,6 +38,7 @@ from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
+from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import with_class_names
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
@@ -271,6 +272,13 @@ def open_predictor(tmp_path, recipe, state, source="", **options):
     return Predictor(job, str(directory))
 
 
+def write(predictor, number):
+    """Write a part as the driver has it done: the manifest is there before."""
+    manifest = json.dumps(predictor.describe()).encode()
+    Storage(predictor.job.output).write(MANIFEST, manifest)
+    predictor.write_part(number)
+
+
 def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_files(tmp_path):
     write_tree(image_tree(count=3), tmp_path / "images")
     recipe, options = get_recipe("image_folder", {"image_size": 64}), {"image_size": 64}
@@ -280,7 +288,7 @@ def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_fi
     predictor = open_predictor(
         tmp_path, "image_folder", str(tmp_path / "state.pt"), str(tmp_path / "images"), **options
     )
-    predictor.write_part(1)
+    write(predictor, 1)
     table = parquet.read_table(tmp_path / "output/part-000001.parquet")
     files = sorted(
         file.relative_to(tmp_path / "images").as_posix()
@@ -323,7 +331,7 @@ def test_columns_are_those_of_the_task_or_of_the_recipe(tmp_path, monkeypatch, s
     predictor = open_predictor(tmp_path, "digits", state)
     monkeypatch.setattr(Digits, "prediction_columns", lambda self, outputs: {"first": outputs[:1]})
     with pytest.raises(ConfigError, match="value for each of 2 samples, .* got 'first' with 1"):
-        predictor.write_part(0)
+        write(predictor, 0)
 
 
 def test_a_split_without_a_seed_is_that_of_the_training(tmp_path, monkeypatch, state):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.recipes import Recipe
 
+MANIFEST = "_manifest.json"  # which readers of the whole directory skip
+
 
 @dataclass(frozen=True)
 class PredictionJob:

@@ -4,6 +4,9 @@ nor other processes.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.errors import ConfigError, DataError
-from flyte_ddp.prediction.job import PredictionJob, part_name
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
+from flyte_ddp.prediction import schema
+from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
 from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import get_recipe, list_class_names, locate
@@ -27,8 +31,6 @@ from flyte_ddp.training.inspection import on_cpu
 from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
 from flyte_ddp.training.passes import evaluating, forward
 from flyte_ddp.world import single_process_world
-
-KEY = "key"  # the column by which a sample is known
 
 
 class Predictor:
@@ -64,6 +66,22 @@ class Predictor:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the number of samples, and the schema of their predictions, for the manifest."""
+        ((keys, columns),) = self._predict(0, min(self.job.batch_size, len(self)))
+        found = schema.find_schema(self.recipe, keys, columns)
+        return {
+            "num_samples": len(self),
+            "schema": {each.name: str(each.type) for each in found},
+            "arrow_schema": schema.to_text(found),
+        }
+
+    @functools.cached_property
+    def _schema(self) -> Any:
+        """The schema of all files, from the manifest of the output."""
+        manifest = Storage(self.job.output, "output").read(MANIFEST)
+        return schema.from_text(json.loads(manifest)["arrow_schema"])
+
     def write_part(self, number: int) -> None:
         """Predict the samples of a part, and put its file into the output."""
         import pyarrow
@@ -71,15 +89,58 @@ class Predictor:
 
         first = number * self.job.part_size
         end = min(first + self.job.part_size, len(self))
-        indices = torch.arange(first, end).split(self.job.batch_size)
-        tables = []
-        with evaluating(self.model):
-            for index, batch in zip(indices, self._read(indices), strict=True):
-                outputs = forward(self.model, self.parallelism, batch)
-                tables.append(pyarrow.table(self._columns(index.tolist(), outputs)))
+        tables = [
+            schema.make_table(self.recipe, keys, columns, self._schema)
+            for keys, columns in self._predict(first, end)
+        ]
         file = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.concat_tables(tables), file)
         Storage(self.job.output, "output").write(part_name(number), file.getvalue().to_pybytes())
+
+    def _predict(self, first: int, end: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """Yield the keys and the columns of each batch of these samples."""
+        indices = torch.arange(first, end).split(self.job.batch_size)
+        batches = self._read(indices)
+        with evaluating(self.model):
+            for index in indices:
+                numbers = index.tolist()
+                try:
+                    batch = next(batches)
+                    keys = schema.to_plain([self._key(number) for number in numbers])
+                except (ConfigError, StorageUnavailable, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of any kind: the data set is the user's
+                    raise self._locate_error(numbers, error) from error
+                outputs = map_tensors(on_cpu, forward(self.model, self.parallelism, batch))
+                yield keys, schema.list_columns(self.recipe, outputs, len(numbers))
+
+    def _key(self, number: int) -> Any:
+        """Return what a sample is known by: its number where the data set has no keys."""
+        key = getattr(self.dataset, "key", None)
+        return key(number) if key else number
+
+    def _locate_error(self, numbers: Sequence[int], error: Exception) -> DataError:
+        """Return an error that names recipe, part and sample, of which one of a batch cannot be
+        read.
+        """
+        place = f"samples {numbers[0]} to {numbers[-1]}"
+        for number in numbers:
+            try:
+                self._key(number)
+                self.dataset[number]
+            except Exception as found:
+                error = found
+                place = f"sample {number}"
+                with contextlib.suppress(Exception):
+                    name = self._key(number)
+                    place += f" ({name})" * (name != number)
+                break
+        part = part_name(numbers[0] // self.job.part_size)
+        reason = " ".join(str(error).rpartition("Traceback")[2].split())
+        return DataError(
+            f"{locate(self.recipe, 'predict_dataset')}: {place} of {part} cannot be read: "
+            f"{type(error).__name__}: {reason}"
+        )
 
     def _read(self, indices: Sequence[Tensor]) -> Iterator[Any]:
         if not isinstance(self.dataset, TensorDataset):
@@ -90,22 +151,6 @@ class Predictor:
                 tensor.index_select(0, index).to(self.device) for tensor in self.dataset.tensors
             ]
             yield batch[0] if len(batch) == 1 else tuple(batch)
-
-    def _columns(self, indices: Sequence[int], outputs: Any) -> dict[str, Any]:
-        """Return the columns of a batch. Raises ConfigError if the recipe's own are none."""
-        key = getattr(self.dataset, "key", None)
-        columns: dict[str, Any] = {KEY: [key(index) for index in indices] if key else indices}
-        for name, values in self.recipe.prediction_columns(map_tensors(on_cpu, outputs)).items():
-            if name == KEY or len(values) != len(indices):
-                raise ConfigError(
-                    f"{locate(self.recipe, 'prediction_columns')}: expected columns with a value "
-                    f"for each of {len(indices)} samples, and none called {KEY!r}, got {name!r} "
-                    f"with {len(values)}"
-                )
-            if isinstance(values, Tensor):
-                values = values.numpy() if values.dim() == 1 else values.tolist()
-            columns[name] = values
-        return columns
 
 
 def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:

@@ -22,7 +22,7 @@ from flyte_ddp.launch.agent.devices import num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import recipe_program
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.prediction.job import PredictionJob, part_name
+from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
@@ -40,7 +40,6 @@ from flyte_ddp.storage.weights import pin_state, split_pin
 if TYPE_CHECKING:
     from distributed import Client
 
-MANIFEST = "_manifest.json"  # which readers of the whole directory skip
 BATCH_SIZE, PART_SIZE = 256, 64 * 256  # samples
 
 
@@ -165,9 +164,10 @@ def predict(
             )
             stack.callback(workers.close)
             if not num_samples:
-                (num_samples,) = workers.run("__len__", [()])
+                (found,) = workers.run("describe", [()])
+                num_samples = found["num_samples"]
                 record = {**redact_values(options), "hidden": hash_hidden(options)}
-                manifest = json.dumps({**facts, **record, "num_samples": num_samples}, indent=1)
+                manifest = json.dumps({**facts, **record, **found}, indent=1)
                 storage.write(MANIFEST, manifest.encode())
             missing = [(number,) for number, part in enumerate(parts()) if part not in names]
             written = tqdm(

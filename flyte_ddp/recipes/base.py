@@ -49,6 +49,13 @@ class Recipe:
     A run resumes with other values of them.
     """
 
+    prediction_schema: ClassVar[Any] = {}
+    """Types of columns of `prediction_columns` by their names, such as {"label": "string", "box":
+    "list<float32>"}, in Arrow's words or as pyarrow's own.
+
+    A column without one has the type of its values in the first batch, and numbers are float64.
+    """
+
     slow_imports: ClassVar[Sequence[str]] = ()
     """Modules that the ranks import and that take seconds.
 
@@ -276,7 +283,7 @@ class Recipe:
         or a list with a value for each sample.
 
         By default it is the `class` of logits (B, C) and its `probability`. Outputs are on the CPU,
-        in single precision.
+        in single precision. The columns are the same for all batches, see `prediction_schema`.
         """
         import torch
 

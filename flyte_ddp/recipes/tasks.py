@@ -131,6 +131,8 @@ class Segmentation(Recipe):
     class, averaged over the classes, `miou`.
     """
 
+    prediction_schema = {"mask": "list<list<int64>>"}
+
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         from torch.nn import functional
 

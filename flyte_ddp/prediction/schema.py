@@ -1,0 +1,233 @@
+"""The columns of predictions: one schema for all files, which stands before the first is written.
+
+A column has the type that the recipe declares (`prediction_schema`), or else the type of its values
+in the first batch. Numbers are float64 there, so that whole numbers may be followed by others.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import pyarrow
+import torch
+from torch import Tensor
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.events.kinds import to_utf8
+from flyte_ddp.recipes import Recipe, locate
+
+KEY = "key"  # the column by which a sample is known
+REMEDY = 'declare its type, such as prediction_schema = {{"{}": "string"}} in the recipe'
+TYPES = "int64, float32, bool, string, binary or list<float64>"
+
+
+def to_text(schema: Any) -> str:
+    """Return a schema as text, for `from_text`."""
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def from_text(text: str) -> Any:
+    """Return the schema of `to_text`."""
+    return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(text)))
+
+
+def find_schema(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any]) -> Any:
+    """Return the schema of the predictions from those of a batch.
+
+    Args:
+        keys: of the samples.
+        columns: the recipe's, as `list_columns` returns them.
+
+    Raises:
+        ConfigError: a column has no type yet, or a declared one has another type or is missing.
+    """
+    declared = _list_declared(recipe)
+    place = locate(recipe, "prediction_columns")
+    missing = [name for name in declared if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{place}: expected the columns of prediction_schema, got none called {missing[0]!r}"
+        )
+    types = {KEY: _guess(place, KEY, keys).type}
+    for name, values in columns.items():
+        types[name] = declared.get(name) or _widen(_guess(place, name, values).type)
+        if _has_null(types[name]):
+            raise ConfigError(
+                f"{place}: {name}: expected a value in the first batch by which its type is known, "
+                f"got None or empty lists alone: {REMEDY.format(name)}"
+            )
+    return pyarrow.schema(types)
+
+
+def make_table(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any], schema: Any) -> Any:
+    """Return the predictions of a batch as a table with this schema.
+
+    Raises:
+        ConfigError: they do not fit it; names the column.
+    """
+    place = locate(recipe, "prediction_columns")
+    expected = [name for name in schema.names if name != KEY]
+    different = sorted(set(expected) ^ set(columns))
+    if different:
+        what = "also" if different[0] in columns else "none called"
+        raise ConfigError(
+            f"{place}: expected the columns {', '.join(expected)} in each batch, got {what} "
+            f"{different[0]!r}"
+        )
+    arrays = []
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        found = _guess(place, name, keys if name == KEY else columns[name])
+        try:
+            if not _fits(found.type, kind):
+                raise pyarrow.ArrowInvalid(f"values of {found.type}")
+            arrays.append(found.cast(kind))
+        except pyarrow.ArrowException as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{place}: {name}: expected values of {kind}, as declared or as in the first "
+                f"batch, got {reason}: {REMEDY.format(name)}"
+            ) from None
+    return pyarrow.table(arrays, schema=schema)
+
+
+def list_columns(recipe: Recipe, outputs: Any, num_samples: int) -> dict[str, Any]:
+    """Return the recipe's columns of a batch, as lists or arrays of plain values.
+
+    Raises:
+        ConfigError: they are none, or have not a value for each sample.
+    """
+    place = locate(recipe, "prediction_columns")
+    found: Any = recipe.prediction_columns(outputs)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{place}: expected columns by name, got a {type(found).__name__}")
+    columns = {}
+    for name, values in found.items():
+        try:
+            plain = to_plain(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{place}: {name}: {error}") from error
+        is_column = isinstance(plain, (list, numpy.ndarray))
+        got = f"with {len(plain)}" if is_column else f"with a {type(values).__name__} alone"
+        if not isinstance(name, str) or name == KEY or not is_column or len(plain) != num_samples:
+            raise ConfigError(
+                f"{place}: expected columns with a value for each of {num_samples} samples, and "
+                f"none called {KEY!r}, got {name!r} {got}"
+            )
+        columns[name] = plain
+    return columns
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value without tensors, and as an array only where that has one dimension."""
+    if isinstance(value, str):
+        return to_utf8(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        if value.is_floating_point():  # NumPy has no bf16
+            value = value.double()
+        value = value.resolve_conj().numpy()
+    if isinstance(value, numpy.ndarray):
+        if value.dtype.kind == "c":
+            raise TypeError("expected real numbers, got complex ones")
+        if value.dtype.kind == "f":
+            value = value.astype(numpy.float64)
+        if value.ndim == 1 and value.dtype.kind in "biufSMm":
+            return value
+        value = value.tolist()
+    elif hasattr(value, "tolist") and not isinstance(value, numpy.generic):  # such as of pandas
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [to_plain(each) for each in value]
+    return value
+
+
+def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
+    """Return values as an array of the type that they have."""
+    try:
+        return pyarrow.array(values)
+    except (TypeError, ValueError, OverflowError) as error:  # among them those of Arrow
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{place}: {name}: expected numbers, text, or lists of one kind, got {reason}"
+        ) from None
+
+
+def _widen(kind: Any) -> Any:
+    """Return the type of a column whose values in the first batch are of `kind`."""
+    types = pyarrow.types
+    if types.is_integer(kind) or types.is_floating(kind):
+        return pyarrow.float64()
+    if types.is_list(kind):
+        return pyarrow.list_(_widen(kind.value_type))
+    if types.is_struct(kind):
+        return pyarrow.struct([(each.name, _widen(each.type)) for each in kind])
+    return kind
+
+
+def _has_null(kind: Any) -> bool:
+    parts = [kind.field(index).type for index in range(kind.num_fields)]
+    return bool(pyarrow.types.is_null(kind) or any(map(_has_null, parts)))
+
+
+def _fits(found: Any, kind: Any) -> bool:
+    """Return whether a cast from one type to the other changes no value's meaning. The cast itself
+    refuses a number that `kind` does not have.
+    """
+    types = pyarrow.types
+    if types.is_null(found) or found == kind:
+        return True
+    if types.is_list(found):
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        return bool(is_list and _fits(found.value_type, kind.value_type))
+    if types.is_struct(found) and types.is_struct(kind):
+        known = {each.name: each.type for each in kind}
+        return all(each.name in known and _fits(each.type, known[each.name]) for each in found)
+    if types.is_binary(found) or types.is_string(found):
+        is_text = types.is_string(kind) or types.is_large_string(kind)
+        is_bytes = types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+        return bool(is_text or (types.is_binary(found) and is_bytes))
+    are_numbers = [types.is_integer(each) or types.is_floating(each) for each in (found, kind)]
+    kinds = (types.is_timestamp, types.is_decimal, types.is_duration, types.is_time)
+    are_alike = [is_of(found) and is_of(kind) for is_of in kinds]
+    return all(are_numbers) or any(are_alike)
+
+
+def _list_declared(recipe: Recipe) -> dict[str, Any]:
+    """Return the types of the recipe's `prediction_schema` by name. Raises ConfigError for others
+    than Arrow's.
+    """
+    place = locate(recipe, "prediction_schema")
+    found: Any = recipe.prediction_schema
+    if callable(found):
+        found = found()
+    if isinstance(found, pyarrow.Schema):
+        found = dict(zip(found.names, found.types, strict=True))
+    if not isinstance(found, Mapping) or KEY in found:
+        raise ConfigError(
+            f"{place}: expected types by the names of columns, without {KEY!r}, got {found!r}"
+        )
+    declared = {}
+    for name, kind in found.items():
+        try:
+            declared[name] = _parse(kind)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{place}: {name}: expected a type such as {TYPES}, got {kind!r}"
+            ) from None
+    return declared
+
+
+def _parse(kind: Any) -> Any:
+    if isinstance(kind, pyarrow.DataType):
+        return kind
+    text = str(kind).strip()
+    if text.startswith("list<") and text.endswith(">"):
+        return pyarrow.list_(_parse(text[5:-1]))
+    return pyarrow.type_for_alias(text)
