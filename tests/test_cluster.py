@@ -83,6 +83,25 @@ def test_a_local_cluster_leaves_dasks_usual_port_to_others() -> None:
             pass
 
 
+def test_the_end_of_a_local_cluster_shows_no_warning_of_a_nanny(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, end = logging.getLogger("distributed.nanny"), LocalCluster.__exit__
+
+    def end_slowly(cluster: LocalCluster, *error: Any) -> None:
+        logger.warning("Worker process still alive after 4.0 seconds, killing")
+        end(cluster, *error)
+
+    monkeypatch.setattr(LocalCluster, "__exit__", end_slowly)
+    level = logger.level
+    with open_cluster(ClusterConfig(kind="local", num_nodes=1), "test"):
+        logger.warning("a worker was lost")
+    assert logger.level == level
+    assert [each.getMessage() for each in caplog.records if each.name == logger.name] == [
+        "a worker was lost"
+    ]
+
+
 def test_a_local_worker_comes_back_however_long_it_takes() -> None:
     """Dask waits 15 s for one that was lost, and then ends its nanny. A busy machine or a second
     loss take longer.

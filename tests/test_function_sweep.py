@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 
 import numpy
 import pytest
@@ -19,6 +20,7 @@ from tests.support.swept_functions import (
     add_up,
     count_ranks,
     count_to_four,
+    find_torch,
     leave,
     misbehave,
     train,
@@ -169,6 +171,17 @@ def test_a_figure_that_is_not_finite_is_never_the_best_of_a_sweep(client):
         'trial 1 (values "array([], dtype=float64)"): loss nan'
     )
     assert not caught.value.may_succeed
+
+
+def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(client, monkeypatch):
+    (run,) = flyte_ddp.sweep(find_torch, [1], client=client).trials
+    assert run.kept.values["loss"] == 0
+    # of the workers, which this process's variable limits
+    assert run.kept.values["threads"] == 1
+    (trial,) = sweep._build_trials(find_torch, [1], 0, Monitor("loss"), [1])
+    assert trial.program().slow_imports == ("torch",)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert trial.program().slow_imports == ()
 
 
 def test_arrays_and_other_sequences_are_lists_of_choices():

@@ -70,7 +70,11 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
             # again just then.
             patience = {"distributed.deploy.lost-worker-timeout": f"{config.start_timeout:g}s"}
             stack.enter_context(dask.config.set(patience))
+            nanny_logger = logging.getLogger("distributed.nanny")
+            stack.callback(nanny_logger.setLevel, nanny_logger.level)
             address = stack.enter_context(_local_cluster(config)).scheduler_address
+            # The end of the cluster kills workers that are slow to end, which concerns nobody.
+            stack.callback(nanny_logger.setLevel, logging.ERROR)
         else:
             address = config.resolved_address
             if not address:

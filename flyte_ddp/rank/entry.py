@@ -144,6 +144,7 @@ def run_rank(
     try:
         keep_freed_memory()
         os.environ.update(environment(job, node, local_rank))
+        _limit_threads()
         outcome = call_program(RankProcess(job, node, local_rank, listener, link, *memory))
     except BaseException as error:
         if os.getpid() != process:
@@ -370,6 +371,16 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         | given
         | job.program.variables
     )
+
+
+def _limit_threads() -> None:
+    """Apply OMP_NUM_THREADS to a torch that was imported before this process was forked: torch
+    reads the variable at its import only.
+    """
+    torch = sys.modules.get("torch")
+    number = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
+    if torch is not None and number.isdigit():
+        torch.set_num_threads(max(1, int(number)))
 
 
 def keep_freed_memory(num_bytes: int = KEPT_BYTES) -> None:

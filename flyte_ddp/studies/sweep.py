@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,12 @@ class FunctionTrial(Trial):
 
     def program(self) -> Program:
         keywords = {} if self.arguments else self.overrides
-        return function_program(self.function, self.arguments, keywords)
+        program = function_program(self.function, self.arguments, keywords)
+        if "torch" not in sys.modules:
+            return program
+        # As this process has imported torch, the function does not need to be the first to do so.
+        # To import it in each trial would take seconds.
+        return dataclasses.replace(program, slow_imports=("torch",))
 
     def identity(self, data_version: Sequence[str]) -> list[Any]:
         return [self.version, _identify(self.overrides).hex(), self.world_size]
