@@ -1,5 +1,5 @@
-"""Private names of torch, which make a rank start and step faster or show what it does. All can be
-missing.
+"""Private names of torch, which make a rank start and step faster, or show what it does or what is
+wrong. All can be missing.
 
 A torch without these names never ends a run: each function says what happens then, and
 tests/test_fast_start.py shows that each name still helps.
@@ -78,6 +78,19 @@ def set_ddp_timing_interval(replica: Any, num_steps: int) -> None:
     """
     with contextlib.suppress(AttributeError):
         replica._set_ddp_runtime_logging_sample_rate(num_steps)
+
+
+def has_all_gradients(replica: Any) -> bool:
+    """Return whether DDP has exchanged the gradients of all parameters in the last backward pass;
+    True where it does not tell: then its next forward pass fails.
+    """
+    try:
+        getattr(replica, "_orig_mod", replica)._check_reducer_finalized()
+    except AttributeError:
+        return True
+    except RuntimeError:
+        return False
+    return True
 
 
 def ddp_exchange_seconds(replica: Any) -> tuple[float, float] | None:

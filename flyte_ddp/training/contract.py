@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import Dataset
 
 from flyte_ddp.config import TrainingConfig
@@ -54,6 +55,7 @@ BASES: dict[type[Recipe], str] = {
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 3  # of parameters in an error
+UNKNOWN = (UninitializedParameter, UninitializedBuffer)  # of a lazy layer
 
 
 def open_datasets(
@@ -93,6 +95,14 @@ def open_model(parallelism: Parallelism) -> nn.Module:
     with parallelism.building():
         expected = f"{locate(parallelism.recipe, 'model')}: expected an nn.Module"
         model = check_kind(parallelism.recipe.model(), nn.Module, expected)
+    for name, module in model.named_modules():
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(isinstance(each, UNKNOWN) for each in own):
+            raise ConfigError(
+                f"{locate(parallelism.recipe, 'model')}: expected layers of known sizes, got "
+                f"{name or 'a model'}, a {type(module).__name__}: give its sizes, or let `model` "
+                "call it once with an example"
+            )
     freeze_layers(model, parallelism.config.frozen_layers)
     return parallelism.place(model)
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp.rank.fast_start import ddp_exchange_seconds, set_ddp_timing_interval
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.fast_start import (
+    ddp_exchange_seconds,
+    has_all_gradients,
+    set_ddp_timing_interval,
+)
 from flyte_ddp.rank.step_timer import FORWARD, StepTimer
-from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.recipes import locate
+from flyte_ddp.training.buffer_shapes import BufferShapes, has_own_buffers
+from flyte_ddp.training.initial_state import abbreviate
+from flyte_ddp.training.parallel import Parallelism, is_expanded
 
 # torch 2.15 means to replace it by an option that makes the buffers equal at the start
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
@@ -21,10 +32,14 @@ warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
 TIMED_INTERVAL = 10
 
 
+MAX_NAMES = 3  # of parameters in an error
+
+
 class DdpParallelism(Parallelism):
     """A replica of the model on each rank."""
 
     def replicate(self, model: nn.Module) -> Any:
+        self._check_tensors(model)
         on_gpu = self.world.device.type == "cuda"
         # torch warns of the option where it is named
         own: dict[str, Any] = {} if self.config.broadcast_buffers else {"broadcast_buffers": False}
@@ -42,6 +57,51 @@ class DdpParallelism(Parallelism):
             if self.world.world_size > 2 and not self.config.find_unused_parameters:
                 _arrange_buckets(model, replica)
         return replica
+
+    def _check_tensors(self, model: nn.Module) -> None:
+        """Check that the ranks can send each other all parameters and buffers.
+
+        Raises:
+            ConfigError: one has a type that cannot be sent, or elements that share their memory.
+        """
+        problems: dict[torch.dtype, str] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            dtype = tensor.dtype
+            if dtype not in problems:
+                problems[dtype] = ""
+                try:
+                    dist.broadcast(torch.zeros(1, device=tensor.device).to(dtype), src=0)
+                except RuntimeError:
+                    problems[dtype] = f"of {dtype}: give it another type"
+            problem = problems[dtype]
+            if is_expanded(tensor):
+                problem = "an expanded one: add .clone()"
+            if problem:
+                raise ConfigError(
+                    f"{locate(self.recipe, 'model')}: expected with ddp parameters and buffers "
+                    f"that the ranks can send each other, got {name}, {problem}"
+                )
+
+    def watch_buffers(
+        self, replica: Any, model: nn.Module, open_store: Callable[[], Store]
+    ) -> None:
+        if self.config.broadcast_buffers and has_own_buffers(model):
+            place = locate(self.recipe, "model")
+            shapes = BufferShapes(model, self.world, open_store().clone(), place)
+            replica.register_forward_pre_hook(shapes.compare)
+            replica.register_forward_hook(shapes.note)
+
+    def check_gradients(self, replica: Any, step: int) -> None:
+        if self.config.find_unused_parameters or has_all_gradients(replica):
+            return
+        trained = (each for each in replica.module.named_parameters() if each[1].requires_grad)
+        names = [name for name, parameter in trained if parameter.grad is None]
+        named = abbreviate(names, MAX_NAMES) or "some of them in its last micro-batch"
+        raise ConfigError(
+            f"{locate(self.recipe, 'model')}: expected a gradient for every parameter in every "
+            f"step, got none for {named} on rank {self.world.rank} in step {step + 1}: use all in "
+            "each forward pass, or give the config find_unused_parameters: true"
+        )
 
     def sync(self, replica: Any, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext() if is_last else replica.no_sync()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
@@ -157,11 +156,17 @@ def open_trained_model(state: Mapping[str, Any], parallelism: Parallelism, field
 
 def share_buffers(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers, such as BatchNorm's running statistics: those that are
-    saved.
+    saved. One that has another shape there stays as it is.
     """
-    if world.world_size > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+    if world.world_size == 1:
+        return
+    own = dict(model.named_buffers())
+    sizes = {name: [list(each.shape), each.nbytes] for name, each in own.items()}
+    for name, (shape, num_bytes) in world.broadcast_object(sizes).items():
+        buffer = own.get(name)
+        if buffer is None or [list(buffer.shape), buffer.nbytes] != [shape, num_bytes]:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        world.broadcast(buffer)
 
 
 def sample_utilization(model: nn.Module, parallelism: Parallelism) -> float:

@@ -14,18 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.checkpoints.assembly import slices
 from flyte_ddp.checkpoints.state import is_split, own_box
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.entry import RETURNED_BYTES, keep_freed_memory
 from flyte_ddp.rank.sharding import reshard, whole, whole_state
 from flyte_ddp.rank.step_timer import BACKWARD, FORWARD, StepTimer
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.training import batch_norm
 from flyte_ddp.training.parallel import (
     FP32_BYTES,
     Parallelism,
     count_parameters,
+    is_expanded,
 )
 from flyte_ddp.world import World
 
@@ -59,6 +62,7 @@ class FsdpParallelism(Parallelism):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        self._check_tensors(model)
         self.recompute_activations(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         inner = outer = MixedPrecisionPolicy()
@@ -75,6 +79,35 @@ class FsdpParallelism(Parallelism):
         if self.fills_by_tensor:
             _fill(model, self.recipe.initial_value, self.world.device)
         return model, model
+
+    def _check_tensors(self, model: nn.Module) -> None:
+        """Check that each parameter can be split, and each module computed in the precision.
+
+        Raises:
+            ConfigError: one cannot; names it.
+        """
+        place = locate(self.recipe, "model")
+        for name, parameter in model.named_parameters():
+            if not parameter.dim() or not parameter.numel():
+                kind = "an empty one" if parameter.dim() else "a scalar: give it the shape (1,)"
+                raise ConfigError(
+                    f'{place}: expected with "parallel": "fsdp" parameters that can be split, got '
+                    f"{name}, {kind}"
+                )
+        for name, buffer in model.named_buffers():
+            if is_expanded(buffer):
+                raise ConfigError(
+                    f"{place}: expected buffers that the ranks can send each other, got {name}, an "
+                    "expanded one: add .clone()"
+                )
+        for name, module in model.named_modules():
+            is_mixed = isinstance(module, _BatchNorm) and module.affine
+            if is_mixed and self.half and self.world.device.type == "cpu":
+                raise ConfigError(
+                    f'precision: expected "fp32" with "parallel": "fsdp" on CPUs, where a '
+                    f"{type(module).__name__} such as {name} needs weights of the type of its "
+                    f'statistics, got "{self.config.precision}"'
+                )
 
     def gathered_bytes(self, model: nn.Module) -> int:
         # The rest of the model is gathered all the time; a block at work, the next one, and the

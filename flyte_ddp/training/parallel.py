@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.utils.checkpoint import checkpoint
 
 from flyte_ddp.config import PARALLELISMS, TrainingConfig
@@ -185,6 +187,23 @@ class Parallelism:
         else:
             timer.watch(model)
 
+    def watch_buffers(
+        self, replica: Any, model: nn.Module, open_store: Callable[[], Store]
+    ) -> None:
+        """Let each forward pass of `replica` check what the ranks send each other before it.
+
+        Args:
+            open_store: returns the store where the ranks meet.
+        """
+
+    def check_gradients(self, replica: Any, step: int) -> None:
+        """Check that the backward pass of optimizer step `step`, from 0, has used what the other
+        ranks wait for. Call it before any other collective.
+
+        Raises:
+            ConfigError: it has not; names the parameters.
+        """
+
     def exchange_seconds(self, replica: Any) -> dict[str, Any]:
         """Return each rank's mean seconds per step of the exchange of gradients, as fields of
         `EpochFinished`.
@@ -219,6 +238,14 @@ def large_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += large_blocks(child)
     return blocks
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share their memory, so that none can be written alone."""
+    if tensor.layout is not torch.strided:
+        return False
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -120,6 +120,7 @@ def compute_gradients(
             timer.end()
         if num_targets is None:
             counted += count_targets(recipe, targets).cpu() * weight
+    parallelism.check_gradients(replica, step)
     if own_targets is None or num_targets is None:
         own_targets, num_targets = float(counted), world.all_reduce(counted)[0]
         for parameter in replica.parameters():

@@ -1,0 +1,93 @@
+"""The shapes of a model's buffers on all ranks, which DDP sends before each forward pass. A buffer
+that grows with the batch, such as a mask, would else end the ranks without its name.
+
+A rank notes in the store that a shape has changed, before the exchange of the gradients. So at the
+next forward pass all ranks know of it, and no step needs a collective more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.world import World
+
+KEY = "flyte_ddp/buffers"  # the number of notes; with a rank's number after it, its own notes
+
+Shapes = dict[str, list[int]]  # by the names of the buffers
+
+
+def has_own_buffers(model: nn.Module) -> bool:
+    """Return whether a module of another class than torch's has a buffer; those of torch's do not
+    grow.
+    """
+    owners = (each for each in model.modules() if any(True for _ in each.buffers(recurse=False)))
+    return any(not type(each).__module__.startswith("torch.") for each in owners)
+
+
+@dataclass(eq=False)
+class BufferShapes:
+    """One rank's notes of its shapes, and the comparison with those of others.
+
+    Args:
+        place: where the model is defined, for the error.
+    """
+
+    model: nn.Module
+    world: World
+    store: Store
+    place: str
+    _number: int = 0  # of the forward passes
+    _num_compared: int = 0  # notes
+    # a note is the number of the pass, and the shapes after it
+    _notes: list[tuple[int, Shapes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._first = self._last = self._read()
+
+    def note(self, *_: Any) -> None:
+        """Note shapes that a forward pass has changed."""
+        shapes = self._read()
+        if shapes != self._last:
+            self._last = shapes
+            self._notes.append((self._number, shapes))
+            self.store.set(f"{KEY}-{self.world.rank}", json.dumps(self._notes))
+            self.store.add(KEY, 1)
+
+    def compare(self, *_: Any) -> None:
+        """Compare the shapes before a forward pass, if there are notes of earlier ones.
+
+        Raises:
+            ConfigError: a rank has other shapes; the same line on all ranks.
+        """
+        self._number += 1
+        num_notes = self.store.add(KEY, 0)
+        if num_notes == self._num_compared:
+            return
+        ranks = range(self.world.world_size)
+        notes = [self._find_notes(rank) for rank in ranks]
+        # A rank that is ahead may have noted a later pass, which is compared there.
+        earlier = [[each for each in own if each[0] < self._number] for own in notes]
+        self._num_compared = sum(map(len, earlier))
+        found = [own[-1][1] if own else self._first for own in earlier]
+        for rank in ranks:
+            for name in {**found[0], **found[rank]}:
+                one, other = (each.get(name, "none") for each in (found[0], found[rank]))
+                if one != other:
+                    raise ConfigError(
+                        f"{self.place}: expected buffers of one shape on all ranks, got {name} of "
+                        f"{one} on rank 0 and {other} on rank {rank}: let it not grow with the "
+                        "batch, or give the config broadcast_buffers: false"
+                    )
+
+    def _find_notes(self, rank: int) -> list[Any]:
+        key = f"{KEY}-{rank}"
+        return list(json.loads(self.store.get(key))) if self.store.check([key]) else []
+
+    def _read(self) -> Shapes:
+        return {name: list(each.shape) for name, each in self.model.named_buffers()}
