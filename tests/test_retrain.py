@@ -42,11 +42,19 @@ def data(tmp_path_factory):
     return lambda source="", recipe="Tiny": new_run(directory / recipe, recipe).data(source)
 
 
+def percentile_bounds(differences):
+    """The interval of a percentile bootstrap, by which the 17 held-out samples of Tiny decide."""
+    values = torch.tensor(differences, dtype=torch.float64)
+    draws = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(values), (1000, len(values)), generator=draws)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return tuple(values[chosen].mean(1).quantile(ends).tolist())
+
+
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
-    """Let the 17 held-out samples of Tiny decide: test_comparison.py tests how many are needed."""
-    monkeypatch.setattr("flyte_ddp.events.intervals.MIN_DIFFERENCES", 6)
-    monkeypatch.setattr("flyte_ddp.events.intervals.MAX_SKEWNESS_SHARE", 1.0)
+    """Let few samples decide: test_comparison.py tests how many are needed."""
+    monkeypatch.setattr("flyte_ddp.training.comparison.find_bounds", percentile_bounds)
 
 
 @pytest.fixture
