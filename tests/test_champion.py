@@ -360,6 +360,13 @@ def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path
             [],
             "until data, recipe or config",
         ),
+        (
+            lambda store: store.storage.write(
+                "last_run.json", b'{"outcome": "unchanged", "ended_at": "2999-01-02T03:04:05Z"}'
+            ),
+            [],
+            "expected a time in the past: correct the clock",
+        ),
         (lambda store: store.storage.write("champion.json", b"{"), [], "champion.json is damaged"),
         (
             lambda store: store.storage.delete(f"versions/{store.in_use().version}/manifest.json"),
@@ -381,6 +388,22 @@ def test_status_reports_a_retraining_that_needs_attention(
     code = main(["status", local_store.url, *(arguments or ["--max-age", "26h"])])
     assert code == (2 if arguments else 1)
     assert expected in capsys.readouterr().err
+
+
+def test_other_files_beside_the_versions_stop_nothing(capsys, local_store, tmp_path):
+    for number in (1, 2, 3):
+        promote(local_store, number)
+    stray = tmp_path / "versions/.DS_Store"
+    stray.touch()
+    (tmp_path / "versions/notes").mkdir()
+    (tmp_path / "versions/notes/mine.txt").touch()
+    assert len(local_store.versions()) == 3
+    assert main(["list", local_store.url]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["prune", local_store.url, "--keep", "1"]) == 0
+    assert "1 versions deleted" in capsys.readouterr().out
+    assert stray.exists()
+    assert (tmp_path / "versions/notes/mine.txt").exists()
 
 
 def test_the_monitor_in_deploy_uses_valid_arguments(capsys, local_store):

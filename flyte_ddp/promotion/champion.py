@@ -22,6 +22,7 @@ import datetime
 import hashlib
 import json
 import pickle
+import re
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ MANIFEST = "manifest.json"
 CARD = "run_card.json"
 LAST_CHALLENGE = "last_challenge.json"
 LAST_RUN = "last_run.json"
+VERSION = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,9 @@ class ChampionStore:
             raise ChampionError(f"{self.storage.join(_name(version, name))} is missing") from error
 
     def _list_versions(self) -> list[str]:
-        return sorted(Storage(f"{self.url}/{VERSIONS}", "champion", self.timeout).names())
+        """Return the names of versions, without other files there, such as a file browser's."""
+        names = Storage(f"{self.url}/{VERSIONS}", "champion", self.timeout).names()
+        return sorted(filter(VERSION.fullmatch, names))
 
     @property
     def _shown(self) -> str:

@@ -15,6 +15,8 @@ from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 from flyte_ddp.storage import SHORT_TIMEOUT
 
+MAX_CLOCK_SECONDS = 300  # by which two machines' clocks may differ
+
 # What each does, and its options.
 COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     "show": ("print the manifest of the version in use, and how the last challenge ended", ()),
@@ -98,6 +100,11 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
         f"the last retraining ended {age / 3600:.1f} h ago ({run['ended_at']}, {execution}): "
         f"{run.get('outcome')}; the last promotion was {promoted_at or 'never'}"
     )
+    if age < -MAX_CLOCK_SECONDS:
+        raise ChampionError(
+            f"{line}; expected a time in the past: correct the clock of this machine, or of the "
+            "one that retrains, whose next run writes the time anew"
+        )
     if age > max_seconds:
         raise ChampionError(
             f"{line}; expected one within {max_age}: look at the executions of the launch plan"
