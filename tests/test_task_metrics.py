@@ -9,7 +9,13 @@ import torch
 from sklearn.metrics import mean_absolute_error, r2_score
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+from torchmetrics import (
+    MeanAbsoluteError,
+    Metric,
+    MetricCollection,
+    R2Score,
+    SpearmanCorrCoef,
+)
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.wrappers import MinMaxMetric
 
@@ -19,9 +25,11 @@ from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import CheckpointWritten, Prediction, PredictionsMade, Reported
 from flyte_ddp.observers.reports.predictions import prediction_panels
 from flyte_ddp.recipes import config_of
+from flyte_ddp.training import contract
 from flyte_ddp.training.comparison import Measurement, compare
 from flyte_ddp.training.metrics import HeldOutMetrics
 from flyte_ddp.world import ALONE
+from tests.support.gang import run_gang
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -201,6 +209,100 @@ def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(
     (tmp_path / "checkpoints" / f"step-{trainer.best.step:010d}.json").write_text("{}")
     assert trainer.load_model_state().epoch == 3
     assert "the model state is that of epoch 3, and not of the best: " in caplog.text
+
+
+class Seen(Metric):
+    """Counts samples in a state of its own kind."""
+
+    num_seen = 0
+
+    def update(self, outputs, targets):
+        self.num_seen += len(targets)
+
+    def compute(self):
+        return torch.tensor(float(self.num_seen))
+
+
+class Listed(Metric):
+    """Keeps batches in lists that are not reduced, and in one that is, by a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("batches", [], dist_reduce_fx=None)
+        self.add_state("sizes", [], dist_reduce_fx=lambda sizes: torch.stack(sizes).sum())
+        self.add_state("largest", torch.tensor(-9.0), dist_reduce_fx="max")
+
+    def update(self, outputs, targets):
+        self.batches.append(targets)
+        self.sizes.append(torch.tensor(float(len(targets))))
+        self.largest = torch.maximum(self.largest, targets.max())
+
+    def compute(self):
+        sizes = self.sizes if isinstance(self.sizes, torch.Tensor) else sum(self.sizes)
+        return {
+            "median": torch.cat(self.batches).median(),
+            "sizes": sizes,
+            "largest": self.largest,
+        }
+
+
+class Mixed(Listed):
+    """Has a known state, and one that is not."""
+
+    def update(self, outputs, targets):
+        super().update(outputs, targets)
+        self.width = outputs.shape[1]  # follows from the data, and is no state
+        self.num_seen = getattr(self, "num_seen", 0) + len(targets)
+
+
+class Odd(Regression):
+    def metrics(self):
+        return {
+            "seen": Seen(),
+            "listed": Listed(),
+            "mae": MeanAbsoluteError(),
+            "spearman": SpearmanCorrCoef(),
+        }
+
+    def metric_outputs(self, outputs):
+        return outputs.flatten()
+
+
+def odd_metrics(world, store, num_samples, batch_size):
+    """The metrics of samples that the ranks share as an evaluation does."""
+    outputs, targets = noise(num_samples, 1), noise(num_samples, seed=1)
+    metrics = HeldOutMetrics(Odd(), torch.device("cpu"))
+    for index in (
+        torch.arange(num_samples).tensor_split(world.world_size)[world.rank].split(batch_size)
+    ):
+        if len(index):
+            metrics.update(outputs[index], targets[index])
+    return metrics.compute(world, num_samples, num_samples)
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(13, 4), (16, 2), (2, 4)])
+def test_metrics_with_states_of_any_kind_are_exact_on_three_ranks(num_samples, batch_size):
+    expected = odd_metrics(ALONE, None, num_samples, 100)
+    assert expected["seen"] == num_samples
+    for found in run_gang(3, odd_metrics, num_samples, batch_size):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_that_only_a_part_of_can_be_merged_is_one_line_before_the_first_step(monkeypatch):
+    given = {"outputs": noise(4, 2), "targets": noise(4)}
+    for kind in (Seen, Listed, SpearmanCorrCoef, BinaryAUROC):
+        monkeypatch.setattr(contract, "has_other_ranks", lambda: True)
+        metric = kind()
+        outputs = given["targets"] if kind in (SpearmanCorrCoef, BinaryAUROC) else given["outputs"]
+        targets = (given["targets"] > 0.5).int() if kind is BinaryAUROC else given["targets"]
+        metric.update(outputs, targets)
+        contract._check_state("metrics", metric, {"outputs": outputs, "targets": targets})
+    mixed = Mixed()
+    mixed.update(**given)
+    with pytest.raises(ConfigError, match="^metrics: mixed: expected .*add_state.* got num_seen"):
+        contract._check_state("metrics: mixed", mixed, given)
+    monkeypatch.undo()
+    contract._check_state("metrics: mixed", mixed, given)  # alone
 
 
 def test_a_metric_without_a_value_of_so_few_samples_is_one_line():

@@ -36,7 +36,15 @@ from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.training.initial_state import abbreviate, freeze_layers
-from flyte_ddp.training.metrics import HeldOutMetrics, check_monitor, read_figures, read_value
+from flyte_ddp.training.metrics import (
+    HeldOutMetrics,
+    check_monitor,
+    has_other_ranks,
+    is_merged_by_batches,
+    own_state,
+    read_figures,
+    read_value,
+)
 from flyte_ddp.training.optim import check_kind
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import forward
@@ -374,6 +382,7 @@ def _check_metrics(
         expected = f"expected {name} of outputs and targets"
         predicted = {"outputs": recipe.metric_outputs(outputs), "targets": targets}
         _call(recipe, "metrics", expected, metric.update, **predicted)
+        _check_state(f"{place}: {name}", metric, predicted)
         names += _read_names(name, metric, place)
     epoch = EpochFinished(1, 1, 0.5, 0.5, 0.1, 1.0, 1.0, 1.0, metrics=dict.fromkeys(names, 0.5))
     try:
@@ -383,6 +392,20 @@ def _check_metrics(
     except Exception:  # these figures are not a real epoch's
         return  # the trainer checks the monitor after the first one
     check_monitor(config, names)
+
+
+def _check_state(place: str, metric: Any, predicted: dict[str, Any]) -> None:
+    """Check that a metric adds up what it sees in states that the ranks can merge alone."""
+    if has_other_ranks() and not is_merged_by_batches(metric):
+        before = own_state(metric)
+        metric.update(*predicted.values())
+        after = own_state(metric)
+        changed = [each for each in after if after[each] != before.get(each)]
+        if changed:
+            raise ConfigError(
+                f"{place}: expected states made by add_state alone, which the ranks merge, got "
+                f"{changed[0]}, which each rank has for itself"
+            )
 
 
 def _read_names(name: str, metric: Any, place: str) -> list[str]:

@@ -1,13 +1,15 @@
 """A recipe's metrics over the held-out samples, exact at any number of ranks.
 
-The metrics of torchmetrics merge their states over the ranks before they compute a value. They are
+The metrics of torchmetrics merge their states over the ranks before they compute a value. Where
+their own way needs the same number of tensors on each rank, the states are merged here, on rank 0;
+and where a metric has no states that are known, rank 0 sees the batches of all ranks. They are
 known here by what they do, because importing torchmetrics takes two seconds of processor time,
 which only a recipe that uses it pays.
 """
 
 from __future__ import annotations
 
-import functools
+import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -22,6 +24,7 @@ from flyte_ddp.config.fields import plain_number, suggest
 from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
+from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.world import World
 
@@ -55,6 +58,10 @@ class HeldOutMetrics:
     functions: dict[str, Any] = field(default_factory=dict)
     # of torchmetrics, by name, on the rank's device
     objects: dict[str, Any] = field(default_factory=dict)
+    # of this rank, for those of torchmetrics without states that are known, by name: what `update`
+    # gets
+    batches: dict[str, list[Any]] = field(default_factory=dict)
+    num_batches: int = 0  # of this rank
 
     def __post_init__(self, device: torch.device) -> None:
         found: Any = self.recipe.metrics()
@@ -81,10 +88,14 @@ class HeldOutMetrics:
         """Add a batch."""
         for name, function in self.functions.items():
             self.sums[name] += function(outputs, targets).sum()
+        self.num_batches += 1
         if self.objects:
             predicted = self.recipe.metric_outputs(outputs)
-            for metric in self.objects.values():
-                metric.update(predicted, targets)
+            for name, metric in self.objects.items():
+                if is_merged_by_batches(metric) and has_other_ranks():
+                    self.batches.setdefault(name, []).append(_on_cpu([predicted, targets]))
+                else:
+                    metric.update(predicted, targets)
 
     def compute(self, world: World, num_samples: int, num_targets: float) -> dict[str, float]:
         """Return the metrics over the samples of all ranks. Every rank calls it.
@@ -99,26 +110,123 @@ class HeldOutMetrics:
         totals = world.all_reduce(*self.sums.values()) if self.sums else []
         values = {name: total / num_targets for name, total in zip(self.sums, totals, strict=True)}
         for name, metric in self.objects.items():
-            if num_samples < world.world_size:
-                # A state without samples may have another shape or type, with which the library's
-                # own gather fails.
-                for part in metric.modules():  # a wrapper has others
-                    part.dist_sync_fn = functools.partial(
-                        _gather_of_some, is_one=world.rank < num_samples
-                    )
-            try:
-                value = metric.compute()
-            except (
-                ValueError
-            ) as error:  # such as an R2 of one sample; one of a lost peer is a RuntimeError
-                if frames_of_user(error):
-                    raise
-                reason = f"of {num_samples} held-out samples: {error}"
-                raise ConfigError(
-                    f"{type(self.recipe).__name__}.metrics: {name}: expected a value {reason}"
-                ) from error
-            values.update(read_value(name, value))
+            # A state without samples may have another shape or type.
+            is_own = num_samples < world.world_size or not _is_merged_by_library(metric)
+            if world.world_size == 1 or not is_own:
+                values.update(self._compute(name, num_samples))
+                continue
+            self._gather(name, world)
+            found = self._compute(name, num_samples) if world.is_first else {}
+            values.update(world.broadcast_object(found))
         return values
+
+    def _gather(self, name: str, world: World) -> None:
+        """Give the metric of rank 0 what all ranks have seen. Every rank calls it."""
+        metric = self.objects[name]
+        parts = _parts_of(metric)
+        own = self.batches.get(name) or _on_cpu([part.metric_state for part in parts])
+        every: list[Any] = [None] * world.world_size
+        dist.all_gather_object(every, own if self.num_batches else None)
+        if not world.is_first:
+            return
+        every = _on_device([each for each in every if each is not None], world.device)
+        if is_merged_by_batches(metric):
+            for batches in every:
+                for predicted, targets in batches:
+                    metric.update(predicted, targets)
+        else:
+            for part, *states in zip(parts, *every, strict=True):
+                _merge(part, states)
+        for part in parts:
+            part.distributed_available_fn = lambda: False  # which would merge it once more
+
+    def _compute(self, name: str, num_samples: int) -> dict[str, float]:
+        """Return the value of a metric of torchmetrics. Raises as `compute`."""
+        try:
+            return read_value(name, self.objects[name].compute())
+        except ValueError as error:
+            # such as an R2 of one sample; the error of a lost peer is a RuntimeError
+            if isinstance(error, ConfigError) or frames_of_user(error):
+                raise
+            raise ConfigError(
+                f"{type(self.recipe).__name__}.metrics: {name}: expected a value of "
+                f"{num_samples} held-out samples: {error}"
+            ) from error
+
+
+def _parts_of(metric: Any) -> list[Any]:
+    """Return a metric of torchmetrics and those that it wraps."""
+    return [part for part in metric.modules() if hasattr(part, "metric_state")]
+
+
+def has_other_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_merged_by_batches(metric: Any) -> bool:
+    """Return whether a metric has no state that torchmetrics knows (`add_state`)."""
+    return not any(part.metric_state for part in _parts_of(metric))
+
+
+def _is_merged_by_library(metric: Any) -> bool:
+    """Return whether torchmetrics gathers equally many tensors on ranks with unequal numbers of
+    batches: not of lists that it does not concatenate first.
+    """
+    return not is_merged_by_batches(metric) and all(
+        getattr(part._reductions[name], "__name__", "") == "dim_zero_cat"
+        for part in _parts_of(metric)
+        for name, default in part._defaults.items()
+        if isinstance(default, list)
+    )
+
+
+def _merge(part: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give a metric the states of all ranks, reduced as torchmetrics does it."""
+    for name, reduce in part._reductions.items():
+        values = [state[name] for state in states]
+        merged: Any
+        if all(isinstance(value, Tensor) for value in values):
+            merged = torch.stack(values)
+        else:
+            merged = []
+            for value in values:
+                merged += value if isinstance(value, list) else [value]
+        if reduce is not None and len(merged):
+            merged = reduce(merged)
+        setattr(part, name, merged)
+
+
+# Attributes by which torchmetrics itself notes an update.
+_OF_LIBRARY = (
+    *("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache"),
+    *("_to_sync", "_should_unsync", "_defaults", "_modules"),
+)
+
+
+def own_state(metric: Any) -> dict[str, bytes]:
+    """Return the contents of the numbers and collections of a metric that torchmetrics does not
+    know as its state, by the names of their attributes.
+    """
+    found = {}
+    for part in _parts_of(metric):
+        for name, value in vars(part).items():
+            is_known = name in part.metric_state or name in _OF_LIBRARY
+            if is_known or callable(value) or isinstance(value, (bool, str, type(None))):
+                continue
+            try:
+                found[name] = pickle.dumps(value)
+            except Exception:  # of any kind: the value may be the user's
+                continue
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    return map_tensors(lambda each: each.detach().cpu(), value)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return map_tensors(lambda each: each.to(device), value)
 
 
 def _flatten(metrics: Any) -> dict[Any, Any]:
@@ -132,15 +240,6 @@ def _flatten(metrics: Any) -> dict[Any, Any]:
         else:
             found[name] = metric
     return found
-
-
-def _gather_of_some(tensor: Tensor, group: Any = None, *, is_one: bool) -> list[Tensor]:
-    """Return the tensors of the ranks that have samples, in the place of
-    `torchmetrics.Metric.dist_sync_fn`.
-    """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, tensor.cpu() if is_one else None, group)
-    return [each.to(tensor.device) for each in found if each is not None]
 
 
 def read_value(name: str, value: Any) -> dict[str, float]:
