@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flyte_ddp.data import Shards
+from flyte_ddp.data import Mixture, Shards
 from flyte_ddp.data.cache import _find_place, _room_for_reads
 from flyte_ddp.data.readers import (
     HEAD,
@@ -784,3 +784,72 @@ def test_samples_of_a_tar_file_are_whole_or_refused(members, form):
     decode = TarShard.decode.__get__(TarShard.__new__(TarShard))
     pieces = itertools.pairwise(offsets)
     assert [decode(contents[begin:end]) for begin, end in pieces] == list(expected.values())
+
+
+def rows(*records):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_directories_in_hives_layout_are_columns(place, bucket, tmp_path):
+    tree = {
+        "label=cat/split=1/0.parquet": rows({"number": 0}),
+        "label=big%20dog/split=__HIVE_DEFAULT_PARTITION__/0.parquet": rows({"number": 1}),
+        "label=own/split=2/0.parquet": rows({"number": 2, "label": "of the file"}),
+        "label=line/split=3/0.jsonl": b'{"number": 3}\n',
+    }
+    shards = Shards(put(bucket if place == "store" else str(tmp_path / "train"), tree))
+    shards.prepare()
+    found = {shards[number]["number"]: shards[number] for number in range(4)}
+    labels = [("cat", "1"), ("big dog", None), ("of the file", "2"), ("line", "3")]
+    for number, (label, split) in enumerate(labels):
+        assert found[number] == {"label": label, "split": split, "number": number}
+    some = dataclasses.replace(shards, columns=["split"])
+    assert sorted(str(some[number]["split"]) for number in range(4)) == ["1", "2", "3", "None"]
+
+
+def test_shards_with_other_columns_than_the_first_are_refused_unless_columns_are_named(tmp_path):
+    tree = {"a.parquet": rows({"x": 1, "y": 2}), "b.parquet": rows({"y": 3, "x": 4})}
+    url = write_tree(tree, tmp_path / "train")
+    shards = Shards(url)
+    assert shards.prepare().startswith("2 samples")
+    assert shards[1] == {"x": 4, "y": 3}
+    write_tree({"c.parquet": rows({"x": 1, "z": 2})}, tmp_path / "train")  # a later one
+    with pytest.raises(DataError, match=r"c.parquet: expected the columns of a.parquet, .* y, z: "):
+        shards.prepare()
+    some = Shards(url, columns=["x"])
+    assert some.prepare().startswith("3 samples")
+    assert [some[number]["x"] for number in range(3)] == [1, 4, 1]
+    with pytest.raises(DataError, match=r"[ab]\.parquet cannot be read: columns: expected 'z'"):
+        Shards(url, columns=["z"], index=f"{tmp_path}/other").prepare()
+
+
+def test_shards_whose_sizes_no_server_says_are_read(tmp_path):
+    tree, _ = make_tree("tar")
+    write_tree(tree, tmp_path / "served")
+
+    class Silent(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def send_header(self, name, value):
+            if name != "Content-Length":
+                super().send_header(name, value)
+
+    handler = functools.partial(Silent, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            urls = [f"http://127.0.0.1:{server.server_port}/{name}" for name in tree]
+            shards = Shards(urls, index=f"{tmp_path}/index", transform=to_record)
+            shards.prepare()
+            mixture = Mixture({"a": shards}, {"a": 1})
+            for data, count in ((shards, 100), (mixture, len(mixture))):
+                batches = data.batches(16, 0, 0, 0, take=lambda batch: batch, num_ranks=2)
+                assert sum(len([data[number] for number in batch]) for batch in batches) == count
+        finally:
+            server.shutdown()
+            thread.join()

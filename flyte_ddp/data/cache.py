@@ -63,7 +63,7 @@ def open_shard(
         DataError: it cannot be read, or has other samples than the index says.
     """
     with reading(source, entry, passed=(FileNotFoundError,)):
-        shard = kind.shard(path, columns, is_whole)
+        shard = kind.shard(path, columns, is_whole, kind.partition)
         if entry.samples not in (-1, len(shard)):
             raise DataError(f"expected {entry.samples} samples, got {len(shard)}")
         return shard

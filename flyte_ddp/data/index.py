@@ -102,13 +102,18 @@ def read_index(source: Source, url: str) -> ShardIndex:
 
 
 def prepare_index(
-    source: Source, url: str, read: Read | None, counts: Mapping[str, int] | None = None
+    source: Source,
+    url: str,
+    read: Read | None,
+    counts: Mapping[str, int] | None = None,
+    columns: Sequence[str] | None = None,
 ) -> str:
     """Make the index if there is none, or add new shards to our own. Return a description.
 
     Args:
         url: where it is kept; "" for beside the shards.
         counts: the samples of shards where they are known.
+        columns: the fields that are read; None for all, which are to be the same in all shards.
 
     Raises:
         DataError: there is no shard, one cannot be read, or two have one name.
@@ -119,7 +124,7 @@ def prepare_index(
         if not url and isinstance(source.place, tuple):
             raise ConfigError("index: expected a URL where the index of these shards is kept")
         url = url or source.join(OWN_INDEX)
-        known = _count(source, known, url, read, counts or {})
+        known = _count(source, known, url, read, counts or {}, columns)
         arrays = io.BytesIO()
         np.savez(arrays, **vars(known))
         write_file(url, arrays.getvalue(), "index", source.timeout)
@@ -202,6 +207,7 @@ def _count(
     url: str,
     read: Read | None,
     counts: Mapping[str, int],
+    columns: Sequence[str] | None,
 ) -> ShardIndex:
     """Return an index of all shards of `source`. Those of `known` stay first, and are counted
     anew where a file is newer than the index.
@@ -245,12 +251,34 @@ def _count(
             source.join(""),
             read_whole / 2**30,
         )
+        kind = find_format(entries[0].name, read)
+        if kind and kind.copy_head and entries[0] not in to_count:  # to compare its columns
+            to_count = [entries[0], *to_count]
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
-        counted = threads.map(lambda entry: _count_samples(source, entry, url, read), to_count)
-        found = dict(zip([each.name for each in to_count], counted, strict=True))
+        counted = list(
+            threads.map(lambda each: _count_samples(source, each, url, read, columns), to_count)
+        )
+    names = [each.name for each in to_count]
+    found = dict(zip(names, [count for count, _ in counted], strict=True))
+    if columns is None:
+        _check_columns(source, dict(zip(names, [each for _, each in counted], strict=True)))
     return _make_index(
         [dataclasses.replace(each, samples=found.get(each.name, each.samples)) for each in entries]
     )
+
+
+def _check_columns(source: Source, found: Mapping[str, Sequence[str] | None]) -> None:
+    """Raise DataError if shards have other columns than the first of them; `found` has None where
+    samples have their own.
+    """
+    known = [(name, columns) for name, columns in found.items() if columns is not None]
+    for name, columns in known:
+        first, expected = known[0]
+        if others := sorted(set(columns) ^ set(expected)):
+            raise DataError(
+                f"data: {source.join(name)}: expected the columns of {first}, got a difference in "
+                f"{', '.join(others)}: name the columns that all shards have, as `columns`"
+            )
 
 
 def _mtime(source: Source, name: str) -> float:
@@ -259,9 +287,11 @@ def _mtime(source: Source, name: str) -> float:
     return os.path.getmtime(path) if path else 0.0
 
 
-def _count_samples(source: Source, entry: Entry, url: str, read: Read | None) -> int:
-    """Return the number of samples of a shard, and put their offsets beside the index at `url` if
-    the shard has none.
+def _count_samples(
+    source: Source, entry: Entry, url: str, read: Read | None, columns: Sequence[str] | None
+) -> tuple[int, Sequence[str] | None]:
+    """Return the number of samples of a shard and the columns of them all, and put their offsets
+    beside the index at `url` if the shard has none.
     """
     kind = find_format(entry.name, read)
     assert kind is not None  # only such are listed
@@ -273,7 +303,7 @@ def _count_samples(source: Source, entry: Entry, url: str, read: Read | None) ->
             make_file(source, entry, kind, path)
         else:
             path = source.local_path(entry.name)
-        shard = open_shard(source, entry, kind, None, path, not kind.copy_head)
+        shard = open_shard(source, entry, kind, columns, path, not kind.copy_head)
     if isinstance(shard, ByteShard) and not (kind.unpack or kind.copy_head):
         write_offsets(url, entry, shard.offsets, source.timeout)
-    return len(shard)
+    return len(shard), shard.column_names

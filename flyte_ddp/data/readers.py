@@ -19,10 +19,11 @@ import re
 import shutil
 import struct
 import tarfile
+import urllib.parse
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ HEAD, WHOLE = -1, -2  # in place of the number of a part
 PART_BYTES = 4 << 20  # of a shard in a store, that are fetched at once, and the rest of a sample
 MDS_HEAD = 1 << 16  # bytes in which the head of most MDS files is
 MAX_OPEN = 1024  # shards of which a process keeps in memory where their samples are
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"  # in a directory's name
 KEY = "__key__"  # the field of a tar's sample with its members' common name
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".br": "brotli"}
@@ -58,8 +60,10 @@ class Shard(ABC):
         path: of the shard, or of its head, by which a part is found and made.
         columns: the fields that samples have; None for all.
         is_whole: False for the head.
+        partition: fields that all samples have by the shard's directory.
 
     Attributes:
+        column_names: of all samples; None where each sample has its own.
         ends: (P,) samples before the end of each part; a whole shard is one part.
         sizes: (P,) bytes of each part.
     """
@@ -67,8 +71,16 @@ class Shard(ABC):
     ends: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
-    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
-        self.columns, self.is_whole = columns, is_whole
+    column_names: Sequence[str] | None = None
+
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str] | None,
+        is_whole: bool = True,
+        partition: Fields | None = None,
+    ) -> None:
+        self.columns, self.is_whole, self.partition = columns, is_whole, partition or {}
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -80,7 +92,7 @@ class Shard(ABC):
 
     def get(self, contents: Any) -> Fields:
         """Return the fields of a sample that was loaded."""
-        fields = self.decode(contents)
+        fields = {**self.partition, **self.decode(contents)}
         if self.columns is None:
             return fields
         if missing := [name for name in self.columns if name not in fields]:
@@ -110,8 +122,14 @@ class ByteShard(Shard):
 
     offsets: NDArray[Any]
 
-    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
-        super().__init__(path, columns, is_whole)
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str] | None,
+        is_whole: bool = True,
+        partition: Fields | None = None,
+    ) -> None:
+        super().__init__(path, columns, is_whole, partition)
         self.offsets = self.find_offsets(path) if is_whole else self.read_head(path)
         self.ends = np.array([len(self.offsets) - 1]) if is_whole else cut_parts(self.offsets)
         self.bounds = self.offsets[[0, *self.ends]].astype(np.int64)
@@ -340,6 +358,7 @@ class MdsShard(ByteShard):
         kind = json.loads(read_bytes(path, begin, int(offsets[0])))
         names = "column_names", "column_encodings", "column_sizes"
         self.kinds = list(zip(*(kind[name] for name in names), strict=True))
+        self.column_names = kind["column_names"]
         return offsets
 
     read_head = find_offsets
@@ -425,14 +444,22 @@ def _decode_array(detail: str, data: bytes) -> Any:
 class ParquetShard(Shard):
     """A Parquet file. A part has some of its row groups, unpacked to Arrow's own format."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None, is_whole: bool = True) -> None:
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str] | None,
+        is_whole: bool = True,
+        partition: Fields | None = None,
+    ) -> None:
         import pyarrow.parquet
 
-        super().__init__(path, columns, is_whole)
+        super().__init__(path, columns, is_whole, partition)
         self.footer = footer = pyarrow.parquet.read_metadata(path)
         names = footer.schema.to_arrow_schema().names
-        if missing := [name for name in columns or () if name not in names]:
-            raise DataError(f"columns: expected {missing[0]!r}, got only {', '.join(names)}")
+        self.column_names = [*(name for name in self.partition if name not in names), *names]
+        if missing := [name for name in columns or () if name not in self.column_names]:
+            got = ", ".join(self.column_names)
+            raise DataError(f"columns: expected {missing[0]!r}, got only {got}")
         groups = list(map(footer.row_group, range(footer.num_row_groups)))
         offsets = np.cumsum([0, *(each.total_byte_size for each in groups)])
         rows = np.cumsum([0, *(each.num_rows for each in groups)])
@@ -443,8 +470,9 @@ class ParquetShard(Shard):
         import pyarrow.parquet
 
         source = pyarrow.parquet.ParquetFile(file, metadata=self.footer, pre_buffer=True)
-        names = list(self.columns or source.schema_arrow.names)
-        check_names(source.schema_arrow.names, names)
+        own = source.schema_arrow.names
+        names = [name for name in self.columns or own if name in own]
+        check_names(own, names)
         schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
         groups = range(int(self.groups[number - 1]) if number else 0, int(self.groups[number]))
         with naming_column(source, groups, names), pyarrow.ipc.new_file(target, schema) as writer:
@@ -538,6 +566,7 @@ class Format:
     has_whole: bool = True  # False where only parts can be read
     # the head of an open file to another; None where it is the offsets beside the index
     copy_head: Callable[[Any, str], None] | None = None
+    partition: Mapping[str, Any] = field(default_factory=dict)  # see `Shard`
 
 
 def find_format(name: str, read: Read | None) -> Format | None:
@@ -560,7 +589,18 @@ def find_format(name: str, read: Read | None) -> Format | None:
         return Format(found.shard, unpack)
     if suffix == ".parquet":
         _import_arrow()
-    return _FORMATS.get(suffix)
+    found = _FORMATS.get(suffix)
+    has_partition = found is not None and found.shard in (ParquetShard, JsonLines)
+    return replace(found, partition=find_partition(name)) if found and has_partition else found
+
+
+def find_partition(name: str) -> dict[str, Any]:
+    """Return the columns that a file's directories have, such as `label=cat/0.parquet` in Hive's
+    layout. Their values are text, or None.
+    """
+    parts = [each.partition("=") for each in name.partition("?")[0].split("/")[:-1]]
+    values = {column: urllib.parse.unquote(value) for column, sign, value in parts if sign}
+    return {name: None if value == HIVE_NULL else value for name, value in values.items()}
 
 
 def _import_arrow() -> None:

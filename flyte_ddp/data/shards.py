@@ -163,7 +163,7 @@ class Shards(Stream):
         To be called once, before the ranks start: by a recipe's `prepare`, or on one machine. It
         reads tar files and JSON lines whole, and of Parquet and MDS the heads.
         """
-        return prepare_index(self._files, self.index or "", self.reader)
+        return prepare_index(self._files, self.index or "", self.reader, columns=self.columns)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -283,15 +283,19 @@ class Shards(Stream):
             return math.inf
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         lanes = min(order.lanes, -(-order.lanes * ranks // num_ranks) + ranks)
-        window = order.window * self._index.num_bytes // len(self)
-        needed = lanes * (window + 2 * int(self._index.sizes.max()))
-        needed, limit = min(needed, self._index.num_bytes), self._cache.limit * part
+        sizes = self._index.sizes[self._index.sizes >= 0]
+        if not len(sizes):  # of HTTP without lengths: a batch is fetched when it is needed
+            return 0.0
+        num_bytes = int(sizes.mean() * self.num_shards)
+        window = order.window * num_bytes // len(self)
+        needed = lanes * (window + 2 * int(sizes.max()))
+        needed, limit = min(needed, num_bytes), self._cache.limit * part
         if needed > limit:
             raise ConfigError(
                 f"cache_gib: expected at least {needed / part / 2**30:.3g}, for windows of "
                 f"{order.window} samples in {lanes} lanes, got {self._cache.limit / 2**30:.3g}"
             )
-        return order.lanes * order.window * min(1.0, (limit / needed - 1) / 2)
+        return order.lanes * order.window * min(1.0, (limit / max(1, needed) - 1) / 2)
 
     @functools.cached_property
     def _files(self) -> Source:
