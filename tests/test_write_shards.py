@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import io
+import json
 import os
 
 import numpy as np
@@ -70,7 +73,7 @@ def test_rows_of_parquet_are_in_shards_once_with_all_columns(tmp_path, monkeypat
     for name, part in (("a", rows[:2500]), ("b", rows[2500:])):
         table = pyarrow.Table.from_pylist(part)
         pyarrow.parquet.write_table(table, tmp_path / f"rows/{name}.parquet", row_group_size=300)
-    source = write.find_parquet(str(tmp_path / "rows"))
+    source = write.find_tables(str(tmp_path / "rows"), (write.PARQUET,))
     write.write_parquet(source, str(tmp_path / "shards"), 0, 8000)
 
     tables = [
@@ -82,7 +85,7 @@ def test_rows_of_parquet_are_in_shards_once_with_all_columns(tmp_path, monkeypat
     assert sorted(found, key=lambda row: row["number"]) == rows
     assert all(400 < np.mean([row["number"] for row in table]) < 2600 for table in tables)
     assert Shards(str(tmp_path / "shards"))[7]["number"] == found[7]["number"]
-    single = write.find_parquet(str(tmp_path / "rows/b.parquet"))
+    single = write.find_tables(str(tmp_path / "rows/b.parquet"), (write.PARQUET,))
     assert write.write_parquet(single, str(tmp_path / "b"), 1, 1 << 20).startswith("500 samples")
 
 
@@ -266,3 +269,118 @@ def test_one_and_two_ranks_learn_the_same_from_shards_in_a_bucket(store, tmp_pat
         last = run.result.epochs[-1]
         losses[num_ranks] = [last.train_loss, last.test_loss, last.metrics["accuracy"]]
     assert losses[1] == pytest.approx(losses[2], rel=1e-4)
+
+
+def read_rows(place):
+    shards = Shards(str(place))
+    return [shards[number] for number in range(len(shards))]
+
+
+def as_parquet(rows):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+RECORDS = [{"number": number, "text": f'row "{number}",\nx'} for number in range(40)]
+TABLES = {
+    "csv": lambda rows: (
+        b"number,text\n"
+        + "".join(
+            f'{n["number"]},"{n["text"].replace(chr(34), 2 * chr(34))}"\n' for n in rows
+        ).encode()
+    ),
+    "jsonl": lambda rows: "".join(f"{json.dumps(each)}\n" for each in rows).encode(),
+    "csv.gz": lambda rows: gzip.compress(TABLES["csv"](rows)),
+    "parquet": as_parquet,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_of_tables_are_split_and_written_once(kind, tmp_path):
+    tree = {f"{n}.{kind}": TABLES[kind](RECORDS[20 * n : 20 * n + 20]) for n in range(2)}
+    source, destination = write_tree(tree, tmp_path / "source"), tmp_path / "shards"
+    arguments = [source, str(destination), "--held-out", "0.25"]
+    main(arguments)
+    val, train = read_rows(destination / "val"), read_rows(destination / "train")
+    assert (len(train), len(val)) == (30, 10)
+    assert sorted([*train, *val], key=lambda each: each["number"]) == RECORDS
+    assert [each["number"] for each in val] != sorted(each["number"] for each in val)
+    whole = contents_of(destination)
+    Storage(str(destination)).delete("train/000000.parquet")
+    main(arguments)  # writes what is missing
+    assert contents_of(destination) == whole
+    with pytest.raises(ConfigError, match="without shards of another held-out share, got"):
+        main(arguments[:2])
+    main([source, str(tmp_path / "one")])
+    assert sorted(read_rows(tmp_path / "one"), key=lambda each: each["number"]) == RECORDS
+
+
+def test_files_of_a_table_may_differ_in_the_order_and_the_width_of_their_columns(tmp_path):
+    tree = {"label=a/0.csv": b"x,y\n1,2\n", "label=b/0.csv": b"y,x\n2.5,1\n"}
+    main([write_tree(tree, tmp_path / "csv"), f"{tmp_path}/a"])
+    tree = {
+        "label=a/0.parquet": as_parquet([{"x": 1, "y": 2.0}]),
+        "label=b/0.parquet": as_parquet([{"y": 2.5, "x": 1}]),
+    }
+    main([write_tree(tree, tmp_path / "parquet"), f"{tmp_path}/b"])
+    for place in "ab":
+        found = sorted(read_rows(tmp_path / place), key=lambda each: each["label"])
+        expected = [{"x": 1, "y": 2.0, "label": "a"}, {"x": 1, "y": 2.5, "label": "b"}]
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "expected"),
+    [
+        (
+            {"a.csv": b"x\n1\n"},
+            ["--unreadable", "skip"],
+            "--unreadable: expected none with a table",
+        ),
+        ({"a.csv": b"x\n1\n"}, ["--held-out", "0.5"], "--held-out: expected a share that leaves"),
+        ({"a.csv": b"x\n1\n"}, ["--held-out", "0"], "--held-out: expected"),
+        (
+            {"a.csv": b"x\n1\n", "b.csv": b"x\nred\n"},
+            [],
+            "b.csv cannot be read: .*x.*int64.*string",
+        ),
+        ({"a.csv": b"x\n1\n", "b.csv": b"z\n1\n"}, [], "b.csv .*the columns of a.csv, got .* x, z"),
+        ({"a.csv": b"x,y\n1\n"}, [], "a.csv cannot be read: .*Expected 2 columns, got 1"),
+        ({"a.csv": b"x,x\n1,2\n"}, [], "columns: expected names that differ, got 'x' 2 times"),
+        ({"a.jsonl": b'{"x": 1}\n{"x"'}, [], "a.jsonl cannot be read: .*JSON parse error"),
+        ({"a.npy": b"x"}, [], "a.npy: read such files where they are, with a `reader`"),
+        ({"a.tar": b"x"}, [], "these are shards, which"),
+        ({"a.txt": b"x"}, [], "give --text"),
+        ({"a.txt": b"x"}, ["--text", "{}", "--unreadable", "fail"], "--unreadable: expected none"),
+        (
+            {"a.txt": b"x"},
+            ["--text", '{"held_out": 0.1}', "--held-out", "0.2"],
+            "--held-out: expected none beside held_out in --text",
+        ),
+    ],
+)
+def test_sources_and_options_that_do_not_fit_are_refused_in_a_line(
+    tree, options, expected, tmp_path
+):
+    source = write_tree(tree, tmp_path / "source")
+    with pytest.raises((ConfigError, DataError), match=expected) as caught:
+        main([source, f"{tmp_path}/shards", *options])
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "shards").exists()
+
+
+def test_the_share_of_text_that_is_held_out_may_be_given(tmp_path):
+    text = "".join(f"line {number} of many\n\n" for number in range(200))
+    source = write_tree({"a.txt": text.encode()}, tmp_path / "source")
+    sizes = []
+    for share in ("0.1", "0.5"):
+        place = f"{tmp_path}/{share}"
+        main([source, place, "--text", '{"context": 8}', "--held-out", share])
+        sizes.append(len(Shards(f"{place}/val")))
+    assert sizes[1] > 3 * sizes[0]
+
+
+def test_images_beside_a_table_are_images(tmp_path):
+    source = write_tree({**image_tree(count=16), "labels.csv": b"x\n1\n"}, tmp_path / "tree")
+    assert "48 training and 48 held-out images" in main([source, f"{tmp_path}/shards"])

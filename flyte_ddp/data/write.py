@@ -13,6 +13,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,18 @@ from flyte_ddp.data.index import OWN_INDEX, prepare_index
 from flyte_ddp.data.offsets import write_offsets
 from flyte_ddp.data.order import Indices
 from flyte_ddp.data.permutation import VERSION, derive_key, permute
-from flyte_ddp.data.readers import check_names, find_tar_offsets, naming_column
+from flyte_ddp.data.readers import (
+    check_names,
+    find_partition,
+    find_tar_offsets,
+    naming_column,
+)
 from flyte_ddp.data.source import Entry, Source, version_of
-from flyte_ddp.data.splits import NOTE, read_note
+from flyte_ddp.data.splits import NOTE, SPLITS, read_note
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.storage import SHORT_TIMEOUT, UNFINISHED, Storage, redact_url
 
+PARQUET = ".parquet"
 SHARDS_AT_ONCE = 256  # of Parquet, in files of this machine while the source is read
 
 logger = logging.getLogger(__name__)
@@ -106,40 +113,69 @@ def encode_mds(rows: NDArray[Any], column: str) -> bytes:
     return np.array(numbers, "<u4").tobytes() + head + rows.tobytes()
 
 
-def find_parquet(url: str) -> Source | None:
-    """Return the Parquet files at `url`, or directly or deeper below; None if none is directly
-    there.
+def find_tables(url: str, suffixes: tuple[str, ...]) -> Source | None:
+    """Return the files with these suffixes at `url`, or directly or deeper below; None if none is
+    directly there, or in directories of Hive's layout.
     """
     storage = Storage(url, "source", SHORT_TIMEOUT)
-    if not any(name.endswith(".parquet") for name in storage.names()):
+    if not any(name.endswith(suffixes) or "=" in name for name in storage.names()):
         return None
     source = Source(storage.url, SHORT_TIMEOUT)
-    return Source((storage.url,), SHORT_TIMEOUT) if "" in source.find() else source
+    names = source.find()
+    if "" in names:
+        return Source((storage.url,), SHORT_TIMEOUT)
+    return source if any(name.endswith(suffixes) for name in names) else None
 
 
-def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int) -> str:
+def list_tables(source: Source, suffixes: tuple[str, ...]) -> list[Entry]:
+    """Return the files with these suffixes, sorted by name; as versions their times where a store
+    has none.
+    """
+    return [
+        Entry(name, -1, int(info["size"]), version_of(info) or str(info.get("mtime", "")))
+        for name, info in sorted(source.find().items())
+        if name.endswith(suffixes)
+    ]
+
+
+def checksum_entries(entries: Iterable[Entry]) -> str:
+    return compute_checksum((each.name, each.size, each.version) for each in entries)
+
+
+def write_parquet(
+    source: Source,
+    destination: str,
+    seed: int,
+    shard_bytes: int,
+    held_out: float | None = None,
+    checksum: str | None = None,
+) -> str:
     """Write the rows of Parquet files to shards of about `shard_bytes`. Return a description.
 
+    Args:
+        held_out: share of the rows that are put into val/, the others into train/; None for all in
+            one place.
+        checksum: of the source; None for that of the files.
+
     Raises:
+        ConfigError: one side would have no row.
         DataError: a file cannot be read or has other columns than the first one, or there is no
             row.
     """
     require("source", "pyarrow", extra="streams")
-    import pyarrow
-    from pyarrow.parquet import ParquetFile, write_table
+    from pyarrow.parquet import ParquetFile
 
-    files = {name: info for name, info in source.find().items() if name.endswith(".parquet")}
-    entries = [
-        Entry(name, -1, int(info["size"]), version_of(info) or str(info.get("mtime", "")))
-        for name, info in sorted(files.items())
-    ]
+    def read_head(entry: Entry, file: Any) -> tuple[Any, Any]:
+        found = ParquetFile(file)
+        empty = add_partition(found.schema_arrow.empty_table(), entry)
+        return found.metadata, empty.schema
+
+    entries = list_tables(source, (PARQUET,))
     footers: list[Any] = []
     schemas: list[Any] = []
     for entry in entries:
         with reading(source, entry):
-            footer, schema = source.read_parts(
-                entry.name, lambda file: ((found := ParquetFile(file)).metadata, found.schema_arrow)
-            )
+            footer, schema = source.read_parts(entry.name, functools.partial(read_head, entry))
             check_names(schema.names, schema.names)
             if others := set(schema) ^ set(schemas[0] if schemas else schema):
                 got = ", ".join(sorted({field.name for field in others}))
@@ -149,44 +185,89 @@ def write_parquet(source: Source, destination: str, seed: int, shard_bytes: int)
     num_rows = sum(footer.num_rows for footer in footers)
     if not num_rows:
         raise DataError(f"source: expected rows, got none in {source.join('')}")
-    num_shards = min(num_rows, -(-sum(entry.size for entry in entries) // shard_bytes))
+    sides = {destination: range(num_rows)}
+    if held_out is not None:
+        middle = round(held_out * num_rows)
+        if not 0 < middle < num_rows:
+            raise ConfigError(
+                f"--held-out: expected a share that leaves rows on both sides, got {held_out:g} of "
+                f"{num_rows}"
+            )
+        train, val = (f"{destination.rstrip('/')}/{split}" for split in SPLITS)
+        sides = {train: range(middle, num_rows), val: range(middle)}
+    note = {"source": checksum or checksum_entries(entries), "seed": seed}
+    begin_shards(destination, {**note, "shard size": shard_bytes, "held-out share": held_out})
+    num_bytes = sum(entry.size for entry in entries)
+    lines = []
+    for url, places in sides.items():
+        rows = _Rows(source, entries, footers, schemas[0], seed, places)
+        rows.num_shards = min(len(places), -(-num_bytes * len(places) // (num_rows * shard_bytes)))
+        lines.append(write_shards(url, rows.num_shards, PARQUET, rows.make))
+    return "\n".join(lines)
 
-    def scatter(numbers: range | Sequence[int], place: Path) -> None:
+
+@dataclass
+class _Rows:
+    """The rows at some places of a random order of those of Parquet files."""
+
+    source: Source
+    entries: Sequence[Entry]
+    footers: Sequence[Any]
+    schema: Any
+    seed: int
+    places: range
+    num_shards: int = 1
+
+    def make(self, missing: Sequence[int]) -> Iterator[tuple[int, bytes, int]]:
+        """Yield the shards of these numbers: the number, contents and samples of each."""
+        import pyarrow
+        from pyarrow.parquet import write_table
+
+        for first in range(0, len(missing), SHARDS_AT_ONCE):
+            numbers = missing[first : first + SHARDS_AT_ONCE]
+            with tempfile.TemporaryDirectory(prefix="shards-") as place:
+                self._scatter(numbers, Path(place))
+                for number in numbers:
+                    with pyarrow.ipc.open_stream(f"{place}/{number}") as stream:
+                        table = stream.read_all()
+                    contents = io.BytesIO()
+                    write_table(table.take(draw_order(len(table), self.seed, number)), contents)
+                    yield number, contents.getvalue(), len(table)
+
+    def _scatter(self, numbers: Sequence[int], place: Path) -> None:
         """Write the rows of these shards to a file for each, in the order of the source."""
+        import pyarrow
+
         writers = {
-            number: pyarrow.ipc.new_stream(str(place / str(number)), schemas[0])
+            number: pyarrow.ipc.new_stream(str(place / str(number)), self.schema)
             for number in numbers
         }
-        first = 0
-        for entry, footer in zip(entries, footers, strict=True):
+        num_rows, first = sum(footer.num_rows for footer in self.footers), 0
+        for entry, footer in zip(self.entries, self.footers, strict=True):
             for group in range(footer.num_row_groups):
                 end = first + footer.row_group(group).num_rows
-                places = permute(np.arange(first, end), num_rows, derive_key(VERSION, seed))
-                shards = places * num_shards // num_rows
+                drawn = permute(np.arange(first, end), num_rows, derive_key(VERSION, self.seed))
+                shards = (drawn - self.places.start) * self.num_shards // len(self.places)
                 first = end
-                with reading(source, entry):
+                with reading(self.source, entry):
                     read = functools.partial(_read_group, footer, group)
-                    table = source.read_parts(entry.name, read)
+                    table = add_partition(self.source.read_parts(entry.name, read), entry)
+                table = table.select(self.schema.names)  # files may have them in another order
                 for number in writers.keys() & set(shards.tolist()):
                     writers[number].write_table(table.take(np.flatnonzero(shards == number)))
         for writer in writers.values():
             writer.close()
 
-    def make(missing: Sequence[int]) -> Iterator[tuple[int, bytes, int]]:
-        for first in range(0, len(missing), SHARDS_AT_ONCE):
-            numbers = missing[first : first + SHARDS_AT_ONCE]
-            with tempfile.TemporaryDirectory(prefix="shards-") as place:
-                scatter(numbers, Path(place))
-                for number in numbers:
-                    with pyarrow.ipc.open_stream(f"{place}/{number}") as stream:
-                        table = stream.read_all()
-                    contents = io.BytesIO()
-                    write_table(table.take(draw_order(len(table), seed, number)), contents)
-                    yield number, contents.getvalue(), len(table)
 
-    checksum = compute_checksum((each.name, each.size, each.version) for each in entries)
-    begin_shards(destination, {"source": checksum, "seed": seed, "shard size": shard_bytes})
-    return write_shards(destination, num_shards, ".parquet", make)
+def add_partition(table: Any, entry: Entry) -> Any:
+    """Return a table with the columns of its file's directories; see `find_partition`."""
+    import pyarrow
+
+    for name, value in find_partition(entry.name).items():
+        if name not in table.column_names:
+            values = pyarrow.array([value] * len(table), pyarrow.string())
+            table = table.append_column(name, values)
+    return table
 
 
 def _read_group(footer: Any, number: int, file: Any) -> Any:

@@ -1,24 +1,43 @@
-"""`flyte-ddp shards`: write images in folders, text, or Parquet files, in a random order."""
+"""`flyte-ddp shards`: write images in folders, text, or rows of tables, in a random order."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from flyte_ddp.config.fields import Limits, check, finite_number, read_object, whole_number
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.data.write import find_parquet, write_parquet
-from flyte_ddp.errors import StorageUnavailable, in_one_line
-from flyte_ddp.recipes import get_recipe
+from flyte_ddp.data.source import Source
+from flyte_ddp.data.tables import TABLES, write_as_parquet
+from flyte_ddp.data.write import PARQUET, find_tables, write_parquet
+from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable, in_one_line
+from flyte_ddp.recipes import Recipe, get_recipe
+from flyte_ddp.recipes.image_folder.files import SUFFIXES
 from flyte_ddp.recipes.image_folder.shards import write_images
 from flyte_ddp.recipes.text.windows import write_windows
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 from flyte_ddp.storage.failures import is_full
 
+HELD_OUT = 0.2  # of images
+READER = (
+    "read such files where they are, with a `reader` of `flyte_ddp.data.Shards`: "
+    "docs/streams.md#arrays-and-other-files"
+)
+# what to do with files that are not written to shards, by their suffixes
+WAYS = {
+    (".npy", ".npz", ".h5", ".hdf5", ".pt", ".safetensors", ".arrow", ".feather"): READER,
+    (".tfrecord", ".json", ".xlsx", ".pkl"): READER,
+    (".tar", ".tgz", ".mds"): "these are shards, which `flyte_ddp.data.Shards` reads as they are",
+    (".txt", ".md"): "give --text '{}' for text",
+}
 MAX_SHARD_MIB = 2048  # of which two are in memory; MDS ends at 4 GiB
 OPTIONS = (
     (
         "source",
-        "directory or URL of images, as of recipe image_folder, of text, or of Parquet files",
+        "directory or URL of images, as of recipe image_folder, of text, or of Parquet, CSV or "
+        "JSON lines",
         None,
     ),
     ("destination", "empty directory or prefix", None),
@@ -26,14 +45,15 @@ OPTIONS = (
     ("--shard-mib", "size of a shard (default 64)", 64),
     (
         "--held-out",
-        "share of the images, where there is no folder of held-out ones (default 0.2)",
-        0.2,
+        "share that is held out: of images, where there is no folder of held-out ones (default "
+        "0.2), of the documents of text (default 0.1), or of rows (default: none)",
+        math.nan,
     ),
     (
         "--unreadable",
-        "fail or skip: an image that cannot be read ends the command, or is left out (default "
-        "fail)",
-        "fail",
+        "of images; fail or skip: one that cannot be read ends the command, or is left out "
+        "(default fail)",
+        "",
     ),
     (
         "--text",
@@ -48,23 +68,69 @@ def main(arguments: Sequence[str]) -> str:
     """Write the shards that are missing, and return a description of them all."""
     text = (
         "write images in a folder for each class to tar files, text to windows of tokens, or the "
-        "rows of Parquet files to others, in a random order; the same command writes what is "
-        "missing"
+        "rows of Parquet, CSV or JSON lines to Parquet, in a random order; the same command writes "
+        "what is missing"
     )
     options = make_parser("shards", text, OPTIONS).parse_args(arguments)
-    check("--unreadable", options.unreadable, str, Limits(choices=("fail", "skip")))
+    if options.unreadable:
+        check("--unreadable", options.unreadable, str, Limits(choices=("fail", "skip")))
     shard_bytes = whole_number("--shard-mib", options.shard_mib, 1, MAX_SHARD_MIB) << 20
-    held_out = finite_number("--held-out", options.held_out, above=0, below=1)
+    share = None
+    if not math.isnan(options.held_out):
+        share = finite_number("--held-out", options.held_out, above=0, below=1)
     to = options.destination, options.seed, shard_bytes
     try:
         if options.text:
-            recipe = get_recipe("text", read_object("--text", options.text))
-            return write_windows(recipe, options.source, *to)
-        if files := find_parquet(options.source):
-            return write_parquet(files, *to)
-        return write_images(options.source, *to, held_out, options.unreadable == "skip")
+            _refuse_unreadable(options.unreadable, "text")
+            return write_windows(_text_recipe(options.text, share), options.source, *to)
+        if files := find_tables(options.source, (PARQUET,)):
+            _refuse_unreadable(options.unreadable, "a table")
+            return write_parquet(files, *to, share)
+        files = find_tables(options.source, TABLES)
+        if files and not any(name.lower().endswith(SUFFIXES) for name in files.find()):
+            _refuse_unreadable(options.unreadable, "a table")
+            with tempfile.TemporaryDirectory(prefix="tables-") as place:
+                checksum = write_as_parquet(files, Path(place))
+                return write_parquet(Source(place, files.timeout), *to, share, checksum)
+        skips = options.unreadable == "skip"
+        return write_images(options.source, *to, share or HELD_OUT, skips)
+    except DataError:
+        _name_way(options.source)
+        raise
     except OSError as error:
         if not is_full(error):
             raise
         what = f"TMPDIR: {tempfile.gettempdir()} is full: {in_one_line(error)}"
         raise StorageUnavailable(what, True) from None
+
+
+def _text_recipe(options: str, share: float | None) -> Recipe:
+    """Return recipe text with these options, and a share that is held out. Raises ConfigError if it
+    is given twice.
+    """
+    given = read_object("--text", options)
+    if share is not None and "held_out" in given:
+        raise ConfigError("--held-out: expected none beside held_out in --text, got both")
+    return get_recipe("text", given if share is None else {**given, "held_out": share})
+
+
+def _refuse_unreadable(value: str, kind: str) -> None:
+    if value:
+        raise ConfigError(
+            f"--unreadable: expected none with {kind}, of which nothing is left out, got {value}"
+        )
+
+
+def _name_way(source: str) -> None:
+    """Raise ConfigError if `source` has only files that are not written to shards, with what to do
+    with them.
+    """
+    names = sorted(name or source for name in Storage(source, "source", SHORT_TIMEOUT).find())
+    for suffixes, way in WAYS.items():
+        found = [name for name in names if name.lower().endswith(suffixes)]
+        is_flat = source in names or not any("/" in name for name in names)
+        if found and len(found) == len(names) and is_flat:
+            raise ConfigError(
+                "source: expected images in folders, text, Parquet, CSV or JSON lines, got "
+                f"{found[0]}: {way}"
+            )
