@@ -20,6 +20,7 @@ from tests.support.swept_functions import (
     add_up,
     count_ranks,
     count_to_four,
+    describe,
     find_torch,
     leave,
     misbehave,
@@ -182,6 +183,21 @@ def test_a_trial_starts_from_a_process_that_has_torch_where_the_caller_has_it(cl
     assert trial.program().slow_imports == ("torch",)
     monkeypatch.delitem(sys.modules, "torch")
     assert trial.program().slow_imports == ()
+
+
+def test_the_table_has_texts_and_whole_numbers_as_they_were_returned(client, tmp_path):
+    place = str(tmp_path / "c")
+    for _ in range(2):  # the second time from what is stored
+        swept = flyte_ddp.sweep(describe, [1, 2], client=client, checkpoints=place)
+        table = swept.table
+        assert [str(table[name].dtype) for name in ("loss", "count")] == ["float64", "Int64"]
+        columns = {name: list(table[name]) for name in ("count", "device", "sizes", "mixed")}
+        assert columns == {
+            "count": [1, 2],
+            "device": ["cpu", "cpu"],
+            "sizes": ["[1, 2]", "[1, 2]"],
+            "mixed": ["-", "2"],
+        }
 
 
 def test_arrays_and_other_sequences_are_lists_of_choices():

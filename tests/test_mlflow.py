@@ -97,7 +97,8 @@ def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
     assert find_run(files, "one")[0].info.status == "FAILED"
     # Another attempt, with more ranks, from the checkpoint of the first epoch; its gang starts
     # again once.
-    odd = replace(epoch_finished(3), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25})
+    alike = {"f1@0.5": 0.1, "f1#0.5": 0.2, "f1_0.5": 0.3}
+    odd = replace(epoch_finished(3), metrics={"f1(macro)": 0.5, "accuracy@5": 0.25, **alike})
     again = [
         started(world_size=4),
         loaded(4),
@@ -121,6 +122,9 @@ def test_all_attempts_are_one_run_without_double_points(files: str) -> None:
     assert run.data.params.items() >= parameters.items()
     assert run.data.tags["world_size"] == "3"
     assert steps("train/loss") == [*range(1, 13)]
+    curves = {name: value for name, value in run.data.metrics.items() if "0.5" in name}
+    assert sorted(curves.values()) == [0.1, 0.2, 0.3]
+    assert curves["epoch/f1_0.5"] == 0.1
     assert steps("epoch/test_loss") == [1, 2, 3]
     assert (run.data.metrics["epoch/f1_macro_"], run.data.metrics["epoch/accuracy_5"]) == (
         0.5,

@@ -206,6 +206,8 @@ class Reported(Timed):
     step: int  # optimizer steps since the start of the run
     epoch: float | None  # epochs done, such as 1.5 in the middle of the second
     values: dict[str, float]  # by name
+    # what a swept function has returned beside numbers, as text by name
+    notes: dict[str, str] = field(default_factory=dict)
 
     def figures(self) -> Figures:
         return Figures(values=self.values, axis="step", step=self.step, epoch=self.epoch)

@@ -18,6 +18,7 @@ import re
 import shlex
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -80,6 +81,8 @@ class Mlflow(Recorder):
     _client: Any = field(default=None, init=False)
     _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
     _metrics: list[Any] = field(default_factory=list, init=False)  # that wait for `_flush`
+    # of metrics, by the name under which MLflow has them
+    _names: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         require("mlflow", "mlflow")
@@ -148,12 +151,21 @@ class Mlflow(Recorder):
 
         step = int(getattr(figures, figures.axis)) if figures.axis else 0
         self._metrics += [
-            Metric(_clean(name), float(value), _milliseconds(event), step)
+            Metric(self._name(name), float(value), _milliseconds(event), step)
             for name, value in values.items()
             if math.isfinite(value)  # not every store of MLflow's has the others
         ]
         if len(self._metrics) >= MAX_METRICS:
             self._flush()
+
+    def _name(self, name: str) -> str:
+        """Return the name of a metric in the characters that MLflow allows, and of no other
+        metric.
+        """
+        clean = _clean(name)
+        if self._names.setdefault(clean, name) == name:
+            return clean
+        return f"{clean[: MAX_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
     def _flush(self) -> None:
         if not self._metrics:

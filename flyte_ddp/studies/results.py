@@ -250,7 +250,7 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     """Build the table with a row for every result of every trial; a trial without any has one row.
 
     Columns: model (the trial's number), status, epoch, of a function step, one per swept value, one
-    per figure, error. Figures of a recipe are train_loss, test_loss, its metrics,
+    per figure or text, error. Figures of a recipe are train_loss, test_loss, its metrics,
     last_learning_rate (at the epoch's last step), seconds (training time of the epoch) and
     elapsed_seconds (training and evaluation time up to the end of the epoch). Missing values are
     NA.
@@ -281,14 +281,26 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
         if table[name].dtype == object:
             table[name] = table[name].map(format_value)
     is_whole = places == ["epoch"] and all(each.share == 1 for run in runs for each in run.epochs)
-    kinds = {"epoch": "Int64" if is_whole else "float64", **dict.fromkeys(numbers, "float64")}
-    return table.astype({**kinds, "error": "string"})
+    kinds = {"epoch": "Int64" if is_whole else "float64", "error": "string"}
+    for name in numbers:
+        kinds[name] = _kind_of([row[name] for row in rows if row.get(name) is not None])
+        if kinds[name] == "string":
+            table[name] = table[name].map(format_value, na_action="ignore")
+    return table.astype(kinds)
+
+
+def _kind_of(values: Sequence[Any]) -> str:
+    """Return the type of a column: text if one of the values is, whole numbers if all are."""
+    if any(isinstance(value, str) for value in values):
+        return "string"
+    return "Int64" if values and all(type(value) is int for value in values) else "float64"
 
 
 def _rows(run: TrialRun) -> list[dict[str, Any]]:
     if not run.epochs:
         return [
-            {"epoch": each.epoch, "step": each.step, **each.values} for each in run.state.reports
+            {"epoch": each.epoch, "step": each.step, **each.values, **each.notes}
+            for each in run.state.reports
         ]
     return [
         {

@@ -28,6 +28,7 @@ from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import count_workers, function_program, plain_function
+from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.observers.reports.drawing import save_panels
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes.prepare import code_version
@@ -83,11 +84,14 @@ class FunctionTrial(Trial):
         found = []
         for number, item in enumerate(returned if isinstance(returned, list) else [returned], 1):
             values: dict[str, float] = {}
+            notes: dict[str, str] = {}
             for name, each in (item if isinstance(item, Mapping) else {metric: item}).items():
-                with contextlib.suppress(ConfigError):
-                    values[str(name)] = plain_number(name, each)
+                try:
+                    values[str(name)] = each if type(each) is int else plain_number(name, each)
+                except ConfigError:
+                    notes[str(name)] = shown_value(each)
             step, epoch = int(values.pop("step", number)), values.pop("epoch", None)
-            found.append(Reported(step, epoch, values))
+            found.append(Reported(step, epoch, values, notes=notes))
         if not any(metric in each.values for each in found):
             names = dict.fromkeys(name for each in (*reports, *found) for name in each.values)
             raise ConfigError(
