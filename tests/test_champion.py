@@ -353,7 +353,7 @@ def test_a_rollback_needs_the_files_of_the_version_it_puts_in_use_alone(tmp_path
         (
             lambda store: store.storage.write("last_run.json", b"{"),
             [],
-            "no retraining has ended yet",
+            "last_run.json is damaged: ",
         ),
         (
             lambda store: store.record("last_run.json", "refused", ""),

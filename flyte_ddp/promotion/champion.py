@@ -21,14 +21,16 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import pickle
 import re
+import typing
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flyte_ddp.checkpoints import EXPORTED_STATE, MODEL_STATE
-from flyte_ddp.config.fields import whole_number
+from flyte_ddp.config.fields import check, plain_number, whole_number
 from flyte_ddp.errors import (
     ChampionChanged,
     ChampionError,
@@ -36,6 +38,7 @@ from flyte_ddp.errors import (
     FileChanged,
     NoChampion,
 )
+from flyte_ddp.events.history import plain
 from flyte_ddp.storage import STORE_TIMEOUT, Storage, check_name, redact_url
 from flyte_ddp.storage.weights import class_names_of, from_bytes, is_safetensors, with_class_names
 
@@ -94,6 +97,9 @@ class Pointer:
     # Not in a file of its own: each rollback, also one to the version in use, has to change what a
     # promotion compares with before it writes.
     held_since: str = ""
+
+
+Record = TypeVar("Record", Manifest, Pointer)
 
 
 class ChampionStore:
@@ -259,7 +265,7 @@ class ChampionStore:
         if not pointer:
             raise NoChampion(f"{self._shown} has no champion yet")
         try:
-            found = Pointer(**json.loads(pointer))
+            found = _restore(Pointer, pointer)
             _check_names(found.version, *filter(None, [found.parent]))
             return found
         except (ValueError, TypeError) as error:
@@ -276,14 +282,22 @@ class ChampionStore:
 
     def last(self, name: str) -> dict[str, Any]:
         """Return what `record` wrote last; empty if there is nothing, or a damaged record."""
+        with contextlib.suppress(ChampionError):
+            return self.read_record(name) or {}
+        return {}
+
+    def read_record(self, name: str) -> dict[str, Any] | None:
+        """Return what `record` wrote last; None if there is nothing. Raises ChampionError if it is
+        damaged.
+        """
         try:
             contents = self.storage.read(name)
         except FileNotFoundError:
-            return {}
+            return None
         try:  # apart from the read, because a store that refuses raises a ValueError too
-            return dict(json.loads(contents))
-        except (ValueError, TypeError):
-            return {}
+            return _read_object(contents)
+        except (ValueError, TypeError) as error:
+            raise ChampionError(f"{self.storage.join(name)} is damaged: {error}") from error
 
     def prune(self, keep: int) -> list[str]:
         """Delete old versions and return their names.
@@ -367,7 +381,7 @@ def _pointer(manifest: Manifest, contents: bytes, held_since: str = "") -> Point
 
 def _manifest(contents: bytes) -> Manifest:
     try:
-        found = Manifest(**json.loads(contents))
+        found = _restore(Manifest, contents)
         _check_names(found.version, found.file)
         return found
     except (ValueError, TypeError) as error:
@@ -381,9 +395,40 @@ def _check_names(*names: object) -> None:
             raise ConfigError(f"champion: expected a name without /, got {name!r}")
 
 
+def _read_object(contents: bytes) -> dict[str, Any]:
+    values = json.loads(contents)
+    if not isinstance(values, dict):
+        raise TypeError(f"expected an object, got {values!r}")
+    return values
+
+
+def _restore(kind: type[Record], contents: bytes) -> Record:
+    """Return the record of a file, whose figures are NaN where the file has null.
+
+    Raises:
+        ValueError, TypeError: the file has no such record, or a value of another type.
+    """
+    record = kind(**_read_object(contents))
+    restored: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        value = getattr(record, name)
+        if hint == dict[str, float] and isinstance(value, dict):
+            value = {key: _restore_figure(name, each) for key, each in value.items()}
+        elif hint == list[float] and isinstance(value, list):
+            value = [_restore_figure(name, each) for each in value]
+        elif not (hint == dict[str, Any] and isinstance(value, dict)):
+            value = check(name, value, hint)
+        restored[name] = value
+    return kind(**restored)
+
+
+def _restore_figure(name: str, value: Any) -> float:
+    return math.nan if value is None else plain_number(name, value)
+
+
 def _utc_now() -> str:
     return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _json(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, indent=1).encode()
+    return json.dumps(plain(values), indent=1, allow_nan=False).encode()

@@ -7,10 +7,12 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from flyte_ddp.config.fields import parse_duration
 from flyte_ddp.config.options import Option, add_options
 from flyte_ddp.errors import ChampionError
+from flyte_ddp.events.history import plain
 from flyte_ddp.promotion.champion import LAST_CHALLENGE, LAST_RUN, ChampionStore
 from flyte_ddp.promotion.policy import Outcome
 from flyte_ddp.storage import SHORT_TIMEOUT
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str]) -> str:
     store = ChampionStore(given.url, SHORT_TIMEOUT)
     if given.command == "show":
         shown = {
-            "champion": dataclasses.asdict(store.manifest()),
+            "champion": plain(dataclasses.asdict(store.manifest())),
             "last_challenge": store.last(LAST_CHALLENGE),
         }
         return json.dumps(shown, indent=1)
@@ -87,12 +89,12 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
         ChampionError: it needs attention, or the champion cannot be used.
     """
     max_seconds = parse_duration("--max-age", max_age)
-    run = store.last(LAST_RUN)
-    if not run:
+    run = store.read_record(LAST_RUN)
+    if run is None:
         raise ChampionError(
             f"no retraining has ended yet, as far as {store.storage.join(LAST_RUN)} tells"
         )
-    ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
+    ended_at = _read_time(store, run)
     age = (datetime.datetime.now(datetime.timezone.utc) - ended_at).total_seconds()
     execution = run.get("execution") or "a local run"
     promoted_at = "".join(each.created_at for each in store.versions(newest=1))
@@ -113,6 +115,18 @@ def describe_status(store: ChampionStore, max_age: str) -> str:
         raise ChampionError(
             f"{line}. It will end the same way until data, recipe or config are corrected"
         )
-    since = store.in_use().held_since
+    since = store.parse(store.pointer()).held_since
     held = f", held by a rollback since {since}" if since else ""
     return f"{line}; {store.manifest().version} is in use{held}"
+
+
+def _read_time(store: ChampionStore, run: dict[str, Any]) -> datetime.datetime:
+    """Return when a retraining ended. Raises ChampionError where its record does not have that."""
+    try:
+        ended_at = datetime.datetime.fromisoformat(str(run["ended_at"]).replace("Z", "+00:00"))
+    except (KeyError, ValueError) as error:
+        raise ChampionError(
+            f"{store.storage.join(LAST_RUN)} is damaged: ended_at: expected a time such as "
+            f"2026-01-02T03:04:05Z, got {run.get('ended_at')!r}"
+        ) from error
+    return ended_at if ended_at.tzinfo else ended_at.replace(tzinfo=datetime.timezone.utc)
