@@ -285,9 +285,10 @@ def _find(name: str) -> type[Recipe]:
         f"expected {', '.join(sorted(BUILTIN))}, or the dotted name of a Recipe, such as "
         "my_module.MyRecipe"
     )
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
-        raise ConfigError(f"recipe: {expected}, got {name!r}{suggest(name, BUILTIN)}")
     extend_path()
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path) or name.endswith(".py"):
+        hint = _suggest_recipes(_module_of(name)) or suggest(name, BUILTIN)
+        raise ConfigError(f"recipe: {expected}, got {name!r}{hint}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -321,11 +322,33 @@ def _find(name: str) -> type[Recipe]:
             for name, each in vars(module).items()
             if isinstance(each, type) and issubclass(each, Recipe)
         ]
+        hint = _suggest_recipes(path) or suggest(attribute, known)
         raise ConfigError(
-            f"recipe: {expected}, got {name!r}, which is no Recipe in module "
-            f"{module_name}{suggest(attribute, known)}"
+            f"recipe: {expected}, got {name!r}, which is no Recipe in module {module_name}{hint}"
         )
     return found
+
+
+def _module_of(name: str) -> str:
+    """Return the dotted name of the module in a file; "" for a file that no import finds."""
+    file = Path(name)
+    relative = Path(os.path.relpath(file)) if file.is_absolute() else Path(os.path.normpath(file))
+    if not relative.name or ".." in relative.parts:
+        return ""
+    return ".".join(relative.with_suffix("").parts)
+
+
+def _suggest_recipes(module_name: str) -> str:
+    """Return the end of an error about a module or file in place of a recipe: its recipes."""
+    module = None
+    with contextlib.suppress(Exception, SystemExit):  # of any kind: the module is the user's
+        module = importlib.import_module(module_name)
+    found = [
+        f"{module_name}.{name}"
+        for name, each in (vars(module) if module else {}).items()
+        if isinstance(each, type) and issubclass(each, Recipe) and each.__module__ == module_name
+    ]
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 def _last_place(error: Exception) -> str:
