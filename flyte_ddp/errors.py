@@ -20,16 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def log_failures(what: str, logged: set[str] | None = None) -> Iterator[None]:
+def log_failures(
+    what: str, logged: set[str] | None = None, others: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
     """Log an error of the block in one line instead of raising it: what is only shown never ends a
     run.
 
     Args:
         logged: what has failed before, and is not logged again. A failure is added to it.
+        others: kinds of errors besides `Exception`: SystemExit, where a user's code is called.
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, *others) as error:
         if logged is None or what not in logged:
             logger.warning("the %s cannot be shown: %s", what, in_one_line(error))
         if logged is not None:

@@ -314,8 +314,9 @@ def test_a_collate_that_drops_samples_is_refused_before_the_first_step():
         check_contract(torch.nn.Linear(3, 3), train, Parallelism(recipe, config, ALONE))
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_the_training(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, caplog, kind
 ):
     plain = new_trainer(new_run(tmp_path / "plain", "Dropping"), log_interval=4)
     plain.fit()
@@ -324,7 +325,7 @@ def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_t
     def take(self, event):
         torch.rand(7)
         seen.append(event)
-        raise ValueError("their server is away")
+        raise kind("their server is away")
 
     monkeypatch.setattr(Dropping, "on_step", take)
     monkeypatch.setattr(Dropping, "on_epoch", take)
@@ -334,7 +335,7 @@ def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_t
     assert [each for each in seen if not isinstance(each, Reported)] == hooked.progress.epochs
     assert set(seen[0].values) > {"loss", "learning_rate", "gradient_norm"}
     for hook in ("on_step", "on_epoch"):
-        line = f"result of {hook} cannot be shown: ValueError: their server is away"
+        line = f"result of {hook} cannot be shown: {kind.__name__}: their server is away"
         assert caplog.text.count(line) == 1
     torch.testing.assert_close(hooked.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 

@@ -185,7 +185,7 @@ def train(parallelism: Parallelism, current: Session) -> None:
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if parallelism.saves:
         # a large model takes its time
-        with log_failures("predictions"), keep_beating(trainer.beat):
+        with log_failures("predictions", others=(SystemExit,)), keep_beating(trainer.beat):
             predictions = make_predictions(model, test, parallelism)
             current.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
