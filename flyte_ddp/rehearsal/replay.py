@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flyte_ddp.checkpoints import BAD_STEP, stored_steps
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.config.by_value import dumps
 from flyte_ddp.config.fields import whole_number
@@ -31,9 +32,10 @@ from flyte_ddp.recipes.recorded import restore_options
 from flyte_ddp.storage.hidden import OPTIONS
 from flyte_ddp.storage.urls import HIDDEN
 
+NEWEST = -1  # stands for the newest step that was found bad
 ARGUMENTS = (
     ("place", "directory or URL of the run's checkpoints", None),
-    ("--step", "its number, from 1", 0),
+    ("--step", "its number, from 1 (default: that of the newest bad one)", NEWEST),
     ("--processes", "ranks, all on this machine (default: as many as the run had)", 0),
     ("--data", "path or URL of the data (default: the run's)", ""),
     ("--config", 'options that the checkpoint hides, as {"recipe_options": {...}}', ""),
@@ -46,14 +48,18 @@ DEBUGGING_TIMEOUT = 86_400.0  # seconds that ranks wait for one that is debugged
 
 def main(arguments: Sequence[str]) -> int:
     """Replay a step, and print what is seen of it."""
+    text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
+    options = make_parser("replay", text, ARGUMENTS).parse_args(arguments)
+    step = find_bad_step(options.place) if options.step == NEWEST else options.step
+    whole_number("--step", step, minimum=1)
+    # after the mistakes that show without torch
     from flyte_ddp.training.initial_state import recorded_config
     from flyte_ddp.training.replay import ReplayCall, find_state
 
-    text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
-    options = make_parser("replay", text, ARGUMENTS).parse_args(arguments)
-    whole_number("--step", options.step, minimum=1)
-    start, is_bad, state, left_out = find_state(options.place, options.step)
-    print_line(f"from the state after step {start}; steps repeated: {options.step - 1 - start}")
+    start, is_bad, state, left_out = find_state(options.place, step)
+    print_line(
+        f"step {step}, from the state after step {start}; steps repeated: {step - 1 - start}"
+    )
     origin = state["origin"]
     recipe, num_ranks = origin["recipe"], options.processes or origin["num_ranks"]
     # as many samples in a pass as in the run
@@ -82,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         (data := Path(directory, "data")).mkdir()
         prepare_data(get_recipe(recipe, config.recipe_options), data_source, data)
         call = ReplayCall(
-            *(recipe, config, options.place, options.step, start, is_bad, left_out),
+            *(recipe, config, options.place, step, start, is_bad, left_out),
             origin["num_threads"] if num_ranks == origin["num_ranks"] else 0,
             *(options.without, terminal),
         )
@@ -97,6 +103,19 @@ def main(arguments: Sequence[str]) -> int:
     seen, lines = json.loads(ended.finished.value)
     sys.stdout.write(f"{json.dumps(seen, indent=2) if options.json else lines}\n")
     return 0
+
+
+def find_bad_step(place: str) -> int:
+    """Return the newest step whose state was kept because it was bad. Raises ConfigError without
+    one.
+    """
+    steps = stored_steps(place, BAD_STEP)
+    if not steps:
+        raise ConfigError(
+            f"--step: expected a step's number, from 1, because no bad step was kept in {place}, "
+            "got none"
+        )
+    return max(steps)
 
 
 def open_terminal(name: str) -> None:

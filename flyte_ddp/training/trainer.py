@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import math
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
 from flyte_ddp.rank.states import check_kind, load_newest
 from flyte_ddp.rank.step_timer import StepTimer
 from flyte_ddp.recipes import list_class_names
-from flyte_ddp.storage import redact_values
+from flyte_ddp.storage import redact_url, redact_values
 from flyte_ddp.storage.hidden import OPTIONS, hash_hidden
 from flyte_ddp.training import inspection
 from flyte_ddp.training.average import WeightAverage
@@ -524,7 +525,9 @@ class Trainer:
                 logger.warning("the state before it is not kept: %s", in_one_line(error))
         if is_shared:  # the first rank that ends would end one that tells no more
             self.world.all_reduce(0.0)
-        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}; flyte-ddp replay shows it")
+        place = shlex.quote(redact_url(self.store.storage.url))
+        command = f"flyte-ddp replay {place} --step {bad.step}"
+        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}; {command} shows it")
 
     def _rewind(self, bad_step: int) -> str:
         """Go back to the newest state, and leave out the batches up to that of a step. Every rank
@@ -596,7 +599,7 @@ class Trainer:
         )
         self.session.emit(reported)
         if self.world.is_first:
-            with log_failures("result of on_step", self._failed):
+            with log_failures("result of on_step", self._failed, (SystemExit,)):
                 self.recipe.on_step(reported)
 
     def _finish_epoch(
@@ -626,14 +629,14 @@ class Trainer:
             share=progress.batch / num_batches(self.train, self.config),
             **self.parallelism.exchange_seconds(self.replica),
         )
-        with log_failures("figures", self._failed):
+        with log_failures("figures", self._failed, (SystemExit,)):
             figures = {**finished.metrics, **read_figures(self.recipe, finished)}
             if utilization := self.sample_utilization * finished.samples_per_second:
                 figures["model_flops_utilization"] = utilization
             finished = dataclasses.replace(finished, metrics=figures)
         check_monitor(self.config, ["test_loss", *finished.metrics])
         if self.parallelism.saves:
-            with log_failures("sample", self._failed):
+            with log_failures("sample", self._failed, (SystemExit,)):
                 finished = dataclasses.replace(
                     finished, sample=inspection.generate_sample(self.model, self.recipe)
                 )
@@ -648,11 +651,11 @@ class Trainer:
             is_last = progress.epoch == self.config.epochs  # the run's end shows the kept model's
             if interval and finished.share == 1 and progress.epoch % interval == 0 and not is_last:
                 self.beat()
-                with log_failures("predictions", self._failed):
+                with log_failures("predictions", self._failed, (SystemExit,)):
                     made = inspection.make_predictions(self.model, self.test, self.parallelism)
                     self.session.emit(PredictionsMade(progress.epoch, made))
         if world.is_first:
-            with log_failures("result of on_epoch", self._failed):
+            with log_failures("result of on_epoch", self._failed, (SystemExit,)):
                 self.recipe.on_epoch(finished)
         self.schedule.end_evaluation(finished)
         progress.note(finished)
