@@ -9,6 +9,7 @@ import itertools
 import json
 import pkgutil
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -93,6 +94,11 @@ def find_program(
             script, [each.replace(OUTPUTS, outputs) for each in arguments]
         ), None
     if ":" in name:
+        if arguments:
+            raise ConfigError(
+                "rehearse: expected options before MODULE:FUNCTION, which takes no arguments, got "
+                f"{shlex.join(arguments)!r} after it"
+            )
         try:
             function = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
