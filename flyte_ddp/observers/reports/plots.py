@@ -9,9 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.config.extras import require
+from flyte_ddp.config.fields import suggest
 from flyte_ddp.config.options import make_parser
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunState, read_history
 from flyte_ddp.observers.formats import format_figure, format_rounded
 from flyte_ddp.observers.reports.drawing import (
@@ -38,6 +42,7 @@ MEASURED = {  # of a node, with its title
     "cpu": "CPU utilization (%)",
     "memory": "Memory in use (%)",
 }
+PICTURES = (".pdf", ".png", ".svg")
 MAX_LINES = len(PALETTE)  # of ranks or nodes, one color each; more are faint
 
 Curve = list[tuple[float, float]]  # x, y
@@ -242,6 +247,39 @@ def main(arguments: Sequence[str]) -> str:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="of a panel (default: all)")
     options = parser.parse_args(arguments)
-    panels = {each.name: each for each in run_panels(RunState.of(read_history(options.history)))}
-    save_panels([panels[name] for name in options.names or panels], options.picture)
+    require("plot", "matplotlib")
+    picture = Path(options.picture)
+    if picture.suffix not in PICTURES:
+        raise ConfigError(
+            f"picture: expected a name that ends in {', '.join(PICTURES)}, got {options.picture!r}"
+        )
+    panels = {each.name: each for each in run_panels(_read(options.history))}
+    if not panels:
+        raise ConfigError(
+            f"history: expected a history with something to draw, got {options.history!r}"
+        )
+    for name in options.names:
+        if name not in panels:
+            raise ConfigError(
+                f"name: expected some of {', '.join(panels)}, got {name!r}{suggest(name, panels)}"
+            )
+    try:
+        save_panels([panels[name] for name in options.names or panels], picture)
+    except OSError as error:
+        raise ConfigError(
+            f"picture: expected a file that can be written, got {options.picture!r}: "
+            f"{error.strerror}"
+        ) from error
     return f"picture: {options.picture}"
+
+
+def _read(history: str) -> RunState:
+    """Return the state of a run by its history. Raises ConfigError where there is none."""
+    try:
+        return RunState.of(read_history(history))
+    except OSError as error:
+        raise ConfigError(
+            f"history: expected the history.jsonl of a run, got {history!r}: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"history: {error}") from error
