@@ -62,6 +62,12 @@ class PetNames(ArrayRecipe):
         "(space)",
     )
 
+    def prepare_new_data(self, source: str, directory: Path) -> str:
+        raise DataError(
+            "recipe pet_names: expected a recipe that predicts samples, got one that generates: "
+            "workflows/pet_names.py makes new names"
+        )
+
     def prepare(self, source: str, directory: Path) -> str:
         """Write `train.npz` and `test.npz`, and the distinct training names to `TRAINING_NAMES`.
 

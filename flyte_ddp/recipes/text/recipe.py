@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import field, validate
 from flyte_ddp.data.splits import open_splits
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.recipes.base import Recipe
 from flyte_ddp.storage import has_password, redact_url
@@ -103,6 +103,12 @@ class Text(Recipe):
                 "recipe_options.pretrained: expected a URL without a password, got "
                 f"{redact_url(self.pretrained)!r}"
             )
+
+    def prepare_new_data(self, source: str, directory: Path) -> str:
+        raise DataError(
+            "recipe text: expected a recipe that predicts samples, got one that generates: "
+            "workflows/text.py continues a text"
+        )
 
     def prepare(self, source: str, directory: Path) -> str:
         """Tokenize the text into `train.bin` and `held_out.bin`, and fetch the model.
