@@ -94,12 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["--version"], ["-V"]):
+        return print_result(describe_version())
     if not arguments or arguments[0] not in COMMANDS:
         parser = argparse.ArgumentParser("flyte-ddp", description="Distributed PyTorch training.")
+        parser.add_argument("-V", "--version", action="store_true", help="print it, and the commit")
         commands = parser.add_subparsers(metavar="COMMAND", required=True)
         for name, (_, text) in COMMANDS.items():
             commands.add_parser(name, help=text)
-        parser.parse_args(arguments)  # exits, with help or an error
+        if arguments[:1] in (["--help"], ["-h"]):
+            return print_result(parser.format_help().rstrip())
+        parser.parse_args(arguments)  # exits with an error
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for recipes; `python -m` has it
     if arguments[0] == "train" and not any(map(OTHER_RANKS.fullmatch, arguments)):
@@ -109,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
         if isinstance(ended, int):
             return ended
-        sys.stdout.write(f"{ended}\n")
-        return 0
+        return print_result(ended)
     except KeyboardInterrupt:
         print_line("SIGINT: the run was stopped while no rank was running")
         return 130
@@ -123,6 +127,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as error:
         print_line(f"error: {error}")
         return 1
+
+
+def print_result(text: str) -> int:
+    """Print what a command returns, and return its exit status."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`, whose user has seen enough
+        return 1
+    except OSError as error:
+        print_line(f"error: standard output: {error.strerror}")
+        return 1
+    return 0
+
+
+def describe_version() -> str:
+    """Return the version of this package, and the commit of a checkout."""
+    from flyte_ddp.config import project
+
+    version, commit = project.find_version()
+    return f"flyte-ddp {version}, {commit}"
 
 
 def make_project(arguments: Sequence[str]) -> str:

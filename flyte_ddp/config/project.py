@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from flyte_ddp.config.fields import suggest
-from flyte_ddp.config.source_code import read_settings
+from flyte_ddp.config.source_code import describe_commit, read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
@@ -44,6 +44,8 @@ PARTS = {
     "sweep": ("tasks/study.py", "workflows/sweep.py"),
     "text": ("tasks/generate.py", "workflows/text.py"),
 }
+NAMESPACE = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+IMAGE = r"[A-Za-z0-9][\w./:@-]*"
 RIGHTS = ("namespace", "rbac", "networkpolicy", "pod-template", "admission-policy")
 
 
@@ -109,6 +111,15 @@ def make_project(
         yield f"try: cd {project} && make train"
 
 
+def find_version() -> tuple[str, str]:
+    """Return the version of this package, and the commit of a checkout or "installed"."""
+    try:
+        return metadata.version(DISTRIBUTION), "installed"
+    except metadata.PackageNotFoundError:
+        version = read_settings(ROOT / "pyproject.toml")["project"]["version"]
+        return version, describe_commit(str(ROOT)) or "a checkout without git"
+
+
 def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> str:
     """Return what deploy/ has for the rights of tasks in `namespace`, for `kubectl apply`.
 
@@ -118,6 +129,15 @@ def manifests(namespace: str, image: str = "", has_namespace: bool = True) -> st
     """
     import yaml
 
+    if not re.fullmatch(NAMESPACE, namespace):
+        raise ConfigError(
+            "--namespace: expected a name of Kubernetes, at most 63 of a-z, 0-9 and -, got "
+            f"{namespace!r}"
+        )
+    if image and not re.fullmatch(IMAGE, image):
+        raise ConfigError(
+            f"--image: expected a name such as registry.example.com/image:1, got {image!r}"
+        )
     files = _files()
     documents = []
     for name in RIGHTS[has_namespace:]:

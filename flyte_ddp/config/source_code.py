@@ -66,13 +66,14 @@ def find_project() -> Path | None:
 
 
 @functools.cache
-def describe_commit() -> str:
-    """Return the commit of the project's git repository, or else of the working directory's, with
-    "-dirty" after it where tracked files have changed; "" without git or a repository.
+def describe_commit(directory: str = "") -> str:
+    """Return the commit of the git repository of a directory, by default the project's or the
+    working directory, with "-dirty" after it where tracked files have changed; "" without git or a
+    repository.
     """
-    if COMMIT_VARIABLE in os.environ:
+    if not directory and COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
-    directory = str(find_project() or os.getcwd())
+    directory = directory or str(find_project() or os.getcwd())
     command = ["git", "-C", directory, "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

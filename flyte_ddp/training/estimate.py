@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.config.fields import read_object, whole_number
+from flyte_ddp.config.fields import finite_number, read_object, whole_number
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.rank.data import open_samples, take_sample
@@ -126,6 +126,7 @@ def main(arguments: Sequence[str]) -> str:
     )
     options = make_parser("estimate", text, OPTIONS).parse_args(arguments)
     num_ranks = whole_number("--gpus", options.gpus, 1)
+    gpu_memory = finite_number("--gpu-memory", options.gpu_memory, minimum=0, unit="GiB")
     config = config_of(options.recipe, read_object("--config", options.config))
     recipe = get_recipe(options.recipe, config.recipe_options)
     with tempfile.TemporaryDirectory() as directory:
@@ -136,4 +137,4 @@ def main(arguments: Sequence[str]) -> str:
             raise ConfigError(
                 f"recipe: expected one whose step runs on this machine, got {in_one_line(error)}"
             ) from error
-    return made.describe(options.gpu_memory)
+    return made.describe(gpu_memory)
