@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
 import shutil
@@ -16,7 +18,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from flyte_ddp.config import project as projects
 from flyte_ddp.config.extras import EXTRAS
+from flyte_ddp.config.project import PARTS, _choose_files
 from tests.support.checkout import REPOSITORY, install_wheel, own_environment
 
 if sys.version_info >= (3, 11):
@@ -293,11 +297,50 @@ def test_parts_are_added_at_once_or_later_and_touch_no_file_of_the_users(
     assert (tmp_path / "one/tasks/generate.py").read_text() == "mine\n"
 
 
-@pytest.mark.long
-def test_a_project_with_a_function_passes_its_test(installed, wheel, tmp_path):
-    made = ("new", tmp_path / "function", "--function", "--wheel", wheel)
-    flyte_ddp(installed, *made, cwd=tmp_path)
-    run([installed], "-m", "pytest", "-q", "tests", cwd=tmp_path / "function")
+@pytest.mark.parametrize("is_function", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_any_combination_of_parts_imports_what_the_project_has(
+    tmp_path, monkeypatch, is_function, is_new
+):
+    """A part that is added later finds the modules of the new project."""
+    all_files = projects._files()
+    monkeypatch.setattr(projects, "_files", lambda: dict(all_files))
+    there = {}
+    if not is_new:
+        there = _choose_files(tmp_path, (), is_function, flyte=1, is_new=True)
+        for name, content in there.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+    for number in range(len(PARTS) + 1):
+        for parts in itertools.combinations(PARTS, number):
+            files = _choose_files(tmp_path, parts, is_function, flyte=1, is_new=is_new)
+            modules = {name for name in {**there, **files} if name.endswith(".py")}
+            for name in modules:
+                tree = ast.parse({**there, **files}[name])
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.ImportFrom) and node.module.startswith(
+                        ("tasks", "workflows", "recipes")
+                    ):
+                        needed = node.module.replace(".", "/") + ".py"
+                        assert needed in modules, (parts, name, node.module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(), tuple(PARTS)], ids=["alone", "with all parts"])
+@pytest.mark.parametrize("options", [(), ("--function",)], ids=["recipe", "function"])
+def test_each_kind_of_project_trains_in_its_test_and_registers(
+    installed, wheel, tmp_path, options, parts
+):
+    made = ("new", "it", *options, "--wheel", wheel)
+    flyte_ddp(installed, *made, *(["--with", ",".join(parts)] if parts else []), cwd=tmp_path)
+    project = tmp_path / "it"
+    run([installed], "-m", "pytest", "-q", "tests", cwd=project)
+    command = ("-m", "flytekit.clis.sdk_in_container.pyflyte", "register", "--dry-run")
+    command += ("--image", "registry.example.com/mine:7", "--version", "7", "--copy", "none")
+    output = run([installed, project], *command, "workflows", cwd=project)
+    for part in parts:
+        for file in (each for each in PARTS[part] if each.startswith("workflows/")):
+            assert file.removesuffix(".py").replace("/", ".") in output
 
 
 @pytest.mark.long
@@ -426,10 +469,49 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(installed, wheel, tmp_path
         ),
     ):
         assert flyte_ddp(installed, *arguments, cwd=tmp_path, status=2) == expected
-    assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
+    (tmp_path / "file").touch()
+    (tmp_path / "two/workflows").mkdir(parents=True)
+    (tmp_path / "two/settings.toml").touch()
+    (tmp_path / "two/workflows/flyte2.py").touch()
+    new_alone = "expected a new project, got 'two', which is there"
+    for arguments, expected in (
+        (["new", "other", "--flyte", "3"], "--flyte: expected 1 or 2, got 3"),
+        (["new", "file"], "new: expected a directory, got 'file': Not a directory"),
+        (["new", "file/other"], "new: expected a directory, got 'file/other': Not a directory"),
+        (["new", "two", "--with", "sweep"], "--flyte 2: expected no --with and no --function"),
+        (["new", "full", "--with", "sweep"], "new: expected a directory that is empty or not"),
+    ):
+        assert flyte_ddp(installed, *arguments, cwd=tmp_path, status=2).startswith(
+            f"error: {expected}"
+        )
+    (tmp_path / "two/workflows/flyte2.py").unlink()
+    for option in (["--function"], ["--wheel", wheel]):
+        output = flyte_ddp(
+            installed, "new", "two", "--with", "sweep", *option, cwd=tmp_path, status=2
+        )
+        assert output == f"error: {option[0]}: {new_alone}\n"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == sorted(
+        ["full", "notes.txt", "file", "two", "settings.toml", "workflows"]
+    )
     away = ("-m", "flyte_ddp", "new", "other", "--wheel", "away.whl")
     output = run([REPOSITORY], *away, cwd=tmp_path, status=2)
     assert output.endswith("got 'away.whl'; make wheel builds it\n")
+
+
+def test_a_project_is_made_in_an_empty_clone_and_its_path_is_quoted(installed, wheel, tmp_path):
+    clone = tmp_path / "a clone; of it"
+    subprocess.run(["git", "init", "--quiet", str(clone)], check=True)
+    output = flyte_ddp(installed, "new", clone, "--wheel", wheel, cwd=tmp_path)
+    assert output.splitlines()[-1] == f"try: cd '{clone}' && make train"
+    assert (clone / "settings.toml").is_file()
+
+
+def test_what_a_part_only_imports_may_be_of_the_user(installed, wheel, tmp_path):
+    flyte_ddp(installed, "new", "it", "--wheel", wheel, cwd=tmp_path)
+    (tmp_path / "it/tasks/train.py").write_text("mine\n")
+    output = flyte_ddp(installed, "new", "it", "--with", "sweep", cwd=tmp_path)
+    assert output == "added tasks/study.py\nadded workflows/sweep.py\n"
+    assert (tmp_path / "it/tasks/train.py").read_text() == "mine\n"
 
 
 def test_a_checkout_makes_the_project_that_its_wheel_makes(project, wheel, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from importlib import metadata
@@ -30,11 +31,18 @@ TRAINING = (
 )
 FUNCTION = ("workflows/train.py", "tests/test_train.py")
 # of a project for Flyte 2, whose other files below flyte2/ take the place of those for Flyte 1
-FLYTE_2 = ("recipes/wine.py", "workflows/flyte2.py", "tests/test_recipes.py")
+FLYTE_2_WORKFLOWS = "workflows/flyte2.py"
+FLYTE_2 = ("recipes/wine.py", FLYTE_2_WORKFLOWS, "tests/test_recipes.py")
 ALWAYS = (
     *("workflows/__init__.py", "settings.toml", "pyproject.toml", "requirements.txt"),
     *("Dockerfile", "Makefile", "README.md", ".gitignore", ".dockerignore"),
 )
+# what the modules of a part import, which a project with a function may not have
+BASE = ("tasks/__init__.py", "tasks/train.py")
+NEEDS = {
+    **dict.fromkeys(("names", "retrain", "scaling", "sweep", "text"), BASE),
+    **dict.fromkeys(("predict", "script"), ("tasks/__init__.py",)),
+}
 PARTS = {
     "names": ("tasks/generate.py", "workflows/pet_names.py"),
     "predict": ("tasks/predict.py", "workflows/predict.py"),
@@ -67,48 +75,89 @@ def make_project(
         flyte: 1 or 2, of which the second has all workflows in one file.
 
     Raises:
-        ConfigError: an unknown part, or one of Flyte 1's for Flyte 2; the directory has files and
-            is no project, or has a file of a part already; the wheel is not there.
+        ConfigError: an unknown part or version of Flyte, or a part of Flyte 1's for Flyte 2; the
+            directory has files and is no project, cannot be made, or has a file of a part already;
+            an option for new projects alone; the wheel is not there. Nothing is written then.
     """
     project = Path(directory)
-    if flyte == 2 and (parts or is_function):
-        raise ConfigError(
-            "--flyte 2: expected no --with and no --function: its workflows/flyte2.py has all "
-            "workflows, to change or to leave out"
-        )
+    if flyte not in (1, 2):
+        raise ConfigError(f"--flyte: expected 1 or 2, got {flyte}")
     for part in parts:
         if part not in PARTS:
             raise ConfigError(
                 f"--with: expected some of {', '.join(PARTS)}, got {part!r}{suggest(part, PARTS)}"
             )
-    names = list(dict.fromkeys(name for part in parts for name in PARTS[part]))
-    is_there = project.is_dir() and any(project.iterdir())
-    if not is_there:
-        names += [*ALWAYS, *(FLYTE_2 if flyte == 2 else FUNCTION if is_function else TRAINING)]
-    elif not (parts and (project / "settings.toml").is_file()):
+    is_there = _has_files(project)
+    is_flyte_2 = flyte == 2 or (is_there and (project / FLYTE_2_WORKFLOWS).exists())
+    if is_flyte_2 and (parts or is_function):
+        raise ConfigError(
+            "--flyte 2: expected no --with and no --function: its workflows/flyte2.py has all "
+            "workflows, to change or to leave out"
+        )
+    if is_there and not (parts and (project / "settings.toml").is_file()):
         raise ConfigError(
             f"new: expected a directory that is empty or not there, or a project and --with, got "
             f"{directory!r}"
         )
+    if is_there and (is_function or wheel):
+        name = "--function" if is_function else "--wheel"
+        raise ConfigError(f"{name}: expected a new project, got {directory!r}, which is there")
+    files = _choose_files(project, parts, is_function, flyte, is_new=not is_there)
+    own_wheel = None if is_there else _find_wheel(wheel)
+    for name, content in files.items():
+        if (project / name).exists() and (project / name).read_bytes() != content:
+            raise ConfigError(f"--with: expected no file of your own at {name}, got one")
+    try:
+        for name, content in files.items():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            (project / name).write_bytes(content)
+        if own_wheel:
+            (project / "wheels").mkdir()
+            shutil.copy(own_wheel, project / "wheels")
+    except OSError as error:
+        raise ConfigError(
+            f"new: expected a directory that can be made and written, got {directory!r}: "
+            f"{error.strerror}"
+        ) from error
+    if own_wheel:
+        yield f"made {project} with flyte-ddp {own_wheel.name.split('-')[1]}"
+        yield f"try: cd {shlex.quote(str(project))} && make train"
+    else:
+        yield from (f"added {name}" for name in files)
+
+
+def _choose_files(
+    project: Path, parts: Collection[str], is_function: bool, flyte: int, is_new: bool
+) -> dict[str, bytes]:
+    """Return the files to write, by their names. What a part only imports is written where it is
+    missing.
+    """
+    names = [name for part in parts for name in PARTS[part]]
+    if is_new:
+        names += [*ALWAYS, *(FLYTE_2 if flyte == 2 else FUNCTION if is_function else TRAINING)]
+    names += [name for part in parts for name in NEEDS[part] if not (project / name).exists()]
     files = _files()
     if flyte == 2:
         files |= {name: files[f"flyte2/{name}"] for name in names if f"flyte2/{name}" in files}
-    own_wheel = None if is_there else _find_wheel(wheel)
-    for name in names:
-        file, content = project / name, files[name]
-        if is_function:
-            content = content.replace(b'recipes = ["recipes"]', b"recipes = []")
-        if file.exists() and file.read_bytes() != content:
-            raise ConfigError(f"--with: expected no file of your own at {name}, got one")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-        if is_there:
-            yield f"added {name}"
-    if own_wheel:
-        (project / "wheels").mkdir()
-        shutil.copy(own_wheel, project / "wheels")
-        yield f"made {project} with flyte-ddp {own_wheel.name.split('-')[1]}"
-        yield f"try: cd {project} && make train"
+    if is_function:
+        settings = files["settings.toml"]
+        files["settings.toml"] = settings.replace(b'recipes = ["recipes"]', b"recipes = []")
+    return {name: files[name] for name in names}
+
+
+def _has_files(project: Path) -> bool:
+    """Return whether a directory has more than what other programs hide in it, such as the .git of
+    an empty clone. Raises ConfigError if it is no directory.
+    """
+    try:
+        names = [each.name for each in project.iterdir()]
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"new: expected a directory, got {str(project)!r}: {error.strerror}"
+        ) from error
+    return any(not name.startswith(".") or name in ALWAYS for name in names)
 
 
 def find_version() -> tuple[str, str]:
