@@ -4,6 +4,9 @@ BATCHES`.
 Each system has the same samples in its own format, shuffles as many of them with each other, and
 has one loader process. The interpreter needs webdataset, mosaicml-streaming, datasets, litdata and
 lancedb. LanceDB and litData, whose samples lie on the disk, are compared in exactness alone.
+
+The global batch is the same at each number of ranks, as MosaicML Streaming, litData and LanceDB ask
+for where a run resumes at another number.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 NUM_SAMPLES, NUM_SHARDS, SAMPLE_BYTES = 16_384, 128, 16_384
-BATCH_SIZE, SHUFFLED, LANES = 256, 2048, 8
+# divisible by 1, 2 and 3 ranks, as MosaicML Streaming's and litData's pages ask, and by SPLITS, as
+# LanceDB's does
+BATCH_SIZE, SPLITS = 252, 6
+SHUFFLED, LANES = 2048, 8
 SPLIT = 24  # batches before a resume at another number of ranks
-STATE = "state.json"  # of a system that goes on there; written where it stopped
+STATE = "state.json"  # of a system that resumes; written where it stopped, by each rank
 
 
 def write(directory: Path) -> Iterator[Any]:
@@ -116,22 +122,41 @@ def lancedb(directory: Path) -> Iterator[Any]:
 
     table = lance.connect(f"{directory.parent}/lance").open_table("samples")
     data = StreamingDataset(
-        table, num_splits=6, rank=dist.get_rank(), world_size=dist.get_world_size()
+        table,
+        num_splits=SPLITS,
+        shuffle_seed=0,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
     )
     batches = DataLoader(data, batch_size=share_of_batch(), collate_fn=collate)
-    return go_on(directory, batches, data)
+    return go_on(directory, batches, data, StreamingDataset.merge_state_dicts)
 
 
-def go_on(directory: Path, batches: Any, source: Any, rank: int = 0) -> Iterator[Any]:
-    """Yield the batches behind those of the state that `source` had in a run before."""
-    file = directory / f"{STATE}-{rank}"
-    if file.exists():
-        source.load_state_dict(json.loads(file.read_text()))
+def first_state(states: list[Any]) -> Any:
+    """Return the state of rank 0, which serves all ranks."""
+    return states[0]
+
+
+def own_state(states: list[Any]) -> Any:
+    """Return the state of the rank with this rank's number in the run before."""
+    return states[dist.get_rank()]
+
+
+def go_on(
+    directory: Path, batches: Any, source: Any, choose: Callable[[list[Any]], Any] = first_state
+) -> Iterator[Any]:
+    """Yield the batches behind those of the states that `source` had in the ranks of a run before.
+
+    Args:
+        choose: makes the state that this rank loads of the states of all ranks.
+    """
+    files = sorted(directory.glob(f"{STATE}-*"))
+    if files:
+        source.load_state_dict(choose([json.loads(file.read_text()) for file in files]))
     try:
         yield from batches
     finally:
-        if dist.get_rank() == rank:
-            file.write_text(json.dumps(source.state_dict()))
+        (directory / f"{STATE}-{dist.get_rank()}").write_text(json.dumps(source.state_dict()))
 
 
 def webdataset(directory: Path) -> Iterator[Any]:
@@ -156,16 +181,22 @@ def datasets(directory: Path) -> Iterator[Any]:
     files = [f"s3://bucket/parquet/{shard:04d}.parquet" for shard in range(NUM_SHARDS)]
     data = load_dataset("parquet", data_files=files, split="train", streaming=True)
     data = data.shuffle(seed=0, buffer_size=SHUFFLED)
-    rank = dist.get_rank()
-    data = split_dataset_by_node(data, rank, dist.get_world_size())
+    data = split_dataset_by_node(data, dist.get_rank(), dist.get_world_size())
     loader = StatefulDataLoader(
         data, batch_size=share_of_batch(), num_workers=1, collate_fn=collate
     )
-    return go_on(directory, loader, loader, rank)
+    return go_on(directory, loader, loader, own_state)
 
 
 def share_of_batch() -> int:
-    return BATCH_SIZE // dist.get_world_size()
+    """Return this rank's part of the global batch.
+
+    Raises:
+        AssertionError: the ranks' parts would not make up the global batch.
+    """
+    share, rest = divmod(BATCH_SIZE, dist.get_world_size())
+    assert rest == 0, f"{BATCH_SIZE} samples, {dist.get_world_size()} ranks"
+    return share
 
 
 def to_sample(fields: dict[str, Any]) -> tuple[int, Any]:
