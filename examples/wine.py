@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flyte_ddp.errors import DataError
-from flyte_ddp.recipes import Recipe
+from flyte_ddp import DataError, Recipe
 
 
 @dataclass(frozen=True)

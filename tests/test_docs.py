@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+import flyte_ddp
 from flyte_ddp.__main__ import COMMANDS
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.flyte.settings import Settings, Size
@@ -259,6 +261,27 @@ def test_every_link_has_a_target(page):
             assert anchor in [
                 re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings
             ], anchor
+
+
+def test_what_users_read_imports_names_from_the_package_itself():
+    """One path for each name, in all that they copy. The modules where the names live work too."""
+    homes = set(flyte_ddp._HOMES.values()) | {"flyte_ddp.recipes"}
+    texts = {str(block): block.text for block in BLOCKS if block.language == "python"}
+    for directory in ("examples", "recipes", "workflows", "tasks"):
+        for file in (REPOSITORY / directory).rglob("*.py"):
+            texts[str(file.relative_to(REPOSITORY))] = file.read_text()
+    for notebook in (REPOSITORY / "examples").glob("*.ipynb"):
+        for cell in json.loads(notebook.read_text())["cells"]:
+            texts[f"{notebook.name}: {cell['source'][:1]}"] = "".join(cell["source"])
+    for place, text in texts.items():
+        for module, names in re.findall(r"^ *from (flyte_ddp[\w.]*) import (.+)$", text, re.M):
+            named = set(re.findall(r"\w+", names)) & set(flyte_ddp.__all__)
+            assert module not in homes or not named, (place, module, names)
+    for name in flyte_ddp.__all__:
+        assert getattr(flyte_ddp, name) is not None
+    from flyte_ddp.recipes import Recipe as same
+
+    assert same is flyte_ddp.Recipe
 
 
 def test_every_setting_is_in_the_table_of_its_page():
