@@ -410,14 +410,18 @@ def _restore(kind: type[Record], contents: bytes) -> Record:
     """
     record = kind(**_read_object(contents))
     restored: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        value = getattr(record, name)
+    for name, declared in typing.get_type_hints(kind).items():
+        value, hint = getattr(record, name), declared
+        if type(None) in typing.get_args(declared) and value is not None:
+            hint = typing.get_args(declared)[0]
         if hint == dict[str, float] and isinstance(value, dict):
             value = {key: _restore_figure(name, each) for key, each in value.items()}
         elif hint == list[float] and isinstance(value, list):
             value = [_restore_figure(name, each) for each in value]
-        elif not (hint == dict[str, Any] and isinstance(value, dict)):
+        elif value is not None and not (hint == dict[str, Any] and isinstance(value, dict)):
             value = check(name, value, hint)
+        elif value is None and type(None) not in typing.get_args(declared):
+            raise TypeError(f"{name}: expected a value, got null")
         restored[name] = value
     return kind(**restored)
 
