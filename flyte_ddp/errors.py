@@ -30,9 +30,10 @@ def log_failures(
         logged: what has failed before, and is not logged again. A failure is added to it.
         others: kinds of errors besides `Exception`: SystemExit, where a user's code is called.
     """
+    kinds: tuple[type[BaseException], ...] = (Exception, *others)
     try:
         yield
-    except (Exception, *others) as error:
+    except kinds as error:
         if logged is None or what not in logged:
             logger.warning("the %s cannot be shown: %s", what, in_one_line(error))
         if logged is not None:
