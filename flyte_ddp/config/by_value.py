@@ -23,7 +23,12 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp.config.main_module import NAMES
-from flyte_ddp.config.source_code import find_packages
+from flyte_ddp.config.source_code import (
+    compute_digest_of_files,
+    find_packages,
+    imported_files,
+    is_installed,
+)
 from flyte_ddp.errors import ConfigError, in_one_line
 
 # attributes of a class that are not its source, or say where that is
@@ -109,6 +114,16 @@ def is_by_value(value: Any) -> bool:
     return module is not None and not hasattr(module, value.__qualname__.partition(".")[0])
 
 
+def _wraps(value: Any) -> bool:
+    """Return whether a function has the name of another one, which it wraps."""
+    if not hasattr(value, "__wrapped__"):
+        return False
+    try:
+        return pkgutil.resolve_name(f"{value.__module__}:{value.__qualname__}") is not value
+    except (ImportError, AttributeError):
+        return True
+
+
 def _package(value: Any) -> str:
     return str(value.__module__).partition(".")[0]
 
@@ -122,7 +137,8 @@ class Checksum:
     count.
 
     Attributes:
-        modules: those of `packages` that the values refer to, by name: their files count.
+        modules: those that the values refer to, by name, without installed ones that are not in
+            `packages`: their files count.
     """
 
     packages: Collection[str]
@@ -152,7 +168,8 @@ class Checksum:
         if isinstance(value, types.CodeType):
             names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
             return [value.co_code, names, value.co_consts]
-        if isinstance(value, (type, types.FunctionType)) and not is_by_value(value):
+        is_named = isinstance(value, (type, types.FunctionType)) and not is_by_value(value)
+        if is_named and not _wraps(value):
             return [self._name(value.__module__), value.__qualname__]
         if isinstance(value, types.FunctionType):
             return [
@@ -171,12 +188,14 @@ class Checksum:
             return [str(value.dtype), tuple(value.shape), plain.numpy().tobytes()]
         reduce = cloudpickle.Pickler.dispatch_table.get(type(value))
         reduced = reduce(value) if reduce else value.__reduce_ex__(4)
-        if isinstance(reduced, str):
-            return [reduced]
+        if isinstance(reduced, str):  # a function that is not Python's, or wraps one, as a cache
+            found = [reduced, value.__wrapped__] if hasattr(value, "__wrapped__") else [reduced]
+            return [*found, getattr(value, "__module__", None)]
         return [list(each) if isinstance(each, Iterator) else each for each in reduced]
 
     def _name(self, module: str) -> str:
-        if module.partition(".")[0] in self.packages:
+        package = module.partition(".")[0]
+        if package in self.packages or not is_installed(package):
             self.modules.add(module)
         return module
 
@@ -192,3 +211,21 @@ class Checksum:
                     self._name(each.argval)
         for name in sorted(names & function.__globals__.keys()):
             yield name, function.__globals__[name]
+
+
+def code_version(carried: Any) -> str:
+    """Return a SHA-256 of the code of a class, a function or another callable object, of the values
+    that this refers to, and of the files beside it that it imports.
+
+    Raises an error of any kind if it cannot be reduced to plain values.
+    """
+    packages = find_packages(carried)
+    checksum = Checksum(packages)
+    own_code = checksum.of(carried)
+    packages |= {module.partition(".")[0] for module in checksum.modules}
+    files = {
+        name: file
+        for module in sorted(checksum.modules)
+        for name, file in imported_files(module, packages).items()
+    }
+    return hashlib.sha256(own_code + compute_digest_of_files(files).encode()).hexdigest()

@@ -291,12 +291,8 @@ def packages_beside(module: str) -> tuple[str, ...]:
     root = find_root(own) or (Path.cwd() if module in main_module.NAMES else None)
     if root is None:
         return ()
-    installed = {
-        Path(path).resolve()
-        for path in (sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
-    }
     beside = {module.partition(".")[0]}
-    if root not in installed:
+    if root not in _installed():
         loaded = [name for name in sys.modules if "." not in name]
         beside |= {name for name in loaded if find_root(sys.modules.get(name)) == root}
     return tuple(sorted(beside.difference(main_module.NAMES)))  # its functions travel by value
@@ -306,6 +302,22 @@ def find_packages(carried: Any) -> set[str]:
     """Return the packages whose files a class or function that travels by value may need."""
     module = getattr(carried, "func", carried).__module__  # of a partial that of its function
     return {*packages_beside(module or "__main__"), *recipe_packages()} - {"flyte_ddp"}
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a top-level package or module is Python's, installed, or the library."""
+    root = find_root(sys.modules.get(package))
+    if root is None or package in {"flyte_ddp", *main_module.NAMES}:
+        return True
+    above = {root, *root.parents}
+    return bool(above & _installed()) or any(each.name == "dist-packages" for each in above)
+
+
+@functools.cache
+def _installed() -> frozenset[Path]:
+    """Return the directories of installed packages."""
+    paths = sysconfig.get_paths()
+    return frozenset(Path(paths[key]).resolve() for key in ("stdlib", "purelib", "platlib"))
 
 
 def find_root(module: Any) -> Path | None:

@@ -13,10 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.config.by_value import Checksum, is_by_value
+from flyte_ddp.config.by_value import code_version, is_by_value
 from flyte_ddp.config.source_code import (
     compute_digest_of_files,
-    find_packages,
     imported_files,
     list_packages,
     source_files,
@@ -68,21 +67,6 @@ def class_version(kind: type[Recipe]) -> str:
     by value a SHA-256 of its own code, of the values that this refers to, and of the files.
     """
     return code_version(kind) if is_by_value(kind) else recipe_version(kind.__module__)
-
-
-def code_version(carried: Any) -> str:
-    """Return a SHA-256 of the code of a class or function, of the values that this refers to, and
-    of the files beside it that it imports.
-    """
-    packages = find_packages(carried)
-    checksum = Checksum(packages)
-    own_code = checksum.of(carried)
-    files = {
-        name: file
-        for module in sorted(checksum.modules)
-        for name, file in imported_files(module, packages).items()
-    }
-    return hashlib.sha256(own_code + compute_digest_of_files(files).encode()).hexdigest()
 
 
 def recipe_version(module: str) -> str:

@@ -20,7 +20,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import Monitor, TrainingConfig
-from flyte_ddp.config.by_value import Checksum
+from flyte_ddp.config.by_value import Checksum, code_version
 from flyte_ddp.config.fields import check_object, plain_number, whole_number
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import Event, Reported
@@ -31,7 +31,6 @@ from flyte_ddp.launch.run import count_workers, function_program, plain_function
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.observers.reports.drawing import save_panels
 from flyte_ddp.observers.streams import print_line
-from flyte_ddp.recipes.prepare import code_version
 from flyte_ddp.storage import redact_errors
 from flyte_ddp.studies.plots import metric_panels
 from flyte_ddp.studies.report import StudyReport
