@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import decimal
-import functools
 import io
 import itertools
 import json
@@ -22,6 +21,7 @@ import tarfile
 import urllib.parse
 from abc import ABC, abstractmethod
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ PART_BYTES = 4 << 20  # of a shard in a store, that are fetched at once, and the
 MDS_HEAD = 1 << 16  # bytes in which the head of most MDS files is
 MAX_OPEN = 1024  # shards of which a process keeps in memory where their samples are
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"  # in a directory's name
+MAX_MAPPED = 32  # parts of Parquet that a process keeps mapped
 KEY = "__key__"  # the field of a tar's sample with its members' common name
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".br": "brotli"}
@@ -51,6 +52,10 @@ _VALUES = re.compile(rb"path=|size=|GNU\.|hdrcharset=")
 _NONZERO = re.compile(rb"[^\0]")
 # A member's name without and with its extension, as WebDataset cuts it.
 _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.S)
+
+
+# The tables in mapped files, with the inodes of these; the one that was used last is the last.
+_tables: OrderedDict[str, tuple[int, Any]] = OrderedDict()
 
 
 class Shard(ABC):
@@ -435,10 +440,10 @@ def _decode_array(detail: str, data: bytes) -> Any:
     if not kind:
         kind, data = _TYPES[data[0]], data[1:]
     if shape:
-        return np.frombuffer(data, kind).reshape([int(each) for each in shape.split(",")])
+        return np.frombuffer(data, kind).reshape([int(each) for each in shape.split(",")]).copy()
     dimensions, width = data[0] >> 2, 1 << (data[0] & 3)  # bytes of each length
     end = 1 + dimensions * width
-    return np.frombuffer(data[end:], kind).reshape(np.frombuffer(data[1:end], f"<u{width}"))
+    return np.frombuffer(data[end:], kind).reshape(np.frombuffer(data[1:end], f"<u{width}")).copy()
 
 
 class ParquetShard(Shard):
@@ -523,13 +528,31 @@ def naming_column(source: Any, groups: Iterable[int], names: Sequence[str]) -> I
         raise
 
 
-@functools.lru_cache(maxsize=MAX_OPEN)
 def _open_arrow(path: str) -> Any:
-    """Return the table in a file, to which it refers."""
+    """Return the table in a file, which is mapped."""
     import pyarrow
 
-    with pyarrow.memory_map(path) as file:
-        return pyarrow.ipc.open_file(file).read_all()
+    inode = os.stat(path).st_ino
+    known, table = _tables.pop(path, (0, None))
+    if known != inode:
+        close_removed()
+        with pyarrow.memory_map(path) as file:
+            table = pyarrow.ipc.open_file(file).read_all()
+    _tables[path] = inode, table  # the last one that was used
+    while len(_tables) > MAX_MAPPED:
+        _tables.popitem(last=False)
+    return table
+
+
+def close_removed() -> None:
+    """Close the mapped files that were removed, which take space on their disk until then."""
+    for path, (inode, _) in list(_tables.items()):
+        try:
+            is_there = os.stat(path).st_ino == inode
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            _tables.pop(path, None)
 
 
 def _value(scalar: Any) -> Any:
@@ -540,7 +563,8 @@ def _value(scalar: Any) -> Any:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     is_list = is_list and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type))
     if is_list and scalar.is_valid and not scalar.values.null_count:
-        return scalar.values.to_numpy(zero_copy_only=False)
+        # a copy: the values lie in a mapped file, where a write would end the process
+        return np.array(scalar.values.to_numpy(zero_copy_only=False))
     return scalar.as_py()
 
 
