@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
+import logging
 import os
 import re
 import shutil
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from flyte_ddp.config.by_value import code_version
 from flyte_ddp.data import readers
 from flyte_ddp.data.offsets import fetch_offsets
 from flyte_ddp.data.readers import (
@@ -47,6 +48,8 @@ SLACK = 64  # a part of the cache that is freed with what is needed
 UNFINISHED = ".part", ".raw"
 # the names of its files; a user's own in this directory stay
 FILE = re.compile(r"[0-9a-f]{32}(\.part)?(\.raw)?")
+
+logger = logging.getLogger(__name__)
 
 
 def open_shard(
@@ -78,13 +81,15 @@ def make_file(source: Source, entry: Entry, kind: Format, path: str) -> None:
     """
     local = source.local_path(entry.name)
     with reading(source, entry):
+        check_version(source, entry)
         if not local:
-            check_version(entry, source.info(entry.name))
             source.fetch(entry.name, path)
         check_size(local or path, entry)
         if kind.unpack:
             kind.unpack(local or path, f"{path}.raw")
             os.replace(f"{path}.raw", path)
+        if local:  # or half of it is what it was
+            check_version(source, entry)
 
 
 def make_part(source: Source, entry: Entry, copy: Callable[[Any, str], None], path: str) -> None:
@@ -95,17 +100,34 @@ def make_part(source: Source, entry: Entry, copy: Callable[[Any, str], None], pa
     """
 
     def copy_checked(file: Any) -> None:
-        check_version(entry, getattr(file, "details", {"etag": entry.version}))  # not of a disk's
+        details = getattr(file, "details", None)  # none of a disk's
+        check_version(source, entry, details)
         copy(file, path)
+        if details is None:  # or half of it is what it was
+            check_version(source, entry)
 
     with reading(source, entry):
         source.read_parts(entry.name, copy_checked)
 
 
-def check_version(entry: Entry, info: Mapping[str, Any]) -> None:
-    """Raise DataError if a file with this `info` has another version than the index says."""
-    if entry.version not in ("", got := version_of(info)):
-        raise DataError(f"expected version {entry.version} as in the index, got {got}")
+def check_version(source: Source, entry: Entry, info: Mapping[str, Any] | None = None) -> None:
+    """Raise DataError if a file has another version than the index says, or on a disk, than it had
+    when the index was read.
+
+    Args:
+        info: of a file in a store, where it is known.
+    """
+    local = source.local_path(entry.name)
+    if local:
+        time = str(os.stat(local).st_mtime_ns)
+        # of its stamp, the inode changes by itself on some file systems
+        if entry.version and entry.version.partition(" ")[0] != time:
+            raise DataError("expected a file as it was when its index was read, got a changed one")
+        return
+    if entry.version and not source.is_local(entry.name):
+        got = version_of(info or source.info(entry.name))
+        if got not in ("", entry.version):
+            raise DataError(f"expected version {entry.version} as in the index, got {got}")
 
 
 def check_size(path: str, entry: Entry) -> None:
@@ -153,6 +175,7 @@ class ShardCache:
     columns: Sequence[str] | None
     directory: str
     limit: int  # bytes
+    reader: str = ""  # the version of `read`
     num_ignored: int = 0  # samples that could not be read
     _open: OrderedDict[str, Shard] = field(default_factory=OrderedDict)
 
@@ -182,6 +205,9 @@ class ShardCache:
             DataError: it cannot be read, or is not the one of the index.
         """
         shard = self._open_shard(entry)
+        if self.source.local_path(entry.name):
+            with reading(self.source, entry):
+                check_version(self.source, entry)
         part = int(shard.find_parts(row))
         path = self._place(entry, part)[0]
         return shard, path if os.path.exists(path) else self._file(entry, part)
@@ -210,8 +236,18 @@ class ShardCache:
         return kind.has_whole and (is_one_part or not self.source.has_ranges(entry.name))
 
     def _place(self, entry: Entry, part: int) -> tuple[str, Format, bool]:
-        columns = self.columns and tuple(self.columns)
-        return _find_place(self.source, entry, part, self.read, columns, self.directory)
+        kind = find_format(entry.name, self.read)
+        if kind is None:
+            raise DataError(
+                f"data: {self.source.join(entry.name)}: expected .tar, .parquet, .mds or .jsonl, "
+                "or a `reader`"
+            )
+        local = self.source.local_path(entry.name)
+        if local and kind.has_whole and not kind.unpack:
+            return local, kind, False
+        columns = tuple(self.columns) if self.columns and not kind.has_whole else None
+        name = _name_file(self.source, entry, part, columns, self.reader)
+        return f"{self.directory}/{name}", kind, True
 
     def _touch(self, entry: Entry, part: int) -> bool:
         """Return whether the file of a part is there, and keep it longer than others."""
@@ -285,6 +321,7 @@ class ShardCache:
                 with lock_file(self._lock_of(path), False) if is_left else contextlib.nullcontext():
                     os.unlink(path)
                 total -= size
+        readers.close_removed()
         if total + needed > self.limit:
             raise ConfigError(
                 f"cache_gib: expected at least {(total + needed) / 2**30:.3g} for the shards "
@@ -301,30 +338,12 @@ def _do_at_once(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]
 
 
 @functools.lru_cache(maxsize=4 * MAX_OPEN)
-def _find_place(
-    source: Source,
-    entry: Entry,
-    part: int,
-    read: Read | None,
-    columns: tuple[str, ...] | None,
-    directory: str,
-) -> tuple[str, Format, bool]:
-    """Return the path of a part's file, which may be missing, its shard's format, and whether it is
-    a copy.
-    """
-    kind, local = find_format(entry.name, read), source.local_path(entry.name)
-    if kind is None:
-        raise DataError(
-            f"data: {source.join(entry.name)}: expected .tar, .parquet, .mds or .jsonl, or a "
-            "`reader`"
-        )
-    if local and kind.has_whole and not kind.unpack:
-        return local, kind, False
-    # a local file has no version in the index
-    version = str(os.stat(local).st_mtime_ns) if os.path.exists(local) else entry.version
-    facts = [source.join(entry.name), entry.size, version, part, readers.PART_BYTES]
-    facts += [columns if not kind.has_whole else None, read and _source_of(read)]
-    return f"{directory}/{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}", kind, True
+def _name_file(
+    source: Source, entry: Entry, part: int, columns: tuple[str, ...] | None, reader: str
+) -> str:
+    """Return the name of a part's file, in which all counts that its contents follow from."""
+    facts = [source.join(entry.name), entry.size, entry.version, part, readers.PART_BYTES]
+    return hashlib.sha256(repr([*facts, columns, reader]).encode()).hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=1)
@@ -333,12 +352,21 @@ def _room_for_reads(process: int) -> threading.Semaphore:
     return threading.Semaphore(CONCURRENT_READS)
 
 
-def _source_of(read: Read) -> str:
-    """Return the code that a reader is defined with, because files are kept that it has made."""
+def version_of_reader(read: Read | None) -> str:
+    """Return what tells a reader from others, because files are kept that it has made: of its code,
+    and of the values that this refers to.
+    """
+    if read is None:
+        return ""
     try:
-        return inspect.getsource(inspect.getmodule(read) or type(read))
-    except (OSError, TypeError):  # of a notebook, or compiled
-        return repr(getattr(read, "__code__", read))
+        return code_version(read)
+    except Exception as error:  # of any kind: `__reduce__` is the user's
+        logger.warning(
+            "reader: expected values that can be compared with those of other runs, got %s: each "
+            "process reads the shards anew",
+            in_one_line(error),
+        )
+        return os.urandom(16).hex()
 
 
 def make_directory(directory: str) -> None:

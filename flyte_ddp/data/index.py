@@ -98,7 +98,31 @@ def read_index(source: Source, url: str) -> ShardIndex:
     if isinstance(source.place, tuple) and not names.issubset(source.place):
         other = min(names.difference(source.place))
         raise DataError(f"index: expected shards of the list, got {redact_url(other)!r}")
-    return index
+    return _fill_versions(source, index)
+
+
+def _fill_versions(source: Source, index: ShardIndex) -> ShardIndex:
+    """Return the index with the versions of shards that it has none of, such as an index of
+    others; and of files on this machine with their stamps.
+    """
+    names = [name.decode() for name in index.names.tolist()]
+    versions = index.versions.tolist()
+    missing = []
+    for number, name in enumerate(names):
+        if source.local_path(name):
+            versions[number] = source.stamp(name).encode()
+        elif not versions[number] and not source.is_local(name):
+            missing.append(number)
+    wanted = [names[number] for number in missing]
+    found: dict[str, dict[str, Any]] = {}
+    if wanted and isinstance(source.place, str) and source.has_ranges(""):
+        found = source.find()
+    # a store that has no version of the first one has none of the others
+    elif wanted and version_of(source.look(wanted[:1])[wanted[0]]):
+        found = source.look(wanted)
+    for number, name in zip(missing, wanted, strict=True):
+        versions[number] = version_of(found.get(name, {})).encode()
+    return dataclasses.replace(index, versions=np.array(versions, dtype=bytes))
 
 
 def prepare_index(
@@ -215,7 +239,7 @@ def _count(
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
     files = {
-        name: (-1 if info["size"] is None else int(info["size"]), version_of(info))
+        name: (-1 if info["size"] is None else int(info["size"]), source.version(name, info))
         for name, info in sorted(source.find().items())
         if find_format(name, read)
         and not name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))  # also half of one
@@ -229,7 +253,11 @@ def _count(
         # of files on a disk; a version tells whether others have changed
         made = _mtime(Source((), source.timeout), url) or math.inf
         entries = [known.entry(shard) for shard in range(len(known))]
-        entries = [each for each in entries if files.get(each.name) == (each.size, each.version)]
+        entries = [
+            dataclasses.replace(each, version=files[each.name][1])
+            for each in entries
+            if _is_same(each, files.get(each.name))
+        ]
     new = files.keys() - {each.name for each in entries}
     entries += [Entry(name, -1, *files[name]) for name in files if name in new]
     entries = [
@@ -279,6 +307,13 @@ def _check_columns(source: Source, found: Mapping[str, Sequence[str] | None]) ->
                 f"data: {source.join(name)}: expected the columns of {first}, got a difference in "
                 f"{', '.join(others)}: name the columns that all shards have, as `columns`"
             )
+
+
+def _is_same(known: Entry, found: tuple[int, str] | None) -> bool:
+    """Return whether a file of this size and version is the shard that an index has. One of a
+    version before this one has no versions of stores that report times alone.
+    """
+    return found is not None and known.size == found[0] and known.version in ("", found[1])
 
 
 def _mtime(source: Source, name: str) -> float:

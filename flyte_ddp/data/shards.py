@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config.fields import finite_number, whole_number
 from flyte_ddp.data.ahead import fetch_ahead
-from flyte_ddp.data.cache import ShardCache, make_directory, reading
+from flyte_ddp.data.cache import ShardCache, make_directory, reading, version_of_reader
+from flyte_ddp.data.contents import describe_contents
 from flyte_ddp.data.index import OWN_INDEX, ShardIndex, prepare_index, read_index
 from flyte_ddp.data.order import ORDER, EpochOrder, Order, choose_lanes, choose_window
 from flyte_ddp.data.permutation import VERSION
@@ -217,6 +218,7 @@ class Shards(Stream):
         return {
             "number of shards": self.num_shards,
             "checksum of the shards": self._index.checksum(),
+            **self._contents,
         }
 
     def describe_order(self, global_batch_size: int, seed: int) -> dict[str, Any]:
@@ -309,6 +311,10 @@ class Shards(Stream):
         return read_index(self._files, self.index or "")
 
     @functools.cached_property
+    def _contents(self) -> dict[str, str]:
+        return describe_contents(self._files, self._index)
+
+    @functools.cached_property
     def _ends(self) -> NDArray[np.int64]:
         return np.cumsum(self._index.samples)
 
@@ -321,4 +327,7 @@ class Shards(Stream):
         if self.cache_gib is not None:
             limit = int(self.cache_gib * 2**30)
         index = self.index or self._files.join(OWN_INDEX)
-        return ShardCache(self._files, index, self.reader, self.columns, directory, limit)
+        return ShardCache(
+            *(self._files, index, self.reader, self.columns, directory, limit),
+            reader=version_of_reader(self.reader),
+        )

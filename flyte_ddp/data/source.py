@@ -5,9 +5,11 @@ Credentials come from the environment (`flyte_ddp.storage`), and are in no index
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +23,9 @@ T = TypeVar("T")
 CONCURRENT_READS = 8  # of a process
 # seconds that a store of samples is waited for; below the default stall_timeout
 READ_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
-VERSIONS = ("ETag", "etag")  # keys of what file systems report
+# Keys of what file systems report: what follows from a file's contents, and times of its change.
+VERSIONS = ("ETag", "etag", "Content-MD5", "Digest")
+TIMES = ("Last-Modified", "LastModified", "last_modified", "modified", "modify", "mtime")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Entry:
     name: str
     samples: int  # -1 where they are to be counted
     size: int  # bytes; -1 where not known
-    version: str  # "" where not known
+    # In a store; "" where it is not known. Of a file on this machine its `Source.stamp` when the
+    # index was read; the index itself has "", because it may travel.
+    version: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,40 @@ class Source:
             return dict(storage.file_system.info(path))
 
         return storage.retry(look)
+
+    def look(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the file system's `info` of each of these files; nothing for one that is not
+        there.
+        """
+
+        def look(name: str) -> dict[str, Any]:
+            with contextlib.suppress(FileNotFoundError):
+                return self.info(name)
+            return {}
+
+        with ThreadPoolExecutor(CONCURRENT_READS) as threads:
+            return dict(zip(names, threads.map(look, names), strict=True))
+
+    def stamp(self, name: str) -> str:
+        """Return the times of change of a file on this machine, and its inode; "" for one in a
+        store, or none.
+
+        It counts in one attempt alone: inputs are downloaded anew for each, and each node has its
+        own copy.
+        """
+        path = self.local_path(name)
+        try:
+            status = os.stat(path) if path else None
+        except OSError:
+            return ""
+        return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}" if status else ""
+
+    def version(self, name: str, info: Mapping[str, Any]) -> str:
+        """Return the version of a file in a store from its `info`; "" of one on a disk."""
+        return "" if self.is_local(name) else version_of(info)
+
+    def is_local(self, name: str) -> bool:
+        return self._storage(name)[0].is_local
 
     def local_path(self, name: str) -> str:
         """Return where a file lies on this machine; "" if it is in a store."""
@@ -139,8 +179,21 @@ class _WatchedFile:
 
 
 def version_of(info: Mapping[str, Any]) -> str:
-    """Return what a store changes with a file's contents, from its `info`; "" where it has none."""
-    return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+    """Return what a store changes with a file's contents, from its `info`, or else the time of its
+    change in seconds; "" where it has neither.
+    """
+    for name in VERSIONS:
+        if info.get(name):
+            return str(info[name])
+    for name in TIMES:
+        value = info.get(name)
+        if isinstance(value, datetime.datetime):
+            value = int(value.timestamp())
+        elif isinstance(value, float):
+            value = int(value)
+        if value:
+            return str(value)
+    return ""
 
 
 @functools.lru_cache(maxsize=64)

@@ -92,7 +92,8 @@ def write_shards(url: str, num_shards: int, suffix: str, make: Make) -> str:
         storage.write(name, contents)
         counts[name] = count
         if suffix == ".tar":
-            entry = Entry(name, count, len(contents), version_of(source.info(name)))
+            version = source.version(name, source.info(name))
+            entry = Entry(name, count, len(contents), version)
             offsets = find_tar_offsets(contents)
             write_offsets(source.join(OWN_INDEX), entry, offsets, SHORT_TIMEOUT)
         logger.warning("%s is written, of %d", redact_url(storage.join(name)), num_shards)
@@ -128,11 +129,9 @@ def find_tables(url: str, suffixes: tuple[str, ...]) -> Source | None:
 
 
 def list_tables(source: Source, suffixes: tuple[str, ...]) -> list[Entry]:
-    """Return the files with these suffixes, sorted by name; as versions their times where a store
-    has none.
-    """
+    """Return the files with these suffixes and their versions, sorted by name."""
     return [
-        Entry(name, -1, int(info["size"]), version_of(info) or str(info.get("mtime", "")))
+        Entry(name, -1, int(info["size"]), version_of(info))
         for name, info in sorted(source.find().items())
         if name.endswith(suffixes)
     ]

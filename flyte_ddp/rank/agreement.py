@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from flyte_ddp.checkpoints.files import compute_checksum
 from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.data.contents import is_comparable
 from flyte_ddp.data.order import ORDER
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
@@ -171,7 +172,10 @@ def find_difference(expected: Facts, got: Facts, read: Read) -> tuple[str, str, 
     out.
     """
     names = [
-        name for name in {**expected, **got} if not _is_same(expected.get(name), got.get(name))
+        name
+        for name in {**expected, **got}
+        if is_comparable(name, expected.get(name), got.get(name))
+        and not _is_same(expected.get(name), got.get(name))
     ]
     are_samples = any(isinstance(got.get(name), list) for name in names)
     first, second = (read(), read()) if are_samples else ({}, {})
