@@ -211,6 +211,55 @@ def test_a_retraining_starts_from_the_weights_that_it_planned_with(packages, tmp
     ]
 
 
+FETCHES = """
+import json
+from pathlib import Path
+import flyte
+from flyte_ddp import flyte2
+from flyte_ddp.promotion.champion import ChampionStore
+from flyte_ddp.recipes.digits import Digits
+
+class Changing(Digits):
+    # data that are others each time
+    def prepare(self, source, directory):
+        number = len(list(Path(source).iterdir()))
+        Path(source, str(number)).touch()
+        (directory / "number").write_text(str(number))
+        return super().prepare("", directory)
+
+    def datasets(self, directory):
+        print("trains on", (directory / "number").read_text(), flush=True)
+        return super().datasets(directory)
+
+env = flyte2.environment("fetches", flyte2.SETTINGS.small)
+
+@env.task
+def plan() -> flyte2.Retraining:
+    config = {"epochs": 1, "global_batch_size": 64}
+    return flyte2.plan_retraining(None, "champions", "fetches.Changing", config, "fetched")
+
+@env.task
+def challenge(retraining: flyte2.Retraining) -> flyte2.RetrainingOutputs:
+    return flyte2.challenge(retraining, num_processes=1)
+
+if __name__ == "__main__":
+    Path("fetched").mkdir()
+    flyte.init()
+    import fetches
+    outcome = flyte.run(fetches.challenge, flyte.run(fetches.plan).outputs().o0).outputs()
+    print("outcome", outcome)
+    print("fetched", len(list(Path("fetched").iterdir())))
+"""
+
+
+def test_a_retraining_records_the_data_that_it_trained_on(packages, tmp_path):
+    (tmp_path / "fetches.py").write_text(FETCHES)
+    output = run(packages, "-S", "fetches.py", cwd=tmp_path)
+    # by the plan, and by the task that trains and judges
+    assert re.findall(r"fetched (\d+)", output) == ["2"]
+    assert re.findall(r"trains on (\d+)", output)[-1] == "1"
+
+
 PREDICTIONS = """
 import glob
 import flyte, torch

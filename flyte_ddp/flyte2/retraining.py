@@ -130,17 +130,21 @@ def challenge(
     check_requested_gpus()
     config, nodes = json.loads(retraining.config), check_cluster(cluster)
     resolved = check_inputs(retraining.recipe, config, retraining.data)
-    with open_frame(Report(), checkpoints, resolved.max_hours, project_tracking()) as frame:
+    with (
+        open_frame(Report(), checkpoints, resolved.max_hours, project_tracking()) as frame,
+        # once: the data that are recorded are those of the training
+        _prepare(retraining) as prepared,
+    ):
         trained = run_training(
-            frame, retraining.recipe, config, retraining.data, num_processes, nodes
+            *(frame, retraining.recipe, config, retraining.data, num_processes, nodes),
+            prepared=str(prepared.directory),
         )
-        with _prepare(retraining) as prepared:
-            result = judge(
-                ChampionStore(retraining.champion),
-                dataclasses.replace(prepared, card=read_file(f"{trained.export_url}/{CARD}")),
-                PromotionCriteria(**json.loads(retraining.criteria)),
-                read_file(trained.model_state_url),
-            )
+        result = judge(
+            ChampionStore(retraining.champion),
+            dataclasses.replace(prepared, card=read_file(f"{trained.export_url}/{CARD}")),
+            PromotionCriteria(**json.loads(retraining.criteria)),
+            read_file(trained.model_state_url),
+        )
     return _list_outputs(retraining, result, trained.export_url)
 
 

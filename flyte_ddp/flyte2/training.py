@@ -107,11 +107,13 @@ def run_training(
     data: str,
     num_processes: int,
     cluster: ClusterConfig | None,
+    prepared: str = "",
 ) -> training.Trained:
     return training.train(
         recipe,
         config,
         data=data,
+        prepared=prepared,
         nnodes=cluster.num_nodes if cluster else 1,
         nproc_per_node=num_processes or "auto",
         cluster=cluster,

@@ -75,6 +75,7 @@ def train(
     config: Mapping[str, Any] | None = None,
     *,
     data: str = "",
+    prepared: str = "",
     nnodes: int | str | None = None,
     nproc_per_node: int | str = "auto",
     max_restarts: int = ClusterConfig.max_restarts,
@@ -95,6 +96,7 @@ def train(
             values that this refers to is its version.
         config: fields that differ from the recipe's defaults, as of `--config`.
         data: path or URL for recipes that read data of yours.
+        prepared: directory in which `prepare_data` has prepared the data already.
         nnodes, nproc_per_node, max_restarts, cluster, client: see `launch.run.Gang`.
         checkpoints: directory or URL, which all machines reach; an unfinished run there goes on,
             that of a class that travels by value if its version is the same. Where all ranks are on
@@ -125,6 +127,7 @@ def train(
             checkpoints or stack.enter_context(own_directory("checkpoints-")),
             is_kept=bool(checkpoints),
             data=data,
+            prepared=prepared,
             run_id=run_id,
             listeners=[*bars, run, *listeners],
             relay=bars[0].write if bars else None,
@@ -145,6 +148,7 @@ def train_recipe(
     *,
     is_kept: bool = True,
     data: str = "",
+    prepared: str = "",
     run_id: str = "",
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
@@ -155,13 +159,14 @@ def train_recipe(
     The data are prepared while the ranks of this machine start, and before a cluster does.
     """
     program = recipe_program(recipe, config)
-    prepared = get_recipe(recipe, config.recipe_options)
+    reader = get_recipe(recipe, config.recipe_options)
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(own_directory("data-"))
+        directory = prepared or stack.enter_context(own_directory("data-"))
 
         @functools.cache
         def prepare() -> str:
-            prepare_data(prepared, data, Path(directory))
+            if not prepared:
+                prepare_data(reader, data, Path(directory))
             return directory
 
         if not gang.is_on_this_machine:
