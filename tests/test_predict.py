@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from flyte_ddp import predict
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
+from flyte_ddp.data import Shards
 from flyte_ddp.errors import ClusterError, ConfigError, DataError
 from flyte_ddp.launch.nodes.dask.calls import ByValue
 from flyte_ddp.prediction import keeper, workers
@@ -277,6 +279,66 @@ def write(predictor, number):
     manifest = json.dumps(predictor.describe()).encode()
     Storage(predictor.job.output).write(MANIFEST, manifest)
     predictor.write_part(number)
+
+
+IN_PLACE = "tests.support.predicted.InPlace"
+
+
+@pytest.mark.parametrize("kind", ["lines", "shards"])
+def test_data_that_a_recipe_reads_where_they_lie_are_compared(kind, tmp_path, state):
+    def put(numbers):
+        lines = [json.dumps({"number": each}) if kind == "shards" else each for each in numbers]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data/a.jsonl").write_text("".join(f"{each}\n" for each in lines))
+        if kind == "shards":
+            (tmp_path / "data/flyte_ddp_index.npz").unlink(missing_ok=True)
+            Shards(str(tmp_path / "data")).prepare()
+
+    def check(recorded=None):
+        directory = tmp_path / "prepared"
+        if directory.exists():
+            shutil.rmtree(directory)
+        place = str(tmp_path / ("data" if kind == "shards" else "data/a.jsonl"))
+        predictor = open_predictor(tmp_path, IN_PLACE, state, place=place)
+        if recorded is not None:
+            (tmp_path / "output").mkdir(exist_ok=True)
+            (tmp_path / "output/_manifest.json").write_text(json.dumps(recorded))
+            predictor.check_data()
+        return predictor.describe_data()
+
+    put(range(100, 200))
+    found = check()
+    assert found["num_samples"] == 100
+    recorded = {"num_samples": 100, "samples": json.dumps(found)}
+    check(recorded)
+    check({"num_samples": 100})  # of a version before
+    put(range(100, 250))
+    expected = "data: num_samples: expected 100, as of the predictions in .* got 150; others need"
+    with raises_one_line(ConfigError, expected):
+        check(recorded)
+    with raises_one_line(ConfigError, expected):
+        check({"num_samples": 100})
+    put([*range(100, 150), 777, *range(151, 200)])  # as many bytes
+    with raises_one_line(ConfigError, "data: (samples|contents of the shards): expected .* got"):
+        check(recorded)
+
+
+@pytest.mark.long
+def test_predictions_of_data_that_have_grown_are_refused_and_of_the_same_nothing_is_made(
+    client, state, tmp_path
+):
+    (tmp_path / "lines").write_text("1\n2\n3\n" * 10)
+    options = {"recipe_options": {"place": str(tmp_path / "lines")}}
+    given = {"config": options, "client": client, "progress": False, "batch_size": 8}
+    call = partial(predict, IN_PLACE, state, "", str(tmp_path / "output"), part_size=16, **given)
+    made = call()
+    times = [os.stat(path).st_mtime_ns for path in made.paths]
+    assert (made.num_rows, len(made.paths)) == (30, 2)
+    assert call() == made
+    assert [os.stat(path).st_mtime_ns for path in made.paths] == times
+    (tmp_path / "lines").write_text("1\n2\n3\n" * 25)
+    with pytest.raises(ConfigError, match="data: num_samples: expected 30, .* got 75; others need"):
+        call()
 
 
 def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_files(tmp_path):

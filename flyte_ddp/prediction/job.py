@@ -8,6 +8,7 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.recipes import Recipe
 
 MANIFEST = "_manifest.json"  # which readers of the whole directory skip
+DATA = "samples"  # in the manifest: `Predictor.describe_data`, as JSON
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from flyte_ddp.config.extras import require
 from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.prediction import schema
-from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
+from flyte_ddp.prediction.job import DATA, MANIFEST, PredictionJob, part_name
+from flyte_ddp.rank.agreement import compare, summarize
 from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import get_recipe, list_class_names, locate
@@ -31,6 +32,8 @@ from flyte_ddp.training.inspection import on_cpu
 from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
 from flyte_ddp.training.passes import evaluating, forward
 from flyte_ddp.world import single_process_world
+
+NUM_COMPARED = 256  # samples, evenly spread, that stand for all
 
 
 class Predictor:
@@ -72,6 +75,7 @@ class Predictor:
         found = schema.find_schema(self.recipe, keys, columns)
         return {
             "num_samples": len(self),
+            DATA: json.dumps(self.describe_data()),
             "schema": {each.name: str(each.type) for each in found},
             "arrow_schema": schema.to_text(found),
         }
@@ -81,6 +85,35 @@ class Predictor:
         """The schema of all files, from the manifest of the output."""
         manifest = Storage(self.job.output, "output").read(MANIFEST)
         return schema.from_text(json.loads(manifest)["arrow_schema"])
+
+    def describe_data(self) -> dict[str, Any]:
+        """Return the number of samples, and plain values that tell them from others: of shards the
+        checksums of all, of other data `NUM_COMPARED` of them.
+        """
+        facts: dict[str, Any] = {"num_samples": len(self)}
+        if hasattr(self.dataset, "describe_shards"):
+            return {**facts, **self.dataset.describe_shards()}
+        count = min(len(self), NUM_COMPARED)
+        chosen = torch.linspace(0, len(self) - 1, count, dtype=torch.float64).round().long()
+        key = getattr(self.dataset, "key", int)
+        facts["samples"] = []
+        for index, batch in zip(chosen.tolist(), self._read(chosen.split(1)), strict=True):
+            facts["samples"] += summarize((key(index), batch))
+        return facts
+
+    def check_data(self) -> None:
+        """Check that the data are those of the predictions that are there, also if the recipe reads
+        them where they lie. Raises ConfigError if they are others.
+        """
+        manifest = json.loads(Storage(self.job.output, "output").read(MANIFEST))
+        found = self.describe_data()
+        expected = json.loads(manifest.get(DATA, "{}"))
+        if not expected:  # of a version that did not compare more
+            name = "num_samples"
+            expected, found = {name: manifest[name]}, {name: found[name]}
+        where = f", as of the predictions in {self.job.output!r}"
+        remedy = "; others need another output"
+        compare("data: ", expected, found, where, remedy=remedy, read=self.describe_data)
 
     def write_part(self, number: int) -> None:
         """Predict the samples of a part, and put its file into the output."""

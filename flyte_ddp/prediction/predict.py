@@ -137,50 +137,50 @@ def predict(
             "part_size": part_size,
         }
         options = {OPTIONS: resolved.recipe_options}
-        names, num_samples = _look_into(storage, facts, options)
+        names, manifest = _look_into(storage, facts, options)
         job = PredictionJob(
             *(recipe, resolved, model.state, storage.url, batch_size, part_size),
             storage=storage_environment(),
         )
 
-        def parts() -> list[str]:
-            return [part_name(number) for number in range(-(-num_samples // part_size))]
+        from tqdm import tqdm
 
-        if not num_samples or not names.issuperset(parts()):
-            from tqdm import tqdm
+        from flyte_ddp.cluster.connect import open_cluster
+        from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code
+        from flyte_ddp.prediction.workers import PredictionWorkers
 
-            from flyte_ddp.cluster.connect import open_cluster
-            from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code
-            from flyte_ddp.prediction.workers import PredictionWorkers
-
-            name = name or f"predict-{os.urandom(4).hex()}"
-            workers = PredictionWorkers(
-                client or stack.enter_context(open_cluster(place, name)),
-                place,
-                job,
-                packed_code(recipe_program(recipe, resolved)),
-                directory,
-                SharedData(storage),
-            )
-            stack.callback(workers.close)
-            if not num_samples:
-                (found,) = workers.run("describe", [()])
-                num_samples = found["num_samples"]
-                record = {**redact_values(options), "hidden": hash_hidden(options)}
-                manifest = json.dumps({**facts, **record, **found}, indent=1)
-                storage.write(MANIFEST, manifest.encode())
-            missing = [(number,) for number, part in enumerate(parts()) if part not in names]
-            written = tqdm(
-                workers.run("write_part", missing),
-                total=len(missing),
-                unit="part",
-                disable=None if progress else True,  # None: where there is no terminal
-            )
-            deque(written, maxlen=0)
-            for left in storage.names():
-                if left.endswith(".tmp"):  # by a process that was killed
-                    storage.delete(left)
-        return Predictions([storage.join(part) for part in parts()], num_samples)
+        # Also where all files are there: the data may have changed where a recipe reads them.
+        name = name or f"predict-{os.urandom(4).hex()}"
+        workers = PredictionWorkers(
+            client or stack.enter_context(open_cluster(place, name)),
+            place,
+            job,
+            packed_code(recipe_program(recipe, resolved)),
+            directory,
+            SharedData(storage),
+        )
+        stack.callback(workers.close)
+        if manifest:
+            deque(workers.run("check_data", [()]), maxlen=0)
+        else:
+            (found,) = workers.run("describe", [()])
+            record = {**redact_values(options), "hidden": hash_hidden(options)}
+            manifest = {**facts, **record, **found}
+            storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+        num_samples = manifest["num_samples"]
+        parts = [part_name(number) for number in range(-(-num_samples // part_size))]
+        missing = [(number,) for number, part in enumerate(parts) if part not in names]
+        written = tqdm(
+            workers.run("write_part", missing),
+            total=len(missing),
+            unit="part",
+            disable=None if progress else True,  # None: where there is no terminal
+        )
+        deque(written, maxlen=0)
+        for left in storage.names():
+            if left.endswith(".tmp"):  # by a process that was killed
+                storage.delete(left)
+        return Predictions([storage.join(part) for part in parts], num_samples)
 
 
 def find_model(url: str) -> TrainedModel:
@@ -236,9 +236,9 @@ def _merge_options(
 
 def _look_into(
     storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[set[str], int]:
-    """Return the names of the files in the output, and the number of samples; 0 where it is not
-    known yet.
+) -> tuple[set[str], dict[str, Any]]:
+    """Return the names of the files in the output, and their manifest; nothing where there is none
+    yet.
 
     Args:
         options: of the recipe, under their name in a config.
@@ -253,7 +253,7 @@ def _look_into(
                 "output: expected an empty directory, or one with predictions of this call, got "
                 f"{storage.url!r} with {others[0]}"
             )
-        return set(), 0
+        return set(), {}
     manifest = json.loads(storage.read(MANIFEST))
     for field_name, value in facts.items():
         if manifest.get(field_name) != value:
@@ -272,7 +272,7 @@ def _look_into(
             where = f", as of the predictions in {storage.url!r}"
             difference = made.describe_difference(name, value, where)
             raise ConfigError(f"{name}: {difference}; others need another output")
-    return names, manifest["num_samples"]
+    return names, dict(manifest)
 
 
 def _cluster_config(gang: Gang) -> ClusterConfig:
