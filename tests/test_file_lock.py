@@ -116,8 +116,9 @@ def test_a_lock_ends_with_a_killed_process_that_has_forked(tmp_path):
     code = (
         "import os, sys, time; from flyte_ddp.launch.agent.scratch import own_directory\n"
         "with own_directory('ranks-', sys.argv[1]) as d:\n"
-        "    child = os.fork()\n"
-        "    if child: print(child, d, flush=True)\n"
+        "    ends = os.pipe(); child = os.fork()\n"
+        "    if not child: os.write(ends[1], b'x')\n"  # it has closed what it inherited
+        "    elif os.read(ends[0], 1): print(child, d, flush=True)\n"
         "    time.sleep(600)"
     )
     with subprocess.Popen(
