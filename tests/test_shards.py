@@ -688,7 +688,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_no_bad_sample(kind, tmp_p
     assert shards[25]["number"] == 25
     name = next(name for name in tree if "0004" in name)
     os.truncate(f"{url}/{name}", len(tree[name]) // 2)
-    with pytest.raises(DataError, match=f"{name}: sample 29 cannot be read: expected .* bytes"):
+    with pytest.raises(DataError, match=f"{name} cannot be read: expected a file as it was when"):
         shards[54]
     monkeypatch.setattr("os.pread", lambda *_: raise_of(OSError(errno.EIO, "bad disk"))(_))
     with pytest.raises(DataError, match="shard-0000.* cannot be read: OSError.*bad disk"):
