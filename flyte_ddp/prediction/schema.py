@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events.kinds import to_utf8
 from flyte_ddp.recipes import Recipe, locate
 
 KEY = "key"  # the column by which a sample is known
@@ -123,7 +122,7 @@ def list_columns(recipe: Recipe, outputs: Any, num_samples: int) -> dict[str, An
 def to_plain(value: Any) -> Any:
     """Return a value without tensors, and as an array only where that has one dimension."""
     if isinstance(value, str):
-        return to_utf8(value)
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, Tensor):
