@@ -224,20 +224,22 @@ def test_a_config_in_json_may_begin_with_a_byte_order_mark(encoding, tmp_path):
     from flyte_ddp.flyte.inputs import OptionalCluster, OptionalOverrides
 
     expected = "expected a JSON object or the name of a JSON or YAML"
-    context, file = FlyteContextManager.current_context(), tmp_path / "given.json"
+    context = FlyteContextManager.current_context()
     for kind, values in (
         (OptionalOverrides, {"epochs": 3}),
         (OptionalCluster, {"num_nodes": 3, "kind": "local"}),
     ):
+        file = tmp_path / f"{'-'.join(values)}.json"
         file.write_text(json.dumps(values), encoding)
         literal_type = TypeEngine.to_literal_type(kind)
         # as `pyflyte run` does with text of which it can make no object
         literal = TypeEngine.to_literal(context, str(file), kind, literal_type)
         found = TypeEngine.to_python_value(context, literal, kind)
         assert {name: getattr(found, name) for name in values} == values
-        file.write_text("{", encoding)
+        bad = file.with_suffix(".txt")  # flytekit remembers what it has converted
+        bad.write_text("{", encoding)
         with pytest.raises(InputError, match=expected):
-            TypeEngine.to_literal(context, str(file), kind, literal_type)
+            TypeEngine.to_literal(context, str(bad), kind, literal_type)
 
 
 def container_command(directory, attempt, inputs):
