@@ -137,6 +137,7 @@ class Settings:
 
 
 def test_modules_of_any_type_are_pickled_by_name():
+    importlib.import_module("cryptography.hazmat.bindings._rust")  # a library of cffi's
     names = ["torch.distributed.config", "torch.compiler.config", "torch._inductor.config"]
     modules = [*map(importlib.import_module, names), types]
     modules += [each for each in sys.modules.values() if isinstance(each, types.ModuleType)]

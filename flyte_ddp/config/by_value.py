@@ -72,7 +72,7 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
-            name = vars(value).get("__name__")
+            name = getattr(value, "__name__", None)
             if name in sys.modules:
                 return importlib.import_module, (name,)
         return super().reducer_override(value)
