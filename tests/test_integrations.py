@@ -73,6 +73,32 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "framework",
+    [
+        "accelerate",
+        pytest.param("lightning", marks=SLOW),
+        pytest.param("lightning data module", marks=SLOW),
+    ],
+)
+def test_a_limit_of_steps_ends_an_epoch_also_after_a_kill(framework, tmp_path):
+    pytest.importorskip(framework.split()[0])
+    train, task = PROGRAMS[framework], Task(str(tmp_path), limit=6)
+    fault = tmp_path / "step-6-0-9"  # before the second epoch's first step
+    fault.touch()
+    options = {"checkpoints": str(tmp_path / "checkpoints"), "max_restarts": 1}
+    listener = Listener()
+    result = flyte_ddp.run(train, task, listeners=[listener], **options)
+    assert not fault.exists()
+    assert [each.step for each in listener.loaded] == [0, 6]
+    plain = dataclasses.replace(task, directory=str(tmp_path / "plain"))
+    expected = flyte_ddp.run(train, plain)
+    assert expected["counts"][0].sum() == task.epochs * task.limit * task.batch_size
+    assert result["counts"][0].tolist() == expected["counts"][0].tolist()
+    torch.testing.assert_close(result["weights"], expected["weights"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "framework",
     ["accelerate", *(pytest.param(each, marks=SLOW) for each in ("transformers", "lightning"))],
 )
 def test_a_stop_loses_no_step(framework, tmp_path):

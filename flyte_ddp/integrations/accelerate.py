@@ -114,6 +114,12 @@ class _Training:
         )
         optimizers = [each for each in prepared if isinstance(each, Optimizer)]
         self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
+        self._has_stepped = False  # an optimizer has, since the last batch was given
+        for each in self._optimizers:
+            each.register_step_post_hook(self._note_step)
+        # The batch that the loop's body has: epoch, number, state of the order's generator. It is
+        # the last one of a pass that was left.
+        self._given: tuple[int, int, torch.Tensor] | None = None
         self._others = [
             each
             for each in (*prepared, accelerator.scaler)
@@ -140,6 +146,7 @@ class _Training:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self._end_left_pass()
         epoch, found = self.epoch, self._found
         self.epoch += 1
         if found and epoch < found["epoch"]:
@@ -155,18 +162,41 @@ class _Training:
         for number, batch in enumerate(batches, first + 1):
             if found and number == first + 1:
                 training.set_generators(found)
+            self._given, self._has_stepped = (epoch, number, order), False
             yield batch
-            if not self.accelerator.sync_gradients:
-                training.beat()
-                continue
-            step = session.current().step + 1
-            place = epoch, number, order
-            if number == len(self.loader):
-                place = epoch + 1, 0, self._generator.get_state()
-            session.report(step=step, epoch=epoch + number / len(self.loader))
-            if step % self.save_steps == 0:
-                self.save(*place)
-            training.end_if_stopped(lambda place=place: self.save(*place))
+            self._given = None
+            self._end_step(epoch, number, order, number == len(self.loader))
+
+    def _note_step(self, *arguments: Any) -> None:
+        self._has_stepped = True
+
+    def _end_left_pass(self) -> None:
+        """End the last step of a pass that its loop left, which is over. Its last batch may have
+        been taken and not trained on.
+        """
+        given, self._given = self._given, None
+        if given is not None and self._has_stepped:
+            self._end_step(*given, is_last=True)
+
+    def _end_step(self, epoch: int, number: int, order: torch.Tensor, is_last: bool) -> None:
+        """Report a step, save it where that is due, and end the run where it is to stop.
+
+        Args:
+            number: of the epoch's batch.
+            order: state of the generator that draws the order of the epoch.
+            is_last: no other batch of the epoch follows.
+        """
+        if not self.accelerator.sync_gradients:
+            training.beat()
+            return
+        step = session.current().step + 1
+        place = epoch, number, order
+        if is_last:
+            place = epoch + 1, 0, self._generator.get_state()
+        session.report(step=step, epoch=epoch + number / len(self.loader))
+        if step % self.save_steps == 0:
+            self.save(*place)
+        training.end_if_stopped(lambda: self.save(*place))
 
     def save(self, epoch: int, num_batches: int, order: torch.Tensor) -> None:
         """Save the training as it is after an optimizer step. For all ranks together.

@@ -89,10 +89,12 @@ class SessionCallback(Callback):  # type: ignore[misc]
 
     def save(self, trainer: Trainer) -> None:
         """Save the training as it is after an optimizer step. For all ranks together."""
+        # `limit_train_batches` ends an epoch before the last batch of its loader.
+        is_over = trainer.is_last_batch or self._num_batches >= trainer.num_training_batches
         values = {
             **self._kept,
-            "epoch": trainer.current_epoch + trainer.is_last_batch,
-            "num_batches": 0 if trainer.is_last_batch else self._num_batches,
+            "epoch": trainer.current_epoch + is_over,
+            "num_batches": 0 if is_over else self._num_batches,
         }
         objects = trainer.lightning_module, trainer.optimizers, _stateful(trainer)
         training.save(*objects, trainer.global_step, values)

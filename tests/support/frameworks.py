@@ -31,6 +31,7 @@ class Task:
             step.
         batch_size: global.
         num_missing: of the samples, at the end, whose parameters the model has nevertheless.
+        limit: optimizer steps of an epoch; None for all of its batches.
         save_steps: between two checkpoints; 0 for a training without the lines that a user adds.
         step_seconds: how long a step takes.
     """
@@ -41,6 +42,7 @@ class Task:
     num_missing: int = 0
     batch_size: int = 8
     epochs: int = 3
+    limit: int | None = None
     save_steps: int = 2
     step_seconds: float = 0.0
 
@@ -199,6 +201,7 @@ def train_lightning(task: Task, shares_batches: bool = False, splits: bool = Fal
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_epochs=task.epochs,
+        limit_train_batches=task.limit,
         log_every_n_steps=4,
         logger=False,
         enable_checkpointing=False,
@@ -247,13 +250,15 @@ def train_accelerate(task: Task, splits: bool = False) -> Any:
     else:
         wrapped, optimizer, loader = accelerator.prepare(*objects)
     for _ in range(task.epochs):
-        for batch in loader:
+        for number, batch in enumerate(loader, 1):
             task.begin_step(session.current().step if task.save_steps else 0)
             loss = wrapped(**batch)["loss"]
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
             accelerator.log({"loss": loss.item()})
+            if number == task.limit:
+                break
     return task.results(model)
 
 
