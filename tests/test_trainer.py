@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +143,31 @@ def test_weights_that_overflow_in_the_last_step_fail_the_run(tmp_path):
     config = {"learning_rate": 1e60, "epochs": 1, "global_batch_size": 97}
     with pytest.raises(NonFiniteLoss, match=r"held-out data is .*epoch 1"):
         new_trainer(new_run(tmp_path), **config).fit()
+
+
+def test_checkpoints_are_written_by_the_clock_at_logged_steps(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
+    trainer = new_trainer(
+        run, epochs=1, log_interval=4, checkpoint_minutes=50, global_batch_size=8, memory_interval=0
+    )
+    clock = {"monotonic": lambda: 600.0 * trainer.progress.step}  # ten minutes a step
+    names = ("time", "perf_counter")
+    monkeypatch.setattr(
+        "flyte_ddp.training.trainer.time",
+        SimpleNamespace(**clock, **{name: getattr(time, name) for name in names}),
+    )
+    trainer.saved_at = 0.0
+    steps, write = [], trainer.session.write
+
+    def note(state, step, *rest):
+        steps.append(step)
+        return write(state, step, *rest)
+
+    monkeypatch.setattr(trainer.session, "write", note)
+    trainer.fit()
+    # of the logged steps 1, 4, 8, ... the first one that is 50 minutes after the last checkpoint
+    assert trainer.num_steps == 13
+    assert [step for step in steps if step < trainer.num_steps] == [8]
 
 
 def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch):

@@ -234,6 +234,7 @@ _SYNONYMS = {
     "precision": "amp fp16 bf16 mixedprecision dtype",
     "seed": "randomseed manualseed",
     "checkpoint_interval": "savesteps saveinterval checkpointevery",
+    "checkpoint_minutes": "saveminutes checkpointtime checkpointtimeinterval traintimeinterval",
     "checkpoints_to_keep": "savetotallimit savetopk",
     "log_interval": "logsteps loggingsteps logeverynsteps logevery",
     "monitor": "metric monitormetric metricforbestmodel",

@@ -225,6 +225,13 @@ class TrainingConfig(Checked):
         minimum=0,
         help="optimizer steps between checkpoints within an epoch; 0: only at each epoch's end",
     )
+    checkpoint_minutes: float = field(
+        0.0,
+        minimum=0,
+        unit="minutes",
+        help="between checkpoints within an epoch, looked at every log_interval steps; 0: none by "
+        "the clock",
+    )
     memory_interval: int = field(
         -1,
         minimum=-1,

@@ -130,6 +130,7 @@ class Trainer:
         # a bad step is to be known before its update, for which each step waits
         self._takes_back = config.on_bad_step != "stop"
         self.sample_utilization = sample_utilization(model, parallelism)
+        self.saved_at = time.monotonic()  # of the last checkpoint, or the start
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, world, self._count_bytes
         )
@@ -279,9 +280,7 @@ class Trainer:
                 self._report_step(log_sums, norm)
                 log_sums = self._new_sums()
             stops = self.session.stop_requested
-            to_store = stops or bool(
-                config.checkpoint_interval and progress.step % config.checkpoint_interval == 0
-            )
+            to_store = stops or self._is_checkpoint_due(is_logged)
             is_due = self.memory_interval.is_due(progress.step)
             if to_store or is_due:
                 self._check_loss()
@@ -298,6 +297,19 @@ class Trainer:
         self._check_loss()
         self._update_progress(epoch_sums, earlier)
         return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
+
+    def _is_checkpoint_due(self, is_logged: bool) -> bool:
+        """Return whether the step just done is one after which the config asks for a checkpoint.
+
+        By the clock it is rank 0 that decides, where the ranks wait for each other anyway.
+        """
+        interval, minutes = self.config.checkpoint_interval, self.config.checkpoint_minutes
+        if interval and self.progress.step % interval == 0:
+            return True
+        if not (minutes and is_logged):
+            return False
+        is_late = self.world.is_first and time.monotonic() - self.saved_at >= 60 * minutes
+        return bool(self.world.all_reduce(float(is_late))[0])
 
     def _shards(self, end: int | None) -> Iterable[BatchShard]:
         """Return this rank's shards of the batches that are left of the epoch, to before `end`."""
@@ -348,6 +360,8 @@ class Trainer:
             True if this rank has written something.
         """
         started = time.perf_counter()
+        if to_store:
+            self.saved_at = time.monotonic()
         if not self.parallelism.saves:
             return False
         is_kept_in_memory = self.memory_interval.is_on
