@@ -80,6 +80,10 @@ COMMANDS = {
         "flyte_ddp.promotion.command:main",
         "show, roll back or release the promoted model of a recipe",
     ),
+    "report": (
+        "flyte_ddp.observers.reports.command:main",
+        "make the page of a run again, from its history",
+    ),
     "plot": ("flyte_ddp.observers.reports.plots:main", "draw the curves of a run's history"),
     "mlflow": ("flyte_ddp.observers.mlflow:main", "upload a run's history to MLflow"),
 }

@@ -15,7 +15,8 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.deck.deck import get_deck_template
 from flytekit.loggers import logger as flytekit_logger
 
-from flyte_ddp.errors import RankFailure, TrainingStopped
+from flyte_ddp.__main__ import main
+from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
 from flyte_ddp.events import (
     AttemptEnded,
     AttemptStarted,
@@ -32,6 +33,7 @@ from flyte_ddp.events import (
 )
 from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.formats import duration
+from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.reports.run import Report
 from tests.support import sample_run
 
@@ -50,6 +52,45 @@ def report_of(
     if closed:
         made.close(error)
     return made
+
+
+def test_a_run_that_is_refused_leaves_the_page_of_the_one_before(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    for events, is_kept in (
+        ([], True),
+        ([sample_run.started()], True),
+        ([sample_run.started(), sample_run.loaded()], False),
+        ([sample_run.started(config={})], False),  # of a script, which may load nothing
+    ):
+        page.write_text("the page of a finished run")
+        report = Report(file=page)
+        for event in events:
+            report.handle(event)
+        report.close(ConfigError("learning_rate: expected 0.1, got 0.2"))
+        assert (page.read_text() == "the page of a finished run") is is_kept
+    page.write_text("")  # made for this run
+    Report(file=page).close(ConfigError("recipe: expected a name"))
+    assert "expected a name" in page.read_text()
+
+
+def test_the_page_of_a_run_is_made_again_from_its_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = HistoryFile(tmp_path / "history.jsonl")
+    events = [sample_run.started(), sample_run.loaded(), *sample_run.steps(1, 50)]
+    for event in [*events, sample_run.epoch(1)]:
+        history.handle(event)
+    assert main(["report", str(tmp_path / "history.jsonl")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert ">interrupted<" in page
+    history.handle(sample_run.finished())
+    history.close(None)
+    assert main(["report", str(tmp_path / "history.jsonl"), str(tmp_path / "other.html")]) == 0
+    assert ">finished<" in (tmp_path / "other.html").read_text()
+    assert f"report: {tmp_path}/other.html" in capsys.readouterr().out
+    (tmp_path / "empty.jsonl").write_text("")
+    assert main(["report", str(tmp_path / "empty.jsonl")]) == 2
+    assert "expected the history of a run that has started" in capsys.readouterr().err
 
 
 def rank_failure() -> RankFailure:

@@ -253,7 +253,7 @@ def main(arguments: Sequence[str]) -> str:
         raise ConfigError(
             f"picture: expected a name that ends in {', '.join(PICTURES)}, got {options.picture!r}"
         )
-    panels = {each.name: each for each in run_panels(_read(options.history))}
+    panels = {each.name: each for each in run_panels(read_state(options.history))}
     if not panels:
         raise ConfigError(
             f"history: expected a history with something to draw, got {options.history!r}"
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str]) -> str:
     return f"picture: {options.picture}"
 
 
-def _read(history: str) -> RunState:
+def read_state(history: str) -> RunState:
     """Return the state of a run by its history. Raises ConfigError where there is none."""
     try:
         return RunState.of(read_history(history))

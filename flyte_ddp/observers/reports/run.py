@@ -87,6 +87,17 @@ class Report(Page):
         self._state.handle(event)
         self._panels = None
 
+    def close(self, error: BaseException | None) -> None:
+        """Record the end of the run. The page of an earlier run stays where this one was refused
+        before it began.
+        """
+        started = self._state.started
+        has_begun = started is not None and (self._state.loaded is not None or not started.config)
+        if error is not None and not has_begun and self.file and self.file.is_file():
+            is_empty = self.file.stat().st_size == 0  # made for this run
+            self.file = self.file if is_empty else None
+        super().close(error)
+
     @property
     def status(self) -> str:
         return "finished" if self._state.finished and self.error is None else super().status
