@@ -425,16 +425,17 @@ def test_the_second_of_two_first_challengers_is_compared_with_the_first(
     assert len(store.versions()) == 1 + (outcome == Outcome.PROMOTED)
 
 
-def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make, monkeypatch):
+def test_a_challenger_is_measured_against_a_champion_promoted_meanwhile(store, make):
+    patch = pytest.MonkeyPatch()
     judge(store, make(), PromotionCriteria(), model_state(6))
     promote = ChampionStore.promote
 
     def promote_second(self, *arguments):
-        monkeypatch.undo()
+        patch.undo()
         judge(ChampionStore(store.url), make(seed=9), PromotionCriteria(), model_state(3))
         return promote(self, *arguments)
 
-    monkeypatch.setattr(ChampionStore, "promote", promote_second)
+    patch.setattr(ChampionStore, "promote", promote_second)
     result = judge(store, make(seed=1), PromotionCriteria(), model_state(5))
 
     assert result.outcome == Outcome.NOT_BETTER  # than 3, though better than 6

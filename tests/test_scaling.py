@@ -314,7 +314,7 @@ def test_a_study_trains_each_world_size_alike_and_times_it(tmp_path):
     assert len({event.num_threads for event in starts}) == 1
     page = Path(outputs.report.path).read_text()
     assert "the same global batch of 12 samples" in page
-    assert page.count('class="panel"') == 7
+    assert page.count('class="panel"') == 8
 
 
 def test_the_interval_of_repeats_is_that_of_students_distribution():
