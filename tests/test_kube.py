@@ -782,13 +782,6 @@ def test_a_refused_token_is_a_user_error(api_server: ApiServer) -> None:
     [
         ({"image": ""}, "no image is set, and this process runs in no pod"),
         (
-            {"shared_memory": "9Gi"},
-            (
-                r"shared_memory \(9Gi\) is a part of worker_memory, which is "
-                r"8Gi only; raise"
-            ),
-        ),
-        (
             {
                 "pod_template": {
                     "containers": [{"name": "worker", "resources": {"limits": {"x/y": "much"}}}]

@@ -150,11 +150,6 @@ def _check_config(setup: Setup) -> Iterator[Finding]:
             "`kubernetes.image` in the cluster's configuration to an image built from this "
             "project's Dockerfile"
         )
-    if quantity(pods.shared_memory) > quantity(pods.worker_memory):
-        yield Finding(
-            f"shared_memory ({pods.shared_memory}) is a part of worker_memory, which is "
-            f"{pods.worker_memory} only; raise worker_memory or lower shared_memory"
-        )
     if setup.allowed is not None:
         try:
             check_allowed(setup.config, setup.allowed, setup.namespace)
