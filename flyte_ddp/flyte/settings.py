@@ -171,8 +171,6 @@ def load_settings(
     chosen = str(tables.get("profile", PROFILES[0]))
     for name, profile in profiles.items():
         check_names(Settings, profile, f"{file.name}: {name}")
-        if name != chosen:
-            _make({**tables, "profile": name, **profile}, f"{file.name}: {name}")
     values = {**tables, **profiles.get(chosen, {})}
     for variable, name in VARIABLES.items():
         text = environment.get(variable)
@@ -181,7 +179,11 @@ def load_settings(
     image = image_of_command()
     if image:
         values["image"] = image
-    return _make(values, file.name)
+    made = _make(values, file.name)
+    for name, profile in profiles.items():
+        if name != chosen:  # a mistake shows now, and not when somebody chooses it
+            _make({**tables, "profile": name, **profile}, f"{file.name}: {name}")
+    return made
 
 
 def image_of_command() -> str:
