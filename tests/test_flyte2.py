@@ -355,11 +355,20 @@ class Lines(Regression):
 """
 
 
-def test_sweeps_cards_and_predictions_are_those_of_the_other_door(packages, tmp_path):
+@pytest.fixture(scope="module")
+def all_packages(packages, tmp_path_factory):
+    """`packages` with what sweeps and metrics need besides."""
+    place, extras = tmp_path_factory.mktemp("extras"), PROJECT["optional-dependencies"]
+    empty = tmp_path_factory.mktemp("empty")
+    link(place, with_dependencies([*extras["sweep"], *extras["metrics"]]), empty)
+    return [*packages, place]
+
+
+def test_sweeps_cards_and_predictions_are_those_of_the_other_door(all_packages, tmp_path):
     """A recipe without an accuracy, with an option that has no default."""
     (tmp_path / "lines.py").write_text(LINES)
     (tmp_path / "twins.py").write_text(TWINS)
-    output = run([*packages, tmp_path], "-S", "twins.py", cwd=tmp_path)
+    output = run([*all_packages, tmp_path], "-S", "twins.py", cwd=tmp_path)
     said = dict(line.split(" ", 1) for line in output.splitlines() if " " in line)
     assert said["sweep"].startswith("[] ['")
     assert "'test_loss'" in said["sweep"]

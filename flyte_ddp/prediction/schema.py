@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
-import pyarrow
 import torch
 from torch import Tensor
 
@@ -30,6 +29,8 @@ def to_text(schema: Any) -> str:
 
 def from_text(text: str) -> Any:
     """Return the schema of `to_text`."""
+    import pyarrow
+
     return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(text)))
 
 
@@ -43,6 +44,8 @@ def find_schema(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any])
     Raises:
         ConfigError: a column has no type yet, or a declared one has another type or is missing.
     """
+    import pyarrow
+
     declared = _list_declared(recipe)
     place = locate(recipe, "prediction_columns")
     missing = [name for name in declared if name not in columns]
@@ -67,6 +70,8 @@ def make_table(recipe: Recipe, keys: Sequence[Any], columns: Mapping[str, Any], 
     Raises:
         ConfigError: they do not fit it; names the column.
     """
+    import pyarrow
+
     place = locate(recipe, "prediction_columns")
     expected = [name for name in schema.names if name != KEY]
     different = sorted(set(expected) ^ set(columns))
@@ -149,6 +154,8 @@ def to_plain(value: Any) -> Any:
 
 def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
     """Return values as an array of the type that they have."""
+    import pyarrow
+
     try:
         return pyarrow.array(values)
     except (TypeError, ValueError, OverflowError) as error:  # among them those of Arrow
@@ -160,6 +167,8 @@ def _guess(place: str, name: str, values: Sequence[Any]) -> Any:
 
 def _widen(kind: Any) -> Any:
     """Return the type of a column whose values in the first batch are of `kind`."""
+    import pyarrow
+
     types = pyarrow.types
     if types.is_integer(kind) or types.is_floating(kind):
         return pyarrow.float64()
@@ -171,6 +180,8 @@ def _widen(kind: Any) -> Any:
 
 
 def _has_null(kind: Any) -> bool:
+    import pyarrow
+
     parts = [kind.field(index).type for index in range(kind.num_fields)]
     return bool(pyarrow.types.is_null(kind) or any(map(_has_null, parts)))
 
@@ -179,6 +190,8 @@ def _fits(found: Any, kind: Any) -> bool:
     """Return whether a cast from one type to the other changes no value's meaning. The cast itself
     refuses a number that `kind` does not have.
     """
+    import pyarrow
+
     types = pyarrow.types
     if types.is_null(found) or found == kind:
         return True
@@ -202,6 +215,8 @@ def _list_declared(recipe: Recipe) -> dict[str, Any]:
     """Return the types of the recipe's `prediction_schema` by name. Raises ConfigError for others
     than Arrow's.
     """
+    import pyarrow
+
     place = locate(recipe, "prediction_schema")
     found: Any = recipe.prediction_schema
     if callable(found):
@@ -224,6 +239,8 @@ def _list_declared(recipe: Recipe) -> dict[str, Any]:
 
 
 def _parse(kind: Any) -> Any:
+    import pyarrow
+
     if isinstance(kind, pyarrow.DataType):
         return kind
     text = str(kind).strip()
