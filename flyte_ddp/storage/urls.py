@@ -132,7 +132,7 @@ def redact_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             key: HIDDEN
-            if each and isinstance(each, str) and _SECRET_NAME.fullmatch(str(key))
+            if isinstance(each, str) and each and _SECRET_NAME.fullmatch(str(key))
             else redact_values(each)
             for key, each in value.items()
         }
