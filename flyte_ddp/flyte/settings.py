@@ -171,18 +171,18 @@ def load_settings(
     chosen = str(tables.get("profile", PROFILES[0]))
     for name, profile in profiles.items():
         check_names(Settings, profile, f"{file.name}: {name}")
-    values = {**tables, **profiles.get(chosen, {})}
+    given: dict[str, Any] = {}
     for variable, name in VARIABLES.items():
         text = environment.get(variable)
         if text:
-            values[name] = _read_variable(variable, text, name)
+            given[name] = _read_variable(variable, text, name)
     image = image_of_command()
     if image:
-        values["image"] = image
-    made = _make(values, file.name)
+        given["image"] = image
+    made = _make({**tables, **profiles.get(chosen, {}), **given}, file.name)
     for name, profile in profiles.items():
         if name != chosen:  # a mistake shows now, and not when somebody chooses it
-            _make({**tables, "profile": name, **profile}, f"{file.name}: {name}")
+            _make({**tables, "profile": name, **profile, **given}, f"{file.name}: {name}")
     return made
 
 
