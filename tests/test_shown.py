@@ -116,7 +116,7 @@ def test_a_swept_value_is_drawn_whatever_it_is(values, caplog):
         )
         runs.append(TrialRun(trial, "key", FINISHED, state))
     page = StudyReport("digits", runs).render().encode().decode()
-    assert page.count("<svg") == 3  # over epochs, and for each of two names
+    assert page.count("<svg") == 4  # over epochs, over time, and for each of two names
     assert caplog.messages == []
 
 

@@ -289,7 +289,9 @@ def _count(
     names = [each.name for each in to_count]
     found = dict(zip(names, [count for count, _ in counted], strict=True))
     if columns is None:
-        _check_columns(source, dict(zip(names, [each for _, each in counted], strict=True)))
+        # A shard without samples may have no columns.
+        own = [each if count else None for count, each in counted]
+        _check_columns(source, dict(zip(names, own, strict=True)))
     return _make_index(
         [dataclasses.replace(each, samples=found.get(each.name, each.samples)) for each in entries]
     )
