@@ -446,7 +446,7 @@ def test_mistakes_are_one_line_each(packages, tmp_path):
     output = run(packages, "-S", "mistakes.py", cwd=tmp_path)
     said = [line for line in output.splitlines() if line.startswith("said ")]
     wanted = (
-        "num_models: expected a whole number of at least 1, got 0",
+        "num_models: expected a whole number of at least 1 and of at most",
         'grid: expected a JSON object such as {"learning_rate": [0.001, 0.01]}',
         "cluster: expected fields with their values, got [1]",
         "config: expected fields with their values, got [1]",

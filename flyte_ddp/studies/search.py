@@ -175,7 +175,8 @@ def expand_grid(
     for name in SHARED:
         if name in names:
             raise ConfigError(f"grid: expected no {name}, which all models share (config)")
-    check("num_models", num_models, int, Limits(minimum=int(sampler == "tpe")))
+    if sampler == "tpe":
+        check("num_models", num_models, int, Limits(minimum=1, maximum=MAX_TRIALS))
     return [dict(each) for each in expand(grid, num_models, seed)]
 
 
