@@ -157,6 +157,12 @@ def front_of(*addresses):
         loop.call_soon_threadsafe(loop.stop)
 
 
+# `make setup` puts the library on the environment's path.
+WITHOUT_CHECKOUT = (
+    "import sys\nsys.path[:] = [each for each in sys.path if not each.endswith('/checkout')]"
+)
+
+
 @contextlib.contextmanager
 def worker_starter():
     """A function (scheduler, name) that starts a worker, without this checkout on its path; the
@@ -182,6 +188,7 @@ def worker_starter():
                 cwd=tempfile.gettempdir(),
                 env={
                     **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                    "DASK_DISTRIBUTED__WORKER__PRELOAD": repr([WITHOUT_CHECKOUT]),
                     **environment,
                 },
             )
