@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import psutil
 import pytest
 from distributed import LocalCluster, Security
 
@@ -81,6 +82,27 @@ def test_a_local_cluster_leaves_dasks_usual_port_to_others() -> None:
             other.listen()
         with open_cluster(ClusterConfig(kind="local", num_nodes=1), "run"):
             pass
+
+
+def listening_addresses() -> set[tuple[str, int]]:
+    """The addresses at which this process and its descendants listen."""
+    this_process = psutil.Process()
+    processes = [this_process, *this_process.children(recursive=True)]
+    return {
+        tuple(connection.laddr)
+        for process in processes
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def test_a_local_cluster_listens_to_this_machine_alone() -> None:
+    before = listening_addresses()
+    with open_cluster(ClusterConfig(kind="local", num_nodes=2), "run"):
+        opened = listening_addresses() - before
+    # for each process a port of Dask's protocol and an HTTP server, and one more for each nanny
+    assert len(opened) == 8
+    assert {host for host, _ in opened} == {"127.0.0.1"}
 
 
 def test_the_end_of_a_local_cluster_shows_no_warning_of_a_nanny(
