@@ -100,6 +100,21 @@ def test_processes_that_predict_keep_the_memory_of_batches(client, state, tmp_pa
     predict("tests.support.predicted.Thrifty", state, "", str(tmp_path / "made"), **given)
 
 
+@pytest.mark.long
+def test_threads_are_the_configs_or_the_users_own(state, tmp_path):
+    with (
+        LocalCluster(n_workers=1, dashboard_address=None, env={"OMP_NUM_THREADS": "3"}) as cluster,
+        Client(cluster) as client,
+    ):
+        for threads, expected in [(0, 3), (5, 5)]:
+            given = {"client": client, "cluster": {"threads_per_rank": threads}}
+            output = str(tmp_path / f"made-{threads}")
+            made = predict(
+                "tests.support.predicted.Threads", state, "", output, progress=False, **given
+            )
+            assert set(parquet.read_table(made.paths[0])["threads"].to_pylist()) == {expected}
+
+
 class OneProcess(PredictionWorkers):
     """A cluster whose own workers predict."""
 

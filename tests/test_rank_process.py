@@ -7,22 +7,20 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.protocol.messages import RankBeat
 from flyte_ddp.launch.protocol.programs import Job, recipe_program
-from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.protocol.ranks import NodeRanks, choose_threads
 from flyte_ddp.rank.entry import environment
 from flyte_ddp.rank.link import AgentLink
-from flyte_ddp.training.main import num_threads
 
 NAMES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG")
 
 
-def environment_of(monkeypatch, given=(), **config):
+def environment_of(monkeypatch, given=(), has_set_threads=False, **config):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in given:
@@ -40,6 +38,7 @@ def environment_of(monkeypatch, given=(), **config):
         run_id="run-1",
         num_restarts=1,
         max_restarts=5,
+        has_set_threads=has_set_threads,
     )
     return environment(job, node, 1)
 
@@ -50,6 +49,13 @@ def test_an_interface_or_a_number_of_threads_that_the_user_has_set_is_kept(monke
 
     assert found == found | given
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(("has_set_threads", "expected"), [(True, "3"), (False, "1")])
+def test_threads_of_a_config_count_before_the_users(has_set_threads, expected, monkeypatch):
+    given = [("OMP_NUM_THREADS", "1")]
+    found = environment_of(monkeypatch, given, has_set_threads=has_set_threads)
+    assert found["OMP_NUM_THREADS"] == expected
 
 
 def test_messages_of_two_threads_arrive_whole(monkeypatch):
@@ -79,4 +85,4 @@ def test_a_recipes_rank_keeps_the_users_own_number_of_threads(given, expected, m
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert num_threads(SimpleNamespace(num_threads=3)) == expected
+    assert choose_threads(3) == expected

@@ -199,7 +199,10 @@ class ClusterConfig:
         0, minimum=0, help="ranks on each node; 0: one per GPU, or one where there are none"
     )
     threads_per_rank: int = field(
-        0, minimum=0, help="CPU threads of each rank; 0: its share of its node's cores"
+        0,
+        minimum=0,
+        help="CPU threads of each rank, also where OMP_NUM_THREADS is set; 0: OMP_NUM_THREADS, or "
+        "its share of its node's cores",
     )
     min_nodes: int = field(
         0,

@@ -19,6 +19,7 @@ from distributed import Worker
 
 from flyte_ddp.config.background import start_thread
 from flyte_ddp.launch.agent.main import unpack_data
+from flyte_ddp.launch.protocol.ranks import choose_threads
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.storage import adopt_storage_environment, permit
 
@@ -67,5 +68,5 @@ def open_predictor() -> Predictor:
 
     job: PredictionJob = _given["job"]
     keep_freed_memory()  # else, as Dask's environment has it, a call of the system for each tensor
-    torch.set_num_threads(job.num_threads)
+    torch.set_num_threads(choose_threads(job.num_threads))
     return Predictor(job, job.data or unpack_data(job.data_archive, _given["directory"]))

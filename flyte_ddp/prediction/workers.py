@@ -194,9 +194,14 @@ class PredictionWorkers:
 
 
 def _environments(node: DaskNode, found: Worker, config: ClusterConfig) -> list[dict[str, str]]:
-    """Return the variables of each process of a node: the GPU that it uses, or none."""
+    """Return the variables of each process of a node: the GPU that it uses, or none, and the
+    config's number of threads.
+    """
     own = node.environment.get("CUDA_VISIBLE_DEVICES", ",".join(found.gpus)).split(",")
     gpus = own if config.gpus_per_node else [""]
+    threads = config.threads_per_rank
+    shared = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return [
-        {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} for index in range(config.ranks_per_node)
+        {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)], **shared}
+        for index in range(config.ranks_per_node)
     ]

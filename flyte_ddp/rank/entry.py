@@ -337,7 +337,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
     """Return the variables that torch and its libraries read, with torchrun's names and meaning.
 
     The defaults, such as a network interface or a number of threads, are the user's own where they
-    are set: a user may know a faster one.
+    are set: a user may know a faster one. A config's number of threads counts before the user's.
     """
     values = {
         "RANK": node.first_rank + local_rank,
@@ -365,6 +365,8 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     given = {name: os.environ[name] for name in defaults if name in os.environ}
+    if node.has_set_threads:
+        given.pop("OMP_NUM_THREADS", None)
     return (
         {name: str(value) for name, value in values.items()}
         | defaults

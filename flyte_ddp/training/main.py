@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import platform
 import resource
 import sys
@@ -31,7 +30,7 @@ from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
 from flyte_ddp.launch.protocol.programs import Program
-from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.protocol.ranks import choose_threads
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
 from flyte_ddp.rank.fast_start import call_around_compilations
@@ -88,12 +87,6 @@ def main(
         return (work or train)(parallelism, current)
 
 
-def num_threads(node: NodeRanks) -> int:
-    """Return the CPU threads of a rank: the user's own number, or else its share of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(given) if given.isdecimal() and int(given) else node.num_threads
-
-
 def _prepare_torch(
     name: str | type[Recipe], config: TrainingConfig, process: RankProcess
 ) -> Parallelism:
@@ -101,7 +94,7 @@ def _prepare_torch(
     they hold the model.
     """
     node = process.node
-    torch.set_num_threads(num_threads(node))
+    torch.set_num_threads(choose_threads(node.num_threads))
     if config.deterministic:
         # also the call with False imports torch's compiler
         torch.use_deterministic_algorithms(True)
@@ -227,7 +220,7 @@ def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -
         "hidden": trainer.hidden,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "backend": dist.get_backend() if world.world_size > 1 else "none",
-        "num_threads": num_threads(process.node),
+        "num_threads": choose_threads(process.node.num_threads),
         "num_parameters": count_parameters(model),
         "num_train_samples": len(trainer.train),
         "num_test_samples": len(trainer.test),

@@ -59,6 +59,13 @@ class Thrifty(Digits):
         return super().prediction_columns(outputs)
 
 
+class Threads(Digits):
+    """Predicts with how many threads it predicts."""
+
+    def prediction_columns(self, outputs):
+        return {"threads": [float(torch.get_num_threads())] * len(outputs)}
+
+
 class Slow(Digits):
     """A batch takes a second."""
 

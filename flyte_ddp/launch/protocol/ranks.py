@@ -31,6 +31,8 @@ class NodeRanks:
     # directory for files on their way to the caller of the run; "" if it wants none. For an agent
     # of another machine a name in a directory of that one's.
     results: str = ""
+    # `num_threads` is the config's, which counts before a user's OMP_NUM_THREADS
+    has_set_threads: bool = False
 
     @property
     def numbers(self) -> range:
@@ -49,6 +51,12 @@ class NodeRanks:
         its states; on a single node `rank` itself.
         """
         return (rank - self.num_ranks) % self.world_size
+
+
+def choose_threads(share: int) -> int:
+    """Return the CPU threads of this process: its OMP_NUM_THREADS if there is one, else `share`."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(given) if given.isdecimal() and int(given) else share
 
 
 def semaphore_prefix(directory: str) -> str:

@@ -78,6 +78,7 @@ def assign_nodes(
             or max(1, each.num_cores // len(neighbours) // config.ranks_per_node),
             node_rank=index,
             num_nodes=num_nodes,
+            has_set_threads=config.threads_per_rank > 0,
         )
         environment = _gpu_environment(each, neighbours, config)
         nodes.append(
