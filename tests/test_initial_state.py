@@ -31,6 +31,7 @@ from tasks.study import check_sweep
 from tasks.train import prepare
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.errors import raises_one_line
+from tests.support.foreign_states import FOREIGN, given_state, of_script
 from tests.support.runs import new_run
 from tests.support.trainers import new_trainer
 
@@ -82,11 +83,6 @@ def test_a_checkpoint_overrides_the_initial_state_and_is_of_its_contents_alone(t
         assert f"started, got {other!r};" in str(caught.value)
 
 
-def given_state(contents):
-    torch.save(contents, buffer := io.BytesIO())
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
@@ -122,25 +118,9 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, conte
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def prefixed(prefix, seed=7):
-    return {f"{prefix}{key}": value for key, value in state_of(seed).items()}
-
-
-SCRIPT = {"model": prefixed("module."), "optimizer": {"state": {}, "param_groups": []}, "epoch": 3}
-
-
-@pytest.mark.parametrize(
-    "contents",
-    [
-        *(given_state(prefixed(each)) for each in ("module.", "_orig_mod.", "_orig_mod.module.")),
-        given_state(SCRIPT),
-        *(pickle.dumps(state_of(7), protocol) for protocol in (3, pickle.HIGHEST_PROTOCOL)),
-        pickle.dumps({"state_dict": state_of(7)}),
-    ],
-    ids=["ddp", "compiled", "both", "script", "pickle-3", "pickle", "pickled-script"],
-)
-def test_a_state_that_another_program_has_saved_is_read(contents, tmp_path):
-    (tmp_path / "given.pt").write_bytes(contents)
+@pytest.mark.parametrize("form", FOREIGN)
+def test_a_state_that_another_program_has_saved_is_read(form, tmp_path):
+    (tmp_path / "given.pt").write_bytes(FOREIGN[form](state_of(7)))
     model = get_recipe("tests.support.recipes.Tiny").model()
     load_initial_state(model, str(tmp_path / "given.pt"))
     torch.testing.assert_close(model.state_dict(), state_of(7), rtol=0, atol=0)
@@ -154,7 +134,10 @@ def test_a_state_that_another_program_has_saved_is_read(contents, tmp_path):
             "initial_model_state: expected one state dict, got several, under model, ema: save the "
             "one that is meant alone, as torch.save(found['model'], file)",
         ),
-        (given_state({**SCRIPT, "args": Namespace()}), "it has argparse.Namespace: expected "),
+        (
+            given_state({**of_script(state_of(7)), "args": Namespace()}),
+            "it has argparse.Namespace: expected ",
+        ),
         (pickle.dumps({"args": Namespace()}), "it has argparse.Namespace: expected tensors and"),
         (pickle.dumps(os.system), "it has posix.system: expected tensors and plain values"),
     ],

@@ -12,6 +12,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.flyte.inputs import InputError
 from tests.support.commands import run_command
+from tests.support.foreign_states import FOREIGN, given_state
 from tests.test_generate import new_model
 from workflows.pet_names import generate_names_wf
 
@@ -80,6 +81,23 @@ def test_a_file_that_is_no_names_model_is_refused_in_one_line(contents, tmp_path
         match="^model_state: expected .* of recipe pet_names, got .+",
     ):
         generated(file)
+
+
+@pytest.mark.parametrize("form", ["script", "pickle"])
+def test_a_state_that_another_program_has_saved_generates_the_same_names(
+    form, state_file, tmp_path
+):
+    given = tmp_path / "given.pt"
+    given.write_bytes(FOREIGN[form](torch.load(state_file)))
+    assert generated(given, count=3) == generated(state_file, count=3)
+
+
+def test_several_states_in_one_file_are_refused_in_one_line(state_file, tmp_path):
+    state = torch.load(state_file)
+    given = tmp_path / "given.pt"
+    given.write_bytes(given_state({"model": state, "ema": state}))
+    with pytest.raises(InputError, match=r"^model_state: expected one state dict, got several"):
+        generated(given)
 
 
 def test_one_pyflyte_run_generates_names(state_file):

@@ -46,6 +46,7 @@ from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
 from tests.support.dask_runs import start_scheduler
 from tests.support.errors import raises_one_line
+from tests.support.foreign_states import FOREIGN
 from tests.support.image_store import image_tree, write_tree
 from tests.test_champion import manifest
 from workflows.predict import predict_wf
@@ -390,6 +391,14 @@ def test_a_state_of_another_model_or_for_several_gpus_is_one_line(tmp_path, monk
         )
         with expectation:
             OneDevice(Recipe(), resolve({}, {}), gpu).check_memory(torch.nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize("form", ["script", "pickle"])
+def test_a_state_that_another_program_has_saved_predicts(form, state, tmp_path):
+    given = tmp_path / "given.pt"
+    given.write_bytes(FOREIGN[form](torch.load(state)))
+    predictor = open_predictor(tmp_path, "digits", str(given))
+    torch.testing.assert_close(predictor.model.state_dict(), torch.load(state), rtol=0, atol=0)
 
 
 def test_columns_are_those_of_the_task_or_of_the_recipe(tmp_path, monkeypatch, state):

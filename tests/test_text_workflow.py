@@ -13,6 +13,7 @@ from flyte_ddp.events import EpochFinished, RunState, read_history
 from flyte_ddp.flyte.inputs import InputError
 from flyte_ddp.recipes.text.model import generate_text
 from tests.support.commands import run_command
+from tests.support.foreign_states import FOREIGN
 from tests.support.text_recipe import prepared
 from workflows.text import generate_text_wf
 
@@ -110,6 +111,14 @@ def test_a_file_that_is_no_language_model_is_refused_in_one_line(contents, model
     file.write_bytes(contents) if isinstance(contents, bytes) else torch.save(contents, file)
     with pytest.raises(InputError, match="^model_state: expected .* of .*recipe text, got [^\n]+$"):
         generate_text_wf(model_state=FlyteFile(str(file)))
+
+
+@pytest.mark.parametrize("form", ["script", "pickle"])
+def test_a_state_that_another_program_has_saved_generates_the_same_text(form, model, tmp_path):
+    given = tmp_path / "given.pt"
+    given.write_bytes(FOREIGN[form](model.state_dict()))
+    text = generate_text_wf(model_state=FlyteFile(str(given)), prompt="The ", max_tokens=20)
+    assert text == generate_text(model, "The ", 20)
 
 
 def test_a_text_goes_on_beyond_the_context_and_ends_where_the_model_ends_it(model):

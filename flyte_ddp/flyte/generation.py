@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ def generate_names(
     pet-name recipe trained.
     """
     from flyte_ddp.recipes.pet_names import generate as generator
+    from flyte_ddp.recipes.pet_names.model import NameModel
 
     check_files(data=data)
     known = (
         Path(data.download() or data.path, TRAINING_NAMES).read_text(encoding="utf-8").splitlines()
     )
-    model = generator.load_model(_read_state(model_state, "pet_names"))
+    state = _read_state(model_state, "pet_names", NameModel().state_dict().keys())
+    model = generator.load_model(state)
     return generator.generate_names(model, count, temperature, seed, prefix, known, max_length)
 
 
@@ -47,14 +50,20 @@ def generate_text(
     """Continue `prompt` with the model in `model_state` that recipe text trained."""
     from flyte_ddp.recipes.text import model as generator
 
-    model = generator.load_model(_read_state(model_state, "text"))
+    # every state of recipe text has its config and its tokenizer under this key
+    model = generator.load_model(_read_state(model_state, "text", {"_extra_state"}))
     return generator.generate_text(model, prompt, max_tokens, temperature, top_p, seed)
 
 
-def _read_state(model_state: PythonPickledFile, recipe: str) -> Any:
-    """Return the state dict in the file of a run of `recipe`. Raises ConfigError if it is none."""
-    from flyte_ddp.training.initial_state import read_state  # imports torch
+def _read_state(model_state: PythonPickledFile, recipe: str, keys: Set[str]) -> Any:
+    """Return the state dict with some of `keys` in the file of a run of `recipe`.
+
+    Raises:
+        ConfigError: the file contains no state dict, or several.
+    """
+    from flyte_ddp.training.initial_state import find_state, read_state  # imports torch
 
     check_files(model_state=model_state)
     expected = f"model_state: expected the model_state.pt of a run of recipe {recipe}"
-    return read_state(str(model_state.download() or model_state.path), expected)
+    found = read_state(str(model_state.download() or model_state.path), expected)
+    return find_state(found, keys, "model_state")

@@ -145,7 +145,7 @@ def open_trained_model(state: Mapping[str, Any], parallelism: Parallelism, field
         ConfigError: they do not fit, or the data have other classes; begins with `field`.
     """
     model = open_model(parallelism)
-    state = find_state(state, model.state_dict(), field)
+    state = find_state(state, model.state_dict().keys(), field)
     if problem := mismatch(model.state_dict(), state, list_class_names(parallelism.recipe)):
         raise ConfigError(
             f"{field}: expected one of the recipe's model, got one that does not fit: {problem}"

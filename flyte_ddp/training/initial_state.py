@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -145,7 +145,8 @@ def load_initial_state(
     if fresh_layers:
         expected += f" except in the fresh_layers {', '.join(fresh_layers)}"
     own = model.state_dict()
-    state = find_state(read_state(url, expected, timeout), own, "initial_model_state")
+    found = read_state(url, expected, timeout)
+    state = find_state(found, own.keys(), "initial_model_state")
     url, _ = split_pin(url)
     # some of torchvision's states are from before torch had these counters
     if isinstance(state, dict):
@@ -204,8 +205,8 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
         ) from error
 
 
-def find_state(found: Any, own: Mapping[str, Any], field: str) -> Any:
-    """Return the state dict with keys of `own` in what a program has saved: that itself, without
+def find_state(found: Any, keys: Set[str], field: str) -> Any:
+    """Return the state dict with some of `keys` in what a program has saved: that itself, without
     `PREFIXES`, or the one among its values, such as of {"model": state, "optimizer": ...}.
 
     Raises:
@@ -213,15 +214,15 @@ def find_state(found: Any, own: Mapping[str, Any], field: str) -> Any:
     """
     if not isinstance(found, Mapping):
         return found
-    state = _strip_prefixes(found, own)
-    if own.keys() & state.keys():
+    state = _strip_prefixes(found, keys)
+    if keys & state.keys():
         return state
     values = {
-        key: _strip_prefixes(value, own)
+        key: _strip_prefixes(value, keys)
         for key, value in found.items()
         if isinstance(value, Mapping)
     }
-    fitting = {key: value for key, value in values.items() if own.keys() & value.keys()}
+    fitting = {key: value for key, value in values.items() if keys & value.keys()}
     if len(fitting) > 1:
         raise ConfigError(
             f"{field}: expected one state dict, got several, under {abbreviate([*fitting])}: save "
@@ -230,9 +231,9 @@ def find_state(found: Any, own: Mapping[str, Any], field: str) -> Any:
     return next(iter(fitting.values()), found)
 
 
-def _strip_prefixes(state: Mapping[Any, Any], own: Mapping[str, Any]) -> Mapping[Any, Any]:
+def _strip_prefixes(state: Mapping[Any, Any], keys: Set[str]) -> Mapping[Any, Any]:
     for prefix in PREFIXES * 2:  # in either order
-        if not own.keys() & state.keys() and all(str(key).startswith(prefix) for key in state):
+        if not keys & state.keys() and all(str(key).startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
     return state
 
