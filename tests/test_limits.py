@@ -30,7 +30,7 @@ from flyte_ddp.storage import (
     storage_environment,
     write_file,
 )
-from flyte_ddp.storage.filesystem import _azure_options
+from flyte_ddp.storage.clients.azure import make_options
 from flyte_ddp.storage.limits import LIMITS_VARIABLE
 from flyte_ddp.studies.report import StudyReport
 from flyte_ddp.studies.results import TrialRun, build_table
@@ -270,13 +270,13 @@ def test_keys_of_one_account_of_azure_are_not_sent_to_another(monkeypatch, given
             monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
-    own = _azure_options(False, "abfs://container/x")
+    own = make_options(False, "abfs://container/x")
     keys = {"account_key", "sas_token", "connection_string"}
     assert keys & set(own)
     for same in ("abfs://c@own/x", "abfs://c@own.dfs.core.windows.net/x@other", "az://c/a@other"):
-        assert _azure_options(False, same) == own
+        assert make_options(False, same) == own
     for other in ("abfs://c@other/x", "abfss://c@other.dfs.core.windows.net/x@own"):
-        found = _azure_options(False, other)
+        found = make_options(False, other)
         assert found["account_name"] == "other"
         assert not keys & set(found)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import fsspec
@@ -23,11 +24,12 @@ from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
 from flyte_ddp.storage import (
     Storage,
     directory,
-    filesystem,
     open_filesystem,
     read_file,
     storage_environment,
 )
+from flyte_ddp.storage.clients import timeouts
+from flyte_ddp.storage.filesystem import CLIENTS
 from tests.support.emulators import KINDS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.errors import raises_one_line
 from tests.support.ports import free_port
@@ -160,7 +162,7 @@ def test_an_outage_is_waited_for_and_reported_in_one_line(fault, monkeypatch, fa
         server.bind(("127.0.0.1", 0))
         if fault == "hangs":
             server.listen(50)  # the kernel accepts; nobody answers
-            monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
+            monkeypatch.setattr(timeouts, "READ_TIMEOUT", 1.0)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -195,8 +197,8 @@ def test_the_store_may_work_on_an_upload_for_longer_than_it_may_be_silent(
         return app(environ, start_response)
 
     monkeypatch.setattr(store, "app", complete_slowly)
-    monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
-    monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 1 << 20)
+    monkeypatch.setattr(timeouts, "READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(timeouts, "MIN_UPLOAD_RATE", 1 << 20)
     # other requests may take a second on a busy machine, and are made again
     place = Storage(url, timeout=20)
     place.write("a", os.urandom(2 * directory.UPLOAD_PART))
@@ -369,6 +371,15 @@ def test_file_systems_with_different_keys_are_not_shared(monkeypatch):
     assert found[0] is not found[2]
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "abfs"])
+def test_a_client_without_the_private_names_keeps_its_own_limits(scheme):
+    """Tests of stores that hang, and of missing buckets, show that each name still helps."""
+    client = types.SimpleNamespace(service_client=types.SimpleNamespace())
+    before = dict(vars(client))
+    CLIENTS[scheme].limit_requests(client)
+    assert vars(client) == before
+
+
 def test_only_storage_opens_urls():
     opens = re.compile(r"\bfsspec\.|(import|from) (fsspec|s3fs|gcsfs|adlfs|boto)")
     found = [
@@ -388,6 +399,7 @@ def test_a_process_that_used_a_store_exits_silently(store, url, tmp_path):
     """
     program = """
 import sys, threading
+from flyte_ddp.storage.clients import timeouts
 from flyte_ddp.storage import Storage
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider

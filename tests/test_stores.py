@@ -13,7 +13,8 @@ from wsgiref.simple_server import make_server
 import pytest
 
 from flyte_ddp.errors import ConfigError, StorageDenied, StorageUnavailable
-from flyte_ddp.storage import Storage, directory, filesystem
+from flyte_ddp.storage import Storage, directory
+from flyte_ddp.storage.clients import timeouts
 from tests.support.dask_runs import eventually
 from tests.support.emulators import PROGRAMS, abfs, gs  # noqa: F401 - fixtures
 from tests.support.errors import raises_one_line
@@ -45,8 +46,8 @@ def test_a_store_that_stops_and_starts_again_is_waited_for_with_two_lines(emulat
 
 
 def test_a_store_that_hangs_is_away(emulator, fast, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(filesystem, "READ_TIMEOUT", 1.0)
-    monkeypatch.setattr(filesystem, "MIN_UPLOAD_RATE", 8 << 20)
+    monkeypatch.setattr(timeouts, "READ_TIMEOUT", 1.0)
+    monkeypatch.setattr(timeouts, "MIN_UPLOAD_RATE", 8 << 20)
     url = emulator.new_bucket() + "/run"
     place = Storage(url, timeout=0)
     with emulator.hanging():
