@@ -203,7 +203,7 @@ def test_events_beyond_the_bound_of_the_queue_end_the_recording(
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_EVENTS", 4)
     is_open = threading.Event()
-    monkeypatch.setattr(Mlflow, "_open", lambda self, event: is_open.wait())
+    monkeypatch.setattr(Mlflow, "_open", lambda self, *arguments: is_open.wait())
     lines: list[str] = []
     listener = Mlflow("http://127.0.0.1:1", "tests", "r1", say=lines.append)
     for event in whole_run():

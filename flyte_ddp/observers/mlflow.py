@@ -31,13 +31,13 @@ from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import (
     Event,
-    Figures,
+    Histogram,
     RunFinished,
     RunStarted,
     RunState,
     parse_history,
 )
-from flyte_ddp.observers.recorder import Recorder
+from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import (
@@ -52,7 +52,6 @@ from flyte_ddp.storage import (
 
 RUN_TAG = "flyte_ddp.run"  # by which a later attempt finds the run
 AXIS_TAG = "flyte_ddp."  # and, by axis, how far it is
-MAX_METRICS = 500  # that wait for a request; MLflow takes 1000 in one, and an event adds some
 MAX_NAME = 250  # characters of a parameter or metric, by MLflow
 MAX_VALUE = 6000  # characters of a parameter's value, by MLflow
 CHANGING = ("world_size", "num_nodes")
@@ -80,7 +79,6 @@ class Mlflow(Recorder):
     history: str = "history.jsonl"
     _client: Any = field(default=None, init=False)
     _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
-    _metrics: list[Any] = field(default_factory=list, init=False)  # that wait for `_flush`
     # of metrics, by the name under which MLflow has them
     _names: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -91,7 +89,23 @@ class Mlflow(Recorder):
         self._state.handle(event)
         super()._record(event)
 
-    def _open(self, event: RunStarted) -> None:
+    def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        if self._run is None:
+            self._start(event)
+        from mlflow.entities import Param, RunTag
+
+        # MLflow's parameters never change, and a later attempt may have other numbers of these.
+        tags = [RunTag(name, str(getattr(event, name))) for name in CHANGING]
+        known = {*self._client.get_run(self._run).data.params, *CHANGING}
+        parameters = [
+            Param(name, value[:MAX_VALUE])
+            for name, value in _flat(config).items()
+            if value and name not in known
+        ]
+        for first in range(0, len(parameters) + 1, 100):
+            self._client.log_batch(self._run, params=parameters[first : first + 100], tags=tags)
+
+    def _start(self, event: RunStarted) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # to an outside service
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         logging.getLogger("urllib3").setLevel(logging.ERROR)  # a line for each repeated request
@@ -114,49 +128,31 @@ class Mlflow(Recorder):
         found = self._client.search_runs(
             [experiment], f"tags.`{RUN_TAG}` = '{self.run_id}'", max_results=1
         )
-        self._run = (
-            found[0]
-            if found
-            else self._client.create_run(
-                experiment,
-                _milliseconds(event),
-                {name: tag for name, tag in tags.items() if tag},
-                self.name or self.run_id,
-            )
-        )
-        self._id = str(self._run.info.run_id)
-        self._client.update_run(self._id, "RUNNING")
+        if not found:
+            known = {name: tag for name, tag in tags.items() if tag}
+            began, name = _milliseconds(event.at), self.name or self.run_id
+            found = [self._client.create_run(experiment, began, known, name)]
+        self._run = found[0].info.run_id
+        self._client.update_run(self._run, "RUNNING")
         self._reached = {
-            axis: float(self._run.data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
+            axis: float(found[0].data.tags.get(AXIS_TAG + axis, 0)) for axis in self._reached
         }
-        self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._id}"
+        self.url = f"{redact_url(self.server)}/#/experiments/{experiment}/runs/{self._run}"
         self.say(f"MLflow: {self.url}")
 
-    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param, RunTag
+    def _log(self, entries: Sequence[Entry]) -> None:
+        from mlflow.entities import Metric, RunTag
 
-        # MLflow's parameters never change, and a later attempt may have other numbers of these.
-        tags = [RunTag(name, str(getattr(event, name))) for name in CHANGING]
-        known = {*self._client.get_run(self._id).data.params, *CHANGING}
-        parameters = [
-            Param(name, value[:MAX_VALUE])
-            for name, value in _flat(config).items()
-            if value and name not in known
+        metrics = [
+            Metric(self._name(name), float(value), _milliseconds(entry.at), int(entry.place))
+            for entry in entries
+            for name, value in entry.values.items()
+            # not every store of MLflow's has numbers that are not finite
+            if not isinstance(value, str | Histogram) and math.isfinite(value)
         ]
-        for first in range(0, len(parameters) + 1, 100):
-            self._client.log_batch(self._id, params=parameters[first : first + 100], tags=tags)
-
-    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        step = int(getattr(figures, figures.axis)) if figures.axis else 0
-        self._metrics += [
-            Metric(self._name(name), float(value), _milliseconds(event), step)
-            for name, value in values.items()
-            if math.isfinite(value)  # not every store of MLflow's has the others
-        ]
-        if len(self._metrics) >= MAX_METRICS:
-            self._flush()
+        tags = [RunTag(AXIS_TAG + axis, str(place)) for axis, place in self._reached.items()]
+        if metrics:
+            self._client.log_batch(self._run, metrics, tags=tags)
 
     def _name(self, name: str) -> str:
         """Return the name of a metric in the characters that MLflow allows, and of no other
@@ -167,20 +163,10 @@ class Mlflow(Recorder):
             return clean
         return f"{clean[: MAX_NAME - 9]}-{zlib.crc32(name.encode()):08x}"
 
-    def _flush(self) -> None:
-        if not self._metrics:
-            return
-        from mlflow.entities import RunTag
-
-        tags = [RunTag(AXIS_TAG + axis, str(place)) for axis, place in self._reached.items()]
-        self._client.log_batch(self._id, self._metrics, tags=tags)
-        self._metrics = []
-
-    def _finish(self, status: str) -> None:
+    def _close(self, status: str) -> None:
         if self.is_off:
             return
-        self._flush()
-        self._client.set_terminated(self._id, status)
+        self._client.set_terminated(self._run, status)
         if (finished := self._state.finished) and finished.export_url:
             # last: a store that takes no files must not leave the run as running
             self._upload(finished)
@@ -189,7 +175,7 @@ class Mlflow(Recorder):
         """Upload the run card, and the model if it is asked for: through the server, or to the
         store that it names.
         """
-        uri = self._run.info.artifact_uri
+        uri = self._client.get_run(self._run).info.artifact_uri
         permit(uri)  # the server's choice
         scheme = urlsplit(uri).scheme
         with tempfile.TemporaryDirectory() as directory:
@@ -201,7 +187,7 @@ class Mlflow(Recorder):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 fetch_file(f"{finished.export_url}/{name}", file, timeout=SHORT_TIMEOUT)
             if scheme in ("mlflow-artifacts", "http", "https"):
-                self._client.log_artifacts(self._id, directory)
+                self._client.log_artifacts(self._run, directory)
             # else the server's own disk, of which this process knows nothing
             elif scheme not in ("", "file"):
                 for file in filter(Path.is_file, Path(directory).rglob("*")):
@@ -232,8 +218,8 @@ def find_server() -> str:
     )
 
 
-def _milliseconds(event: Event) -> int:
-    return int(1000 * (event.at or time.time()))
+def _milliseconds(at: float) -> int:
+    return int(1000 * (at or time.time()))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -265,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
         observer = Mlflow(*place, say=print_line)
         for event in parse_history(read_file(options.history, "history"), options.history):
             observer._record(event)
-        observer._finish("FINISHED" if observer._state.finished else "FAILED")
+        observer._end("FINISHED" if observer._state.finished else "FAILED")
     except Exception as error:
         raise ConfigError(redact_url(str(error))) from None
     return 0

@@ -1,14 +1,15 @@
 """A run's record in a tracking service, sent by one thread from one bounded queue.
 
 A service that hangs, refuses or is slow holds up neither the training nor its end. Knows no
-service.
+service: a tracker is a `Recorder` with four methods, `_open`, `_log`, `_image` and `_close`.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from flyte_ddp.storage import redact_url, redact_values
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # by their options
 MAX_EVENTS = 20_000  # that wait for the service
+MAX_VALUES = 500  # sent at once; MLflow takes 1000 in one request, and an event adds some
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "hidden", "layers")
 
@@ -38,37 +40,37 @@ PREFIXES = {"step": "train/", "epoch": "epoch/", "": ""}  # of figures, by their
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Recorder:
-    """Records a run in a service, which is only called in this recorder's thread.
+@dataclass(frozen=True)
+class Entry:
+    """What an event adds to a run."""
 
-    An error there is printed once and ends the recording. A run with the same `run_id` is
-    continued: only what it does not have yet is logged. A service implements those of `_open`,
-    `_configure`, `_log`, `_log_...`, `_flush`, `_finish` and `_hint` that it needs.
+    axis: str  # as of `Figures`
+    step: int | None
+    epoch: float | None
+    # by names with the prefix of their axis; a str is a text to show
+    values: Mapping[str, float | str | Histogram]
+    at: float  # seconds since the epoch
+
+    @property
+    def place(self) -> float:
+        """The place on the axis; 0 without an axis."""
+        return getattr(self, self.axis) if self.axis else 0
+
+
+@dataclass(eq=False)
+class Sender:
+    """Passes events to a service in a thread of its own. An error there is printed once and ends
+    the recording.
     """
 
     service: ClassVar[str]
-    label: ClassVar[str]  # of a link to the run
     close_timeout: ClassVar[float]  # seconds until this process continues without the service
 
     _: KW_ONLY
-    name: str | None = None  # of the run on the service's pages
-    group: str | None = None  # of runs that belong together, such as a sweep
-    notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
     # by their variables; no message has them
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    # shown besides the run's own configuration
-    config: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = logger.warning  # prints a line for people
-
-    # the name under which the model is uploaded at the end, as of `TrainingConfig`; "" for none
-    model_artifact: str = field(default="", init=False)
-    url: str = field(default="", init=False)  # of the run's page, when the service has answered
     is_off: bool = field(default=False, init=False)  # the service has failed, or is not wanted
-    # what the service's run has, by axis; what it had when the ranks started
-    _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
-    _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
-    _run: Any = field(default=None, init=False)  # the service's
     _recording: Future[None] | None = field(default=None, init=False)  # from the first event on
     # a str is the status at the end
     _queue: queue.Queue[Event | str] = field(
@@ -98,14 +100,13 @@ class Recorder:
         try:
             while not isinstance(item := self._queue.get(), str):
                 self._record(item)
-                if self._run is not None and self._queue.empty():
-                    self._flush()
+                if self._queue.empty():
+                    self._send()
             status = item
         except Exception as error:  # of any kind: no failure of a service may end the training
             self._give_up(error)
         try:
-            if self._run is not None:
-                self._finish(status)
+            self._end(status)
         except Exception as error:
             self._give_up(error)
 
@@ -122,28 +123,94 @@ class Recorder:
         )
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            if self._run is None:
+        """Take the next event."""
+
+    def _send(self) -> None:
+        """Send what waits; called whenever the queue is empty."""
+
+    def _end(self, status: str) -> None:
+        """End the record as FINISHED, FAILED or KILLED."""
+
+    def _hint(self) -> str:
+        """Return what to do about a failure, for the end of its line."""
+        return ""
+
+
+@dataclass(eq=False)
+class Recorder(Sender):
+    """Records a run in a service.
+
+    A run with the same `run_id` is continued: only what it does not have yet is logged.
+    """
+
+    label: ClassVar[str]  # of a link to the run
+
+    _: KW_ONLY
+    name: str | None = None  # of the run on the service's pages
+    group: str | None = None  # of runs that belong together, such as a sweep
+    notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
+    # shown besides the run's own configuration
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    # the name under which the model is uploaded at the end, as of `TrainingConfig`; "" for none
+    model_artifact: str = field(default="", init=False)
+    url: str = field(default="", init=False)  # of the run's page, when the service has answered
+    # what the service's run has, by axis; what it had when the ranks started
+    _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
+    _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
+    _run: Any = field(default=None, init=False)  # the service's
+    _waiting: list[Entry] = field(default_factory=list, init=False)  # for `_send`
+
+    def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        """Open the service's run, or continue it, as `self._run`, and log the configuration that
+        the ranks have started with. Called at each start of the ranks.
+        """
+
+    def _log(self, entries: Sequence[Entry]) -> None:
+        """Log values on their axis, or as part of the run's summary."""
+
+    def _image(self, step: int, name: str, png: bytes) -> None:
+        """Log a picture at its step."""
+
+    def _close(self, status: str) -> None:
+        """End the service's run as FINISHED, FAILED or KILLED."""
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._send()
                 self.model_artifact = event.config.get("model_artifact", "")
-                self._open(event)
-            self._known = dict(self._reached)
-            known = {
-                name: value
-                for name, value in vars(event).items()
-                if value and name not in NOT_IN_CONFIG
-            }
-            config = {**self.config, **event.config, **known, "program": event.name}
-            self._configure(event, plain(redact_values(config)))
-        for each in [*(event.epochs if isinstance(event, CheckpointLoaded) else ()), event]:
-            figures = each.figures()
-            if self._is_new(figures):
-                prefix = PREFIXES[figures.axis]
-                values = {prefix + name: value for name, value in figures.values.items()}
-                self._log(each, figures, values)
-        if isinstance(event, PictureShown):
-            self._log_picture(event)
-        if isinstance(event, HistogramsTaken) and event.step > self._known["step"]:
-            self._log_histograms(event.step, event.histograms)
+                known = {
+                    name: value
+                    for name, value in vars(event).items()
+                    if value and name not in NOT_IN_CONFIG
+                }
+                config = {**self.config, **event.config, **known, "program": event.name}
+                self._open(event, plain(redact_values(config)))
+                self._known = dict(self._reached)
+            case CheckpointLoaded():
+                for epoch in event.epochs:
+                    self._add(epoch)
+            case PictureShown():
+                self._send()
+                self._image(event.step, f"pictures/{event.name}", event.png)
+            case HistogramsTaken() if event.step > self._known["step"]:
+                entry = Entry("step", event.step, None, event.histograms, event.at or time.time())
+                self._waiting.append(entry)
+        self._add(event)
+
+    def _add(self, event: Event) -> None:
+        """Add what is new of an event's figures to what waits."""
+        figures = event.figures()
+        if not self._is_new(figures):
+            return
+        axis, at = figures.axis, event.at or time.time()
+        values: dict[str, Any] = {PREFIXES[axis] + name: x for name, x in figures.values.items()}
+        if sample := getattr(event, "sample", ""):
+            values["epoch/sample"] = sample
+        self._waiting.append(Entry(axis, figures.step, figures.epoch, values, at))
+        if sum(len(each.values) for each in self._waiting) >= MAX_VALUES:
+            self._send()
 
     def _is_new(self, figures: Figures) -> bool:
         """Return True if there are figures, and the service's run does not have them yet."""
@@ -156,29 +223,13 @@ class Recorder:
         self._reached[axis] = max(self._reached[axis], place)
         return True
 
-    def _open(self, event: RunStarted) -> None:
-        """Open the service's run, or continue it, as `self._run`."""
+    def _send(self) -> None:
+        entries, self._waiting = self._waiting, []
+        if entries:
+            self._log(entries)
 
-    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
-        """Log what the ranks have started with."""
-
-    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
-        """Log figures on their axis, or as part of the run's summary. `values` have the names of
-        `figures` with the prefix of their axis.
-        """
-
-    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Log histograms of parameters and gradients by name."""
-
-    def _log_picture(self, event: PictureShown) -> None:
-        """Log a picture at its step."""
-
-    def _flush(self) -> None:
-        """Send what waits; called whenever the queue is empty."""
-
-    def _finish(self, status: str) -> None:
-        """End the service's run as FINISHED, FAILED or KILLED."""
-
-    def _hint(self) -> str:
-        """Return what to do about a failure, for the end of its line."""
-        return ""
+    def _end(self, status: str) -> None:
+        if self._run is not None:
+            if not self.is_off:
+                self._send()
+            self._close(status)

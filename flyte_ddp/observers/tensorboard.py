@@ -10,14 +10,14 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, PictureShown, RunStarted
-from flyte_ddp.observers.recorder import Recorder
+from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, RunStarted
+from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, check_url, redact_url
 
 UPLOAD_INTERVAL = 30.0  # seconds between uploads of a file to a store, which takes it whole
@@ -47,17 +47,22 @@ class Tensorboard(Recorder):
         self.url = f"{self.logdir.rstrip('/')}/{self.run_id}"
 
     def _record(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                self._has_start, self._resumed_step = False, None
-            case CheckpointLoaded():
-                self._resumed_step = event.step
-                if self._has_earlier:
-                    event = dataclasses.replace(event, epochs=[])
-                self._has_earlier = True
+        if isinstance(event, CheckpointLoaded):
+            self._resumed_step = event.step
+            if self._has_earlier:
+                event = dataclasses.replace(event, epochs=[])
+            self._has_earlier = True
         super()._record(event)
 
-    def _open(self, event: RunStarted) -> None:
+    def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        self._has_start, self._resumed_step = False, None
+        if self._run is None:
+            self._start()
+        if not self._has_earlier:
+            rows = (f"| {name} | {value} |" for name, value in config.items())
+            self._write_text("config", "\n".join(["| | |", "|---|---|", *rows]), 0)
+
+    def _start(self) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._place = Storage(self.url, "tensorboard", SHORT_TIMEOUT)
@@ -76,47 +81,30 @@ class Tensorboard(Recorder):
         self._write(0, file_version="brain.Event:2")
         self.say(f"TensorBoard: {redact_url(self.url)}")
 
-    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
-        if not self._has_earlier:
-            rows = (f"| {name} | {value} |" for name, value in config.items())
-            self._write_text("config", "\n".join(["| | |", "|---|---|", *rows]), 0)
-
     def _is_new(self, figures: Figures) -> bool:
         return bool(figures.axis and figures.values)
 
-    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
+    def _log(self, entries: Sequence[Entry]) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        step = figures.step or 0
-        if not self._has_start:
-            self._has_start = True
-            first = step if self._resumed_step is None else self._resumed_step + 1
-            self._write(first, session_log=SessionLog(status=SessionLog.START))
-        self._summarize(step, {name: {"simple_value": value} for name, value in values.items()})
-        if sample := getattr(event, "sample", ""):
-            self._write_text("epoch/sample", f"```\n{sample}\n```", step)
+        for entry in entries:
+            step = entry.step or 0
+            if not self._has_start:
+                self._has_start = True
+                first = step if self._resumed_step is None else self._resumed_step + 1
+                self._write(first, session_log=SessionLog(status=SessionLog.START))
+            numbers = {}
+            for name, value in entry.values.items():
+                if isinstance(value, str):
+                    self._write_text(name, f"```\n{value}\n```", step)
+                else:
+                    numbers[name] = _summary(value)
+            self._summarize(step, numbers)
+        self._save()
 
-    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        self._summarize(
-            step,
-            {
-                name: {
-                    "histo": {
-                        "min": each.edges[0],
-                        "max": each.edges[-1],
-                        "num": sum(each.counts),
-                        "bucket_limit": each.edges[1:],
-                        "bucket": each.counts,
-                    }
-                }
-                for name, each in histograms.items()
-            },
-        )
-
-    def _log_picture(self, event: PictureShown) -> None:
-        self._summarize(
-            event.step, {f"pictures/{event.name}": {"image": {"encoded_image_string": event.png}}}
-        )
+    def _image(self, step: int, name: str, png: bytes) -> None:
+        self._summarize(step, {name: {"image": {"encoded_image_string": png}}})
+        self._save()
 
     def _write_text(self, name: str, text: str, step: int) -> None:
         from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -134,15 +122,29 @@ class Tensorboard(Recorder):
 
         self._run.write(Record(wall_time=time.time(), step=step, **content).SerializeToString())
 
-    def _flush(self) -> None:
+    def _save(self) -> None:
         self._run.flush()
         if not self._place.is_local and time.monotonic() >= self._next_upload:
             self._place.write(self._name, self._file)
             self._next_upload = time.monotonic() + UPLOAD_INTERVAL
 
-    def _finish(self, status: str) -> None:
+    def _close(self, status: str) -> None:
         self._next_upload = 0.0
-        self._flush()
+        self._save()
         self._run.close()
         if not self._place.is_local:
             self._directory.cleanup()
+
+
+def _summary(value: float | Histogram) -> dict[str, Any]:
+    """Return a value as TensorBoard's summary has it."""
+    if not isinstance(value, Histogram):
+        return {"simple_value": value}
+    histogram = {
+        "min": value.edges[0],
+        "max": value.edges[-1],
+        "num": sum(value.counts),
+        "bucket_limit": value.edges[1:],
+        "bucket": value.counts,
+    }
+    return {"histo": histogram}

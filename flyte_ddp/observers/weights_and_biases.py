@@ -19,22 +19,20 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.events import (
     Event,
-    Figures,
     Histogram,
-    PictureShown,
     PredictionsMade,
     RunFinished,
     RunStarted,
     StepFoundBad,
 )
-from flyte_ddp.observers.recorder import Recorder
+from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, redact_url, write_file
 
 # seconds for W&B to answer at a start; with all others less than the launcher waits for at the end
@@ -78,7 +76,7 @@ class Wandb(Recorder):
         self.keys = {"WANDB_API_KEY": os.environ.get("WANDB_API_KEY", ""), **self.keys}
         self.is_off = os.environ.get("WANDB_MODE") == "disabled"  # saves the import, 1.5 s
 
-    def _finish(self, status: str) -> None:
+    def _close(self, status: str) -> None:
         self._run.finish(exit_code=int(status != "FINISHED"))
         if self._run.offline and self.offline_url:
             time.sleep(WRITE_SECONDS)
@@ -106,13 +104,16 @@ class Wandb(Recorder):
         super()._record(event)
         match event:
             case PredictionsMade():
+                self._send()  # what was before them
                 self._record_predictions(event)
             case RunFinished() if event.model_state_url:
                 self._record_model(event)
             case StepFoundBad():
                 self._run.alert("Bad step", str(event))
 
-    def _configure(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+    def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
+        if self._run is None:
+            self._start()
         import wandb
 
         self._run.config.update(config, allow_val_change=True)
@@ -129,20 +130,20 @@ class Wandb(Recorder):
         if event.layers:
             self._run.summary["graph_0"] = graph
 
-    def _log(self, event: Event, figures: Figures, values: Mapping[str, float]) -> None:
-        if not figures.axis:
-            self._run.summary.update(values)
-            return
-        row: dict[str, Any] = dict(values)
-        if figures.axis == "step" and figures.epoch is not None:
-            row["train/epoch"] = figures.epoch
-        if sample := getattr(event, "sample", ""):  # W&B shows it as it is, line breaks included
-            import wandb
+    def _log(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            row = {name: _media(value) for name, value in entry.values.items()}
+            if not entry.axis:
+                self._run.summary.update(row)
+                continue
+            if entry.axis == "step" and entry.epoch is not None:
+                row["train/epoch"] = entry.epoch
+            self._run.log({entry.axis: entry.place, **row})
 
-            row["epoch/sample"] = wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
-        self._run.log({figures.axis: getattr(figures, figures.axis), **row})
+    def _image(self, step: int, name: str, png: bytes) -> None:
+        self._run.log({"step": step, name: _picture(png)})
 
-    def _open(self, event: RunStarted) -> None:
+    def _start(self) -> None:
         # W&B reports its own failures to an outside service, and waits for it when the process
         # exits. It reads the variable each time, so the variable is not restored.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -200,25 +201,8 @@ class Wandb(Recorder):
             else f"W&B: {self.url or mode}"
         )
 
-    def _log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        import wandb
-
-        drawn = {
-            name: wandb.Histogram(np_histogram=(each.counts, each.edges))
-            for name, each in histograms.items()
-        }
-        self._run.log({"step": step, **drawn})
-
-    def _log_picture(self, event: PictureShown) -> None:
-        import wandb
-        from PIL import Image
-
-        picture = wandb.Image(Image.open(io.BytesIO(event.png)))
-        self._run.log({"step": event.step, f"pictures/{event.name}": picture})
-
     def _record_predictions(self, event: PredictionsMade) -> None:
         import wandb
-        from PIL import Image
 
         classes = dict.fromkeys(name for each in event.predictions for name in each.scores)
         has_images = any(each.image for each in event.predictions)
@@ -229,7 +213,7 @@ class Wandb(Recorder):
         for each in event.predictions:
             shown: Any = None if has_images else each.text
             if each.image:
-                shown = wandb.Image(Image.open(io.BytesIO(each.image)))
+                shown = _picture(each.image)
             number = each.sample if each.sample >= 0 else None
             table.add_data(number, shown, each.guess, each.truth, *map(each.scores.get, classes))
         self._run.log({"epoch": event.epoch, "predictions/test": table})
@@ -248,3 +232,21 @@ class Wandb(Recorder):
         artifact = wandb.Artifact(name, type="model", metadata=metadata)
         artifact.add_file(str(local), policy="immutable")  # does not copy it again
         self._run.log_artifact(artifact)
+
+
+def _media(value: float | str | Histogram) -> Any:
+    """Return a value as W&B shows it: a text as it is, line breaks included."""
+    import wandb
+
+    if isinstance(value, str):
+        return wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
+    if isinstance(value, Histogram):
+        return wandb.Histogram(np_histogram=(value.counts, value.edges))
+    return value
+
+
+def _picture(png: bytes) -> Any:
+    import wandb
+    from PIL import Image
+
+    return wandb.Image(Image.open(io.BytesIO(png)))
