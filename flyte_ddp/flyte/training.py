@@ -46,13 +46,7 @@ def train_on_one_node(
     model is to replace, for its card.
     """
     return _train(
-        recipe=recipe,
-        config=config,
-        data=data,
-        num_processes=num_processes,
-        checkpoints=checkpoints,
-        output=output,
-        parent_champion=parent_champion,
+        recipe, config, data, checkpoints, output, parent_champion, num_processes=num_processes
     )
 
 
@@ -72,15 +66,7 @@ def train_on_cluster(
     The task is the driver: it needs no GPU, and the ranks run in the cluster's worker pods.
     `output` and `parent_champion` are as of `train_on_one_node`.
     """
-    return _train(
-        recipe=recipe,
-        config=config,
-        data=data,
-        cluster=cluster,
-        checkpoints=checkpoints,
-        output=output,
-        parent_champion=parent_champion,
-    )
+    return _train(recipe, config, data, checkpoints, output, parent_champion, cluster=cluster)
 
 
 def pod_failure(pod: str) -> RankFailure | None:

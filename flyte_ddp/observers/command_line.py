@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flyte_ddp.errors import ConfigError
@@ -121,28 +121,7 @@ def make_observers(
             f"{error.strerror}"
         ) from None
     if options.wandb or options.mlflow or options.tensorboard:
-        # Trackers make directories, queries and addresses of it.
-        plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name).stem)[:MAX_NAME]
-        run_id = f"{plain}-{os.urandom(4).hex()}"
-        if options.checkpoints:
-            run_id = keep_run_id(Storage(options.checkpoints), run_id)
-
-    if options.wandb:
-        from flyte_ddp.observers.weights_and_biases import Wandb
-
-        listeners.append(
-            Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=print_line)
-        )
-    if options.mlflow:
-        from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
-
-        # no rank gets them
-        keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}
-        listeners.append(Mlflow(find_server(), options.mlflow, run_id, keys=keys, say=print_line))
-    if options.tensorboard:
-        from flyte_ddp.observers.tensorboard import Tensorboard
-
-        listeners.append(Tensorboard(options.tensorboard, run_id, say=print_line))
+        listeners += _make_trackers(options, name)
     if port := requested_port():
         listeners.append(MetricsServer(port).follow(0, script=name))
 
@@ -151,3 +130,25 @@ def make_observers(
             receive(line)
 
     return listeners, relay
+
+
+def _make_trackers(options: argparse.Namespace, name: str) -> Iterator[Listener]:
+    # Trackers make directories, queries and addresses of it.
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name).stem)[:MAX_NAME]
+    run_id = f"{plain}-{os.urandom(4).hex()}"
+    if options.checkpoints:
+        run_id = keep_run_id(Storage(options.checkpoints), run_id)
+    if options.wandb:
+        from flyte_ddp.observers.weights_and_biases import Wandb
+
+        yield Wandb(options.wandb, run_id, os.environ.get("WANDB_DIR", "."), say=print_line)
+    if options.mlflow:
+        from flyte_ddp.observers.mlflow import KEY_VARIABLES, Mlflow, find_server
+
+        # no rank gets them
+        keys = {key: os.environ.pop(key) for key in KEY_VARIABLES if key in os.environ}
+        yield Mlflow(find_server(), options.mlflow, run_id, keys=keys, say=print_line)
+    if options.tensorboard:
+        from flyte_ddp.observers.tensorboard import Tensorboard
+
+        yield Tensorboard(options.tensorboard, run_id, say=print_line)
