@@ -27,7 +27,7 @@ from flyte_ddp.events import (
 from flyte_ddp.flyte import frame
 from flyte_ddp.launch.control import driver
 from flyte_ddp.observers.history import HistoryFile
-from flyte_ddp.observers.reports import drawing, run
+from flyte_ddp.observers.reports import drawing, run_rows
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.studies.report import StudyReport
@@ -178,7 +178,7 @@ def _fill_disk(path, text, **options):
 FAULTS = {
     "a panel cannot be drawn": (drawing, "to_svg"),
     "a table cannot be made": (Report, "content"),
-    "figures cannot be formatted": (run, "duration"),
+    "figures cannot be formatted": (run_rows, "duration"),
     "the disk is full": (Path, "write_text"),
     "the card cannot be made": (frame, "card_files"),
     "the export is gone": (frame, "fetch_file"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import Reported
@@ -25,7 +25,7 @@ from flyte_ddp.observers.reports.drawing import (
     printable,
 )
 from flyte_ddp.studies.results import TrialRun, figures_of, rank_of
-from flyte_ddp.studies.scaling import Study, by_world_size, estimate
+from flyte_ddp.studies.scaling import Estimate, Row, Study, by_world_size, estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,71 +42,74 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
     They show it over epochs, of recipes also over time, and by each hyperparameter that differs.
     Without a finished epoch there are none.
     """
-    ranked = sorted((run for run in runs if math.isfinite(run.score(run.kept))), key=rank_of)[
-        :MAX_LINES
-    ]
+    ranked = sorted((run for run in runs if math.isfinite(run.score(run.kept))), key=rank_of)
+    ranked = ranked[:MAX_LINES]
     if not ranked:
         return "", "", []
     metric, best = ranked[0].metric, ranked[: len(PALETTE)]
-    results = [each for run in ranked for each in run.results]
-    axis = "step" if any(each.epoch is None for each in results) else "epoch"
-    colors = [*PALETTE, *[INK] * len(ranked)][: len(ranked)]
     figures = [figures_of(run.kept)[metric] if run.kept else math.nan for run in ranked]
-
-    curves, timed = [], []
-    for index, (run, color) in enumerate(zip(ranked, colors, strict=True)):
-        is_best = index < len(best)
-        look = (
-            f"{run.trial.number}" if is_best else None,
-            color,
-            1.6 if is_best else 0.8,
-            1.0 if is_best else FAINT / 3,
-            f"{run.trial}",
-        )
-        order = 3 - index / len(ranked)
-        places = [getattr(result.figures(), axis) for result in run.results]
-        curves.append(Line(_points(run, metric, places), *look, order=order))
-        if run.elapsed:
-            timed.append(Line(_points(run, metric, run.elapsed), *look, order=order))
-    heading = name_metric(ranked[0])
     ends = [
         f"{run.trial} {format_figure(metric, figure)}"
         for run, figure in zip(best, figures, strict=False)
     ]
-    summary = f"{heading} over {axis}s: {', '.join(ends)}"
-    panels = [
-        Panel("metric-over-epochs", heading, summary, curves, axis, has_whole_x=True, log_ratio=20)
-    ]
-    if timed:
-        title = f"{heading} over time"
-        seconds = "seconds of training and evaluation"
-        panels.append(Panel("metric-over-time", title, title, timed, seconds, log_ratio=20))
+    heading = name_metric(ranked[0])
+    panels = [_over_epochs(heading, ranked, ends), *_over_time(heading, ranked)]
     for index, name in enumerate(ranked[0].trial.values):
-        values = [run.trial.values[name] for run in ranked]
-        if len({repr(value) for value in values}) == 1:
-            continue
-        values = [run.trial.shown[name] for run in ranked]
-        numbers = values if all(type(value) in (int, float) for value in values) else ()
-        places = numbers or [printable(format_value(value))[:MAX_CHOICE] for value in values]
-        lines = [
-            Line([place], None, color, 1.0, 0.8, f"{run.trial}", "", marker_size=6)
-            for run, color, place in zip(
-                ranked, colors, zip(places, figures, strict=True), strict=True
-            )
-        ]
-        panels.append(
-            Panel(
-                f"metric-by-{index}",
-                f"By {name}",
-                f"By {name}: the best, {ends[0]}",
-                lines,
-                name,
-                log_ratio=20,
-                draw=functools.partial(log_scale, values=numbers, ratio=DECADE, axis="x"),
-            )
-        )
+        if len({repr(run.trial.values[name]) for run in ranked}) > 1:
+            panels.append(_by_value(f"metric-by-{index}", name, ranked, figures, ends[0]))
     trials = "; ".join(str(run.trial) for run in best)
     return heading, f"colored: the best so far, {trials}", panels
+
+
+def _over_epochs(heading: str, ranked: Sequence[TrialRun], ends: Sequence[str]) -> Panel:
+    has_epochs = all(each.epoch is not None for run in ranked for each in run.results)
+    axis = "epoch" if has_epochs else "step"
+    lines = []
+    for index, run in enumerate(ranked):
+        places = [getattr(result.figures(), axis) for result in run.results]
+        lines.append(_draw_line(index, ranked, places))
+    summary = f"{heading} over {axis}s: {', '.join(ends)}"
+    name = "metric-over-epochs"
+    return Panel(name, heading, summary, lines, axis, has_whole_x=True, log_ratio=20)
+
+
+def _over_time(heading: str, ranked: Sequence[TrialRun]) -> Iterator[Panel]:
+    lines = [
+        _draw_line(index, ranked, run.elapsed) for index, run in enumerate(ranked) if run.elapsed
+    ]
+    title = f"{heading} over time"
+    x_label = "seconds of training and evaluation"
+    if lines:
+        yield Panel("metric-over-time", title, title, lines, x_label, log_ratio=20)
+
+
+def _draw_line(index: int, ranked: Sequence[TrialRun], places: Sequence[Any]) -> Line:
+    """Return the line of a trial; of the best ones in a color and with a label."""
+    run, order = ranked[index], 3 - index / len(ranked)
+    points = _points(run, run.metric, places)
+    if index < len(PALETTE):
+        label, color = f"{run.trial.number}", PALETTE[index]
+        return Line(points, label, color, 1.6, 1.0, f"{run.trial}", order=order)
+    return Line(points, None, INK, 0.8, FAINT / 3, f"{run.trial}", order=order)
+
+
+def _by_value(
+    panel: str, name: str, ranked: Sequence[TrialRun], figures: Sequence[float], best: str
+) -> Panel:
+    """Return the panel of the figures by the hyperparameter `name`."""
+    values = [run.trial.shown[name] for run in ranked]
+    numbers = values if all(type(value) in (int, float) for value in values) else ()
+    places = numbers or [printable(format_value(value))[:MAX_CHOICE] for value in values]
+    colors = [*PALETTE, *[INK] * len(ranked)]
+    lines = [
+        Line([point], None, color, 1.0, 0.8, f"{run.trial}", "", marker_size=6)
+        for run, color, point in zip(
+            ranked, colors, zip(places, figures, strict=True), strict=False
+        )
+    ]
+    draw = functools.partial(log_scale, values=numbers, ratio=DECADE, axis="x")
+    title = f"By {name}"
+    return Panel(panel, title, f"{title}: the best, {best}", lines, name, log_ratio=20, draw=draw)
 
 
 def _points(run: TrialRun, metric: str, places: Sequence[Any]) -> list[tuple[Any, float]]:
@@ -138,70 +141,72 @@ def scaling_panels(study: Study) -> tuple[str, list[Panel]]:
 
     There are none before the first trial has finished.
     """
-    numbers = {values: f"{number}" for number, values in enumerate(study.series, start=1)}
-    meaning = "; ".join(
-        f"{number}: {study.describe(values)}" for values, number in numbers.items() if study.names
-    )
-    ideal = {
-        row.world_size: row.world_size / rows[0].world_size
-        for rows in study.series.values()
-        for row in rows
-    }
-
-    def by_size(name: str, title: str, ideals: Mapping[int, float]) -> Panel:
-        """Return a panel with a line per series over world sizes, and the interval of repeats."""
-        lines = {
-            number if study.names else "measured": [
-                (size, estimate(known))
-                for size, repeats in by_world_size(study.series[values]).items()
-                if (
-                    known := [
-                        getattr(row, name) for row in repeats if getattr(row, name) is not None
-                    ]
-                )
-            ]
-            for values, number in numbers.items()
-        }
-
-        def draw(axes: Axes) -> None:
-            from matplotlib.ticker import NullLocator
-
-            for known, color in zip(lines.values(), itertools.cycle(PALETTE), strict=False):
-                for size, y in known:  # a single measurement has no bar
-                    if y.half_width:
-                        axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(list(ideal), [str(size) for size in ideal])
-            axes.xaxis.set_minor_locator(NullLocator())
-            # with two equal axes the ideal is a straight line, and small sizes stay visible
-            if name == "speed_up":
-                axes.set_yscale("log", base=2)
-                axes.yaxis.set_major_formatter(format_rounded)
-
-        points = ", ".join(
-            f"{format_count(size, 'rank')} {y:,.4g}" for line in lines.values() for size, y in line
-        )
-        drawn = [
-            Line([(size, y.mean) for size, y in known], label, color, marker_size=6)
-            for (label, known), color in zip(lines.items(), itertools.cycle(PALETTE), strict=False)
-        ]
-        dotted = Line(sorted(ideals.items()), "ideal", width=1, style=(0, (1, 2)), max_markers=0)
-        return Panel(
-            name.replace("_", "-"),
-            title,
-            f"{title} by world size: {points}",
-            [*drawn, dotted],
-            "ranks",
-            from_zero=True,
-            tick=format_rounded,
-            draw=draw,
-        )
-
+    if not study.rows:
+        return "", []
+    series = enumerate(study.series, start=1)
+    meaning = [f"{number}: {study.describe(values)}" for number, values in series if study.names]
+    rows = itertools.chain(*study.series.values())
+    smallest = next(iter(study.series.values()))[0].world_size
+    ideal = {row.world_size: row.world_size / smallest for row in rows}
     panels = [
-        by_size("speed_up", "Speed-up", ideal),
-        by_size("efficiency", "Efficiency", dict.fromkeys(ideal, 1.0)),
-        by_size("samples_per_second", "Samples per second", {}),
-        by_size("seconds_to_target", f"Seconds to test loss {study.target_loss:.4g}", {}),
-        by_size("wait_share", "Share of a step waiting for gradients", {}),
+        ("speed_up", "Speed-up", ideal),
+        ("efficiency", "Efficiency", dict.fromkeys(ideal, 1.0)),
+        ("samples_per_second", "Samples per second", {}),
+        ("seconds_to_target", f"Seconds to test loss {study.target_loss:.4g}", {}),
+        ("wait_share", "Share of a step waiting for gradients", {}),
     ]
-    return meaning, panels if study.rows else []
+    return "; ".join(meaning), [_by_size(study, list(ideal), *each) for each in panels]
+
+
+def _by_size(
+    study: Study, sizes: list[int], name: str, title: str, ideals: Mapping[int, float]
+) -> Panel:
+    """Return a panel with a line per series over world sizes, and the interval of repeats."""
+    lines = {}
+    for number, series in enumerate(study.series.values(), start=1):
+        lines[f"{number}" if study.names else "measured"] = _estimates(series, name)
+    colored = list(zip(lines.items(), itertools.cycle(PALETTE), strict=False))
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import NullLocator
+
+        for (_, points), color in colored:
+            for size, y in points:
+                if y.half_width:  # a single measurement has no bar
+                    axes.errorbar(size, y.mean, y.half_width, color=color, capsize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        # with two equal axes the ideal is a straight line, and small sizes stay visible
+        if name == "speed_up":
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(format_rounded)
+
+    known = itertools.chain(*lines.values())
+    points = ", ".join(f"{format_count(size, 'rank')} {y:,.4g}" for size, y in known)
+    drawn = [
+        Line([(size, y.mean) for size, y in points], label, color, marker_size=6)
+        for (label, points), color in colored
+    ]
+    dotted = Line(sorted(ideals.items()), "ideal", width=1, style=(0, (1, 2)), max_markers=0)
+    return Panel(
+        name.replace("_", "-"),
+        title,
+        f"{title} by world size: {points}",
+        [*drawn, dotted],
+        "ranks",
+        from_zero=True,
+        tick=format_rounded,
+        draw=draw,
+    )
+
+
+def _estimates(series: Sequence[Row], name: str) -> list[tuple[int, Estimate]]:
+    """Return the figure `name` at each world size that has measured it."""
+    found = []
+    for size, repeats in by_world_size(series).items():
+        values = [getattr(row, name) for row in repeats]
+        known = [value for value in values if value is not None]
+        if known:
+            found.append((size, estimate(known)))
+    return found

@@ -177,32 +177,39 @@ def _scaling_tiles(study: Study) -> list[Tile]:
 def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> Table:
     """Return the table of trials."""
     measured = {each.trial: each for each in study.rows}
-    rows, is_recipe = [], runs[0].trial.counted is EpochFinished
+    is_recipe = runs[0].trial.counted is EpochFinished
     names = dict.fromkeys(["train_loss", "test_loss"] if is_recipe else [runs[0].metric])
-    names |= dict.fromkeys(
-        name for run in runs for each in run.results for name in figures_of(each)
-    )
     for run in runs:
-        figures = figures_of(run.results[-1]) if run.results else {}
-        num_epochs = run.epochs[-1].position if run.epochs else 0
-        cells = {
-            "trial": cell(run.trial.number),
-            "status": cell(run.status, kind=run.status.replace(" ", "-")),
-            **{name: cell(value, format_value) for name, value in run.trial.shown.items()},
-            **(
-                {"epochs": cell(num_epochs, f"{{:g}} / {run.trial.num_epochs}".format)}
-                if is_recipe
-                else {"reports": cell(len(run.results))}
-            ),
-        }
-        for name in list(names)[: 2 + MAX_METRICS]:
-            figure = functools.partial(format_figure, name)
-            cells[name.replace("_", " ")] = cell(figures.get(name), figure)
-        cells["time"] = cell(run.seconds if figures else None, duration)
-        for head, name, form in SCALING_COLUMNS if study.rows else ():
-            value = getattr(measured.get(run.trial.number), name, None)
-            cells[head.format_map(vars(study))] = cell(value, form.format)
-        if any(each.error for each in runs):
+        for each in run.results:
+            names |= dict.fromkeys(figures_of(each))
+    shown = list(names)[: 2 + MAX_METRICS]
+    has_errors = any(run.error for run in runs)
+    rows = []
+    for run in runs:
+        cells = {"trial": cell(run.trial.number), **_cells(run, shown, is_recipe)}
+        if study.rows:
+            row = measured.get(run.trial.number)
+            for head, name, form in SCALING_COLUMNS:
+                cells[head.format_map(vars(study))] = cell(getattr(row, name, None), form.format)
+        if has_errors:
             cells["error"] = cell(shorten(run.error, MAX_ERROR), kind="note")
         rows.append((run is best, cells))
     return Table("Trials", "click a column's head to sort", rows)
+
+
+def _cells(run: TrialRun, names: Sequence[str], is_recipe: bool) -> dict[str, dict[str, Any]]:
+    """Return the cells of a trial: what it tried, how far it is, and its newest figures."""
+    cells = {"status": cell(run.status, kind=run.status.replace(" ", "-"))}
+    for name, value in run.trial.shown.items():
+        cells[name] = cell(value, format_value)
+    if is_recipe:
+        num_epochs = run.epochs[-1].position if run.epochs else 0
+        cells["epochs"] = cell(num_epochs, f"{{:g}} / {run.trial.num_epochs}".format)
+    else:
+        cells["reports"] = cell(len(run.results))
+    figures = figures_of(run.results[-1]) if run.results else {}
+    for name in names:
+        form = functools.partial(format_figure, name)
+        cells[name.replace("_", " ")] = cell(figures.get(name), form)
+    cells["time"] = cell(run.seconds if figures else None, duration)
+    return cells

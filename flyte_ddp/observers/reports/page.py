@@ -175,7 +175,7 @@ class Row(NamedTuple):
     """A named value of a section."""
 
     name: str
-    value: str
+    value: object
     note: str = ""
     marked: bool = False
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,119 +50,144 @@ Curve = list[tuple[float, float]]  # x, y
 
 
 def run_panels(state: RunState) -> list[Panel]:
-    """Return the panels for which there are data so far.
+    """Return the panels for which there are data so far, in the order of `PANELS`.
 
-    In this order: loss, the metrics, throughput, learning-rate, gradient-norm, ranks, predictions,
-    each other reported value, and the use of the nodes. Their x axis is that of `_find_axis`.
+    Their x axis is that of `_find_axis`.
     """
-    epochs = state.epochs
-    axis, reported = _find_axis(state)
-    ends = [*(epoch.position for epoch in epochs), *(line[-1][0] for line in reported.values())]
-    resumed = {"epoch": state.position(state.resumed_step), "step": state.resumed_step}.get(axis)
+    curves = _Curves(state, *_find_axis(state))
+    return [panel for make_panels in PANELS for panel in make_panels(curves)]
 
-    def set_x(axes: Axes) -> None:
+
+@dataclass(frozen=True)
+class _Curves:
+    """The curves of a run over one x axis."""
+
+    state: RunState
+    axis: str
+    reported: Mapping[str, Curve]  # by name
+
+    def set_x(self, axes: Axes) -> None:
         """Mark where the run was resumed from a checkpoint."""
+        state = self.state
+        step = state.resumed_step
+        resumed = {"epoch": state.position(step), "step": step}.get(self.axis)
         if resumed:
             axes.axvline(resumed, color=INK, linewidth=1, linestyle=(0, (3, 3)), label="resumed")
-        axes.set_xlim(0, max(1.0, *ends, 0.0) * 1.02)
+        ends = [epoch.position for epoch in state.epochs]
+        ends += [line[-1][0] for line in self.reported.values()]
+        axes.set_xlim(0, max([1.0, *ends]) * 1.02)
 
     def panel(
+        self,
         name: str,
         title: str,
         value: str,
         figures: Mapping[str, str],
-        color: int,
+        color: int = 0,
         note: str = "",
         **options: Any,
-    ) -> list[Panel]:
+    ) -> Iterator[Panel]:
         """Return the panel of a reported value, and of `figures` of each epoch by their labels;
         none without either.
         """
-        lines = [
-            Line(
-                [
-                    (each.position, (vars(each) | each.metrics).get(figure, math.nan))
-                    for each in epochs
-                ],
-                label or None,
-                PALETTE[index],
+        lines = []
+        if steps := self.reported.get(value):
+            is_alone = not self.state.epochs or not figures
+            width, opacity = (1.4, 1.0) if is_alone else (0.9, FAINT)
+            lines.append(Line(steps, "by step", PALETTE[color], width, opacity, max_markers=1))
+        if self.state.epochs:
+            for index, (label, figure) in enumerate(figures.items(), start=color):
+                lines.append(Line(self._over_epochs(figure), label or None, PALETTE[index]))
+        summary = f"{title} over {self.axis}s"
+        if note:
+            summary += f": {note}"
+        if lines:
+            yield Panel(
+                name, title, summary, lines, self.axis, note, True, draw=self.set_x, **options
             )
-            for index, (label, figure) in enumerate(figures.items(), start=color)
-            if epochs
-        ]
-        if steps := reported.get(value):
-            width, opacity = (0.9, FAINT) if lines else (1.4, 1.0)
-            first = Line(steps, "by step", PALETTE[color], width, opacity, max_markers=1)
-            lines = [first, *lines]
-        summary = ": ".join(filter(None, [f"{title} over {axis}s", note]))
-        made = Panel(name, title, summary, lines, axis, note, True, draw=set_x, **options)
-        return [made] if lines else []
 
-    schedule = state.started.config.get("schedule") if state.started else None
-    metrics = list(epochs[-1].metrics.items())[:MAX_METRICS] if epochs else []
-    speed, norm = "samples_per_second", "L2, whole gradient, before clipping"
-    panels = [
-        *panel(
-            "loss", "Loss", "loss", {"training": "train_loss", "test": "test_loss"}, 0, log_ratio=20
-        ),
-        *itertools.chain.from_iterable(
-            panel(
-                f"metric-{index}",
-                f"Test {name.replace('_', ' ')}",
-                "",
-                {"": name},
-                2,
-                f"now {format_figure(name, now)}",
-            )
-            for index, (name, now) in enumerate(metrics)
-        ),
-        *panel(
-            "throughput",
-            "Throughput (samples/s)",
-            speed,
-            {"epoch mean": speed},
-            6,
-            from_zero=True,
-            tick=format_rounded,
-        ),
-        *panel(
-            "learning-rate",
-            "Learning rate",
-            "learning_rate",
-            # at the end of each epoch
-            {} if "learning_rate" in reported else {"": "learning_rate"},
-            3,
-            f"schedule {schedule}" if schedule else "",
-            from_zero=True,
-        ),
-        *panel(
-            "gradient-norm",
-            "Gradient norm",
-            "gradient_norm",
-            {},
-            4,
-            norm,
-            from_zero=True,
-            log_ratio=100,
-        ),
-    ]
-    if any(len(epoch.rank_step_seconds) > 1 for epoch in epochs):
+    def _over_epochs(self, figure: str) -> Points:
+        return [
+            (each.position, (vars(each) | each.metrics).get(figure, math.nan))
+            for each in self.state.epochs
+        ]
+
+
+def _metric_panels(curves: _Curves) -> Iterator[Panel]:
+    newest = curves.state.epochs[-1].metrics if curves.state.epochs else {}
+    for index, (name, now) in enumerate(list(newest.items())[:MAX_METRICS]):
+        title, note = f"Test {name.replace('_', ' ')}", f"now {format_figure(name, now)}"
+        yield from curves.panel(f"metric-{index}", title, "", {"": name}, 2, note)
+
+
+def _learning_rate_panel(curves: _Curves) -> Iterator[Panel]:
+    name, started = "learning_rate", curves.state.started
+    schedule = started.config.get("schedule") if started else None
+    note = f"schedule {schedule}" if schedule else ""
+    at_end_of_epoch = {} if name in curves.reported else {"": name}
+    return curves.panel(
+        "learning-rate", "Learning rate", name, at_end_of_epoch, 3, note, from_zero=True
+    )
+
+
+def _rank_panel(curves: _Curves) -> Iterator[Panel]:
+    if any(len(epoch.rank_step_seconds) > 1 for epoch in curves.state.epochs):
         title = "Compute time per step of each rank (ms)"
-        lines = _color(_rank_lines(state))
-        panels.append(
-            Panel("ranks", title, f"{title} over epochs", lines, axis, "", True, True, draw=set_x)
-        )
-    panels += prediction_panels(state.predictions.predictions if state.predictions else [])
-    others = [name for name in reported if name not in KNOWN][:MAX_REPORTED]
-    for index, name in enumerate(others):
-        panels += panel(f"reported-{index}", name.replace("_", " "), name, {}, 0)
+        lines, axis = _color(_rank_lines(curves.state)), curves.axis
+        summary = f"{title} over epochs"
+        yield Panel("ranks", title, summary, lines, axis, "", True, True, draw=curves.set_x)
+
+
+def _prediction_panels(curves: _Curves) -> list[Panel]:
+    made = curves.state.predictions
+    return prediction_panels(made.predictions) if made else []
+
+
+def _other_panels(curves: _Curves) -> Iterator[Panel]:
+    others = [name for name in curves.reported if name not in KNOWN]
+    for index, name in enumerate(others[:MAX_REPORTED]):
+        yield from curves.panel(f"reported-{index}", name.replace("_", " "), name, {})
+
+
+def _node_panels(curves: _Curves) -> Iterator[Panel]:
     for name, title in MEASURED.items():
-        if lines := _color(_node_lines(state, name)):
-            summary = f"{title} of each node over time"
-            panels.append(
-                Panel(name.replace("_", "-"), title, summary, lines, "minute", from_zero=True)
-            )
-    return panels
+        lines = _color(_node_lines(curves.state, name))
+        summary = f"{title} of each node over time"
+        if lines:
+            yield Panel(name.replace("_", "-"), title, summary, lines, "minute", from_zero=True)
+
+
+LOSSES = {"training": "train_loss", "test": "test_loss"}
+SPEED = "samples_per_second"
+WHOLE_NORM = "L2, whole gradient, before clipping"
+PANELS: tuple[Callable[[_Curves], Iterable[Panel]], ...] = (
+    lambda curves: curves.panel("loss", "Loss", "loss", LOSSES, log_ratio=20),
+    _metric_panels,
+    lambda curves: curves.panel(
+        "throughput",
+        "Throughput (samples/s)",
+        SPEED,
+        {"epoch mean": SPEED},
+        6,
+        from_zero=True,
+        tick=format_rounded,
+    ),
+    _learning_rate_panel,
+    lambda curves: curves.panel(
+        "gradient-norm",
+        "Gradient norm",
+        "gradient_norm",
+        {},
+        4,
+        WHOLE_NORM,
+        from_zero=True,
+        log_ratio=100,
+    ),
+    _rank_panel,
+    _prediction_panels,
+    _other_panels,
+    _node_panels,
+)
 
 
 def _find_axis(state: RunState) -> tuple[str, dict[str, Curve]]:

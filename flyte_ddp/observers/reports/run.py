@@ -5,47 +5,36 @@ if its data are.
 from __future__ import annotations
 
 import base64
-import dataclasses
-import datetime
 import functools
 import itertools
-import math
-import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from markupsafe import Markup
 
-from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import Event, Prediction, RunFinished, RunStarted, RunState, TimeSpent
+from flyte_ddp.events import Event, Prediction, RunStarted, RunState
 from flyte_ddp.observers.formats import (
     duration,
     format_count,
     format_figure,
     format_rounded,
-    format_value,
-    percent,
 )
 from flyte_ddp.observers.reports.page import (
     Card,
     Page,
-    Row,
-    Section,
     Table,
-    Tile,
     cell,
     shorten,
 )
 from flyte_ddp.observers.reports.plots import run_panels
+from flyte_ddp.observers.reports.run_rows import RunView, make_sections, make_tiles
 
 # These keep the page below 3 MB for any run. The rest of it is 250 kB at most.
 MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
 MAX_PICTURE_BYTES = 900_000  # of PNGs, before base64
 MAX_EPOCHS = 200  # rows of the table
-MAX_ROWS = 100  # of layers
 MAX_NOTICES = 20
 
 MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters of each
@@ -55,7 +44,6 @@ MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
 PICTURE = Markup(
     '<h2>{0} <small>step {1:,}</small></h2><img alt="{0}" src="data:image/png;base64,{2}">'
 )
-MAX_TILES = 6  # of reported values
 
 
 @dataclass(eq=False)
@@ -113,19 +101,20 @@ class Report(Page):
         if not (started := self._state.started):
             lead = "Waiting for the ranks to start."
             return {"lead": lead, "percent_done": 0, "cards": self._cards()}
+        view = self._view(started)
         ranks = format_count(started.world_size, "rank")
         nodes = format_count(started.num_nodes, "node")
         lead = f"{ranks} on {nodes}" + (f": {started.data}" if started.data else "")
         return {
             "lead": lead,
-            "percent_done": self._percent_done(started),
+            "percent_done": view.percent_done,
             "notices": self._notices(),
-            "tiles": self._tiles(started),
+            "tiles": make_tiles(view),
             "charts": [("", "", self._panels), *self._pictures()],
             "table": self._epochs_table() if self._state.epochs else {},
             "predictions": self._prediction_section(),
             "cards": self._cards(),
-            "sections": self._sections(started),
+            "sections": make_sections(view, self.outputs),
         }
 
     def _pictures(self) -> list[tuple[str, str, list[Markup]]]:
@@ -143,13 +132,15 @@ class Report(Page):
         note = f"the newest of each name; {left_out} older ones are left out" if left_out else ""
         return [("Pictures", note, shown)] if shown else []
 
-    def _time_spent(self) -> TimeSpent:
-        return self._state.time_spent(until=self.closed_at or time.time())
-
-    def _percent_done(self, started: RunStarted) -> int:
-        if self._state.finished or not started.num_steps:
-            return 100 * bool(self._state.finished)
-        return min(100, 100 * self._state.last_step // started.num_steps)
+    def _view(self, started: RunStarted) -> RunView:
+        state = self._state
+        spent = state.time_spent(until=self.closed_at or time.time())
+        # A replayed history is reported within a second, so the duration in its own last event
+        # counts.
+        replayed = state.finished.seconds if state.finished else 0.0
+        seconds = spent.wall or max(self.seconds(), replayed)
+        left = None if self.closed_at else state.seconds_left(time.time())
+        return RunView(state, started, spent, seconds, left)
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded
@@ -167,94 +158,6 @@ class Report(Page):
                 "of the pods avoids that"
             )
         return notices
-
-    def _tiles(self, started: RunStarted) -> list[Tile]:
-        state, spent = self._state, self._time_spent()
-        latest = {name: value for report in state.reports for name, value in report.values.items()}
-        for name in itertools.chain(*state.rank_values.values()):  # some may be theirs alone
-            latest.setdefault(name, statistics.fmean(self._values_of_others(name)))
-        best, metric, epochs = state.best, state.monitor.metric, started.config.get("epochs")
-        speed = "samples_per_second"
-        rate = state.epochs[-1].samples_per_second if state.epochs else latest.get(speed, 0.0)
-        # A replayed history is reported within a second, so the duration in its own last event
-        # counts.
-        seconds = spent.wall or max(
-            self.seconds(), state.finished.seconds if state.finished else 0.0
-        )
-        epoch = state.reports[-1].epoch if state.reports else None
-        on_gpu = started.device != "cpu"
-        devices = started.world_size * (1 if on_gpu else started.num_threads)
-        each = (
-            started.device if on_gpu else f"CPU, {format_count(started.num_threads, 'thread')} each"
-        )
-        value = format_figure(metric, best.figures().values.get(metric, math.nan)) if best else ""
-        tiles = [
-            Tile(
-                f"Best {metric}".replace("_", " "),
-                value,
-                f"in epoch {best.position if best else 0:.3g}",
-            ),
-            Tile(
-                "Epochs",
-                f"{state.num_epochs} / {epochs}" if epochs else "",
-                f"{self._percent_done(started)} % of {started.num_steps:,} steps",
-            ),
-            Tile(
-                "Step",
-                f"{state.last_step:,}" if state.reports and not epochs else "",
-                "" if epoch is None else f"epoch {epoch:g}",
-            ),
-            Tile(
-                "Samples/s",
-                format_rounded(rate) if rate else "",
-                "in the last epoch" if state.epochs else "now",
-            ),
-            Tile(
-                "Wall time",
-                duration(seconds),
-                "since the launch" + (", this attempt" if state.resumed_step else ""),
-            ),
-            Tile("Time left", *self._describe_time_left()),
-            Tile(
-                "Goodput",
-                percent(spent.goodput)
-                if spent.wall and (started.num_steps or spent.goodput)
-                else "",
-                "of the wall time: stepping and evaluating",
-            ),
-            Tile("Ranks", f"{started.world_size}" if started.device else "", each),
-            Tile(
-                "GPU-hours" if on_gpu else "Core-hours",
-                f"{devices * seconds / 3600:,.3g}" if started.device else "",
-                f"{devices} x wall time",
-            ),
-            *(
-                Tile(name.replace("_", " "), f"{value:.4g}", self._describe_others(name))
-                for name, value in list(latest.items())[:MAX_TILES]
-                if not state.epochs and name != speed
-            ),
-        ]
-        return [each for each in tiles if each.value]
-
-    def _describe_time_left(self) -> tuple[str, str]:
-        """Return the time to the last step and when that will be; empty where it is not known."""
-        now = time.time()
-        left = None if self.closed_at else self._state.seconds_left(now)
-        if left is None:
-            return "", ""
-        end = datetime.datetime.fromtimestamp(now + left, datetime.timezone.utc)
-        return duration(left), f"until about {end:%H:%M} UTC"
-
-    def _values_of_others(self, name: str) -> list[float]:
-        """Return what the other ranks have reported last under this name."""
-        reported = self._state.rank_values.values()
-        return [values[name] for values in reported if name in values]
-
-    def _describe_others(self, name: str) -> str:
-        if not (found := self._values_of_others(name)):
-            return "last reported"
-        spread = f", {min(found):.4g} to {max(found):.4g}" if len(found) > 1 else ""
-        return f"other ranks: {statistics.fmean(found):.4g}{spread}"
 
     def _epochs_table(self) -> Table:
         best, epochs = self._state.best, self._state.epochs
@@ -327,103 +230,6 @@ class Report(Page):
             )
         return {"note": note, "first": shown[:OPEN_PREDICTIONS], "rest": shown[OPEN_PREDICTIONS:]}
 
-    def _sections(self, started: RunStarted) -> list[Section]:
-        state, spent = self._state, self._time_spent()
-        finished = state.finished or RunFinished(step=0, seconds=0.0)
-        first_step = finished.first_step_seconds
-        peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
-        environment = [
-            Row("Ranks", f"{started.world_size}"),
-            Row("Nodes", f"{started.num_nodes}"),
-            Row("Device of each", started.device),
-            Row("Backend", started.backend),
-            Row("CPU threads per rank", f"{started.num_threads or ''}"),
-            Row("Commit", started.commit),
-            Row("Recipe's version", started.recipe_version[:12], "of its code and the library's"),
-            *(Row(name, version) for name, version in started.versions.items()),
-            Row(
-                "Peak memory per rank",
-                ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each),
-            ),
-            Row(
-                "Parameters per rank",
-                ", ".join(f"{each:,}" for each in finished.rank_num_parameters),
-            ),
-            Row("Launch to first step", duration(first_step) if first_step else ""),
-            Row(
-                "Steps between states in memory",
-                f"{finished.memory_interval or ''}",
-                "a lost rank costs no more",
-            ),
-            Row(
-                "Restarts of the gang",
-                f"{state.num_starts - 1 - state.num_announced_losses or ''}",
-                "in this attempt",
-            ),
-            Row(
-                "Announced losses",
-                f"{state.num_announced_losses or ''}",
-                f"in this attempt; {state.departure}",
-            ),
-        ]
-        data = [
-            Row("Data", started.data),
-            Row("Training samples", f"{started.num_train_samples:,}"),
-            Row("Held-out samples", f"{started.num_test_samples:,}"),
-        ]
-        left_out = len(started.layers) - MAX_ROWS
-        layers = [
-            Row(
-                layer.name or layer.kind,
-                f"{layer.kind} → {_shape(layer.output_shape)}",
-                f"{layer.num_parameters:,} parameters" if layer.num_parameters else "",
-            )
-            for layer in started.layers[:MAX_ROWS]
-        ]
-        time_rows = [
-            Row(
-                # whatever a function or a script has done and not reported
-                "The program" if name == "program" else name.replace("_", " ").capitalize(),
-                duration(seconds),
-                percent(seconds / spent.wall),
-            )
-            for name, seconds in spent.parts().items()
-            if seconds
-        ]
-        saved = state.checkpoint
-        outputs = [
-            *(Row(name, url) for name, url in self.outputs.items()),
-            Row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
-            Row("Newest checkpoint", saved.url if saved else ""),
-        ]
-        stragglers = [
-            Row(
-                f"Step {found.step:,}",
-                "; ".join(map(str, found.stragglers))
-                or "no rank is slower than the others any more",
-            )
-            for found in reversed(state.stragglers[-MAX_NOTICES:])
-        ]
-        size = f"{started.num_parameters:,} parameters" + (
-            f"; {left_out} layers more" if left_out > 0 else ""
-        )
-        sections = [
-            Section(
-                "Outputs",
-                [each for each in outputs if each.value],
-                has_long_values=True,
-            ),
-            Section("Time", time_rows, "their sum is the wall time"),
-            Section("Slow ranks", stragglers, "when they changed", has_long_values=True),
-            Section(
-                "Configuration", _configuration(started.config), "bold: not the package's default"
-            ),
-            Section("Environment", [each for each in environment if each.value]),
-            Section("Data", data if started.data else [], has_long_values=True),
-            Section("Model", layers, size, has_long_values=True),
-        ]
-        return [each for each in sections if each.rows]
-
 
 def _error(prediction: Prediction) -> float:
     return (
@@ -447,25 +253,3 @@ def _sample(prediction: Prediction) -> dict[str, Any]:
         "text": shorten(prediction.text),
         "image": base64.b64encode(prediction.image).decode(),
     }
-
-
-def _configuration(config: Mapping[str, Any]) -> list[Row]:
-    defaults = dataclasses.asdict(TrainingConfig())
-    shown = dict(config)
-    options = shown.pop("recipe_options", {})
-    shown |= {f"recipe_options.{name}": value for name, value in options.items()}
-    changed = {name for name in shown if shown[name] != defaults.get(name, shown[name])}
-    return [
-        Row(
-            name,
-            format_value(value),
-            f"default {format_value(defaults[name])}" if name in changed else "",
-            marked=name in changed,
-        )
-        for name, value in shown.items()
-    ]
-
-
-def _shape(output_shape: list[int] | None) -> str:
-    """Format a layer's output shape for one sample."""
-    return "no tensor" if not output_shape else " x ".join(map(str, output_shape[1:])) or "scalar"
