@@ -349,7 +349,7 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
             "RETRAIN_SCHEDULE",
             "daily",
             "RETRAIN_SCHEDULE: expected cron's five fields (minute 0-59, hour 0-23, day 1-31, "
-            "month 1-12, weekday 0-7), such as 0 3 * * *, got 'daily'",
+            "month 1-12, weekday 0-7), of a day that comes, such as 0 3 * * *, got 'daily'",
         ),
         ("RETRAIN_SCHEDULE", "99 99 * * *", "RETRAIN_SCHEDULE: expected cron's five fields"),
         ("WANDB_MODE", "onlin", "WANDB_MODE: expected one of online, offline, disabled, got"),

@@ -245,6 +245,7 @@ def test_the_image_of_a_command_wins_over_environment_and_file(project, environm
         ("[wandb]\nmode = 'onlin'\n", "wandb_mode: expected one of online, offline, disabled, got"),
         ("[sandbox]\nsmall = 3\n", "sandbox: small: expected an object with fields, got 3"),
         ("schedule = '99 99 * * *'\n", "schedule: expected cron's five fields (minute 0-59"),
+        ("schedule = '0 0 31 2 *'\n", "schedule: expected cron's five fields (minute 0-59"),
         ("profile = 'sandbx'\n", "profile: expected one of production, sandbox, got 'sandbx'"),
         (
             "tracking = 'mlflow'\n[mlflow]\nurl = 'http://a:b@c'\n",
@@ -293,7 +294,16 @@ def test_a_cron_schedule_is_checked_field_by_field(pairs):
             assert not is_cron(" ".join(fields))
 
 
-@pytest.mark.parametrize("text", ["0 3 * * SUN-FRI", "0 0 1 jan,jul *", "*/15 * * * *", ""])
+@pytest.mark.parametrize("text", ["0 0 30 2 *", "0 0 31 4,jun *", "0 0 30-31 2/13 *"])
+def test_a_schedule_of_no_day_is_refused(text):
+    assert not is_cron(text)
+    assert is_cron(f"{text[:-1]}MON")  # or on Mondays
+    assert is_cron(f"{text[:-1].replace('3', '2', 1)}*")  # earlier in the month
+
+
+@pytest.mark.parametrize(
+    "text", ["0 3 * * SUN-FRI", "0 0 29 2 *", "0 0 1 jan,jul *", "*/15 * * * *", ""]
+)
 def test_usual_cron_schedules_are_accepted(text):
     assert is_cron(text)
     assert not is_cron(f"{text} *")

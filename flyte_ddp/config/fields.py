@@ -305,27 +305,43 @@ _CRON: tuple[tuple[int, int, str], ...] = (
 )
 
 
+_MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)  # in a leap year
+
+
 def is_cron(text: str) -> bool:
-    """Return whether `text` is a schedule in cron's five fields, or none."""
+    """Return whether `text` is a schedule in cron's five fields that some day has, or none."""
+    if not text:
+        return True
     parts = text.split(" ")
-    return not text or (len(parts) == len(_CRON) and all(map(_is_cron_field, parts, _CRON)))
+    if len(parts) != len(_CRON):
+        return False
+    fields = [_list_cron_values(*each) for each in zip(parts, _CRON, strict=True)]
+    if not all(fields):
+        return False
+    _, _, days, months, _ = fields
+    has_weekday = parts[-1] != "*"  # a day of the month or of the week is then enough
+    return has_weekday or any(min(days) <= _MONTH_DAYS[month - 1] for month in months)
 
 
-def _is_cron_field(text: str, bounds: tuple[int, int, str]) -> bool:
+def _list_cron_values(text: str, bounds: tuple[int, int, str]) -> set[int]:
+    """Return the numbers of one field; none if it is invalid."""
     low, high, names = bounds
     numbers = {each: str(number) for number, each in enumerate(names.split(), start=low)}
+    found: set[int] = set()
     for part in text.upper().split(","):
         values, slash, step = part.partition("/")
         if slash and not re.fullmatch("0*[1-9][0-9]*", step, re.ASCII):
-            return False
+            return set()
         if values == "*":
-            continue
+            values = f"{low}-{high}"
         ends = [numbers.get(each, each) for each in values.split("-")]
         if len(ends) > 2 or not all(re.fullmatch("[0-9]{1,2}", end, re.ASCII) for end in ends):
-            return False
-        if not low <= int(ends[0]) <= int(ends[-1]) <= high:
-            return False
-    return True
+            return set()
+        first, last = int(ends[0]), int(ends[-1])
+        if not low <= first <= last <= high:
+            return set()
+        found.update(range(first, last + 1, int(step or 1)))
+    return found
 
 
 def read_object(flag: str, text: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Settings:
         "",
         is_valid=is_cron,
         example="cron's five fields (minute 0-59, hour 0-23, day 1-31, month 1-12, weekday 0-7), "
-        "such as 0 3 * * *",
+        "of a day that comes, such as 0 3 * * *",
     )
     retrain_inputs: dict[str, Any] = field(factory=dict)
     wandb_mode: str = field("online", choices=WANDB_MODES)
