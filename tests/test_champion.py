@@ -438,6 +438,27 @@ def test_pruning_keeps_the_newest_the_current_and_its_parent(url, store):
     assert store.prune(2) == [versions[2]]
 
 
+@pytest.mark.parametrize("reader", ["manifest", "load"])
+def test_a_version_that_is_pruned_while_it_is_read_is_replaced_by_the_one_in_use(
+    local_store, monkeypatch, reader
+):
+    promote(local_store, 0)
+    read, versions = ChampionStore._read, []
+
+    def prune_first(store, version, name):
+        if not versions:
+            versions.append(version)
+            promote(local_store, 1)
+            promote(local_store, 2)
+            assert local_store.prune(1) == [version]
+        return read(store, version, name)
+
+    monkeypatch.setattr(ChampionStore, "_read", prune_first)
+    found = getattr(local_store, reader)()
+    newest = found if reader == "manifest" else found[1]
+    assert newest.metrics == {"test_loss": 2.0}
+
+
 def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys, local_store):
     for number in range(3):
         promote(local_store, number)

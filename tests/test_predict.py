@@ -41,7 +41,7 @@ from flyte_ddp.recipes.digits import Digits
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.recipes.tasks import MultiLabel, Regression, Segmentation
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import with_class_names
+from flyte_ddp.storage.weights import pin_state, with_class_names
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
 from tests.support.dask_runs import start_scheduler
@@ -255,6 +255,15 @@ def test_command_and_task_predict_with_the_champion_and_its_options(tmp_path, ca
         f"error: batch_size: expected 60, as of the predictions in {str(output)!r}",
         f"error: recipe: expected {recipe!r}, of which the model is",
     ]
+
+
+def test_a_model_that_was_deleted_meanwhile_is_named_with_what_to_do(tmp_path):
+    file = Path(write_state(tmp_path / "state.pt"))
+    job = PredictionJob("digits", resolve({}, {}), pin_state(str(file)), "", 20, 60)
+    file.unlink()
+    expected = "state.pt', which was there when it was given, but it was deleted meanwhile"
+    with raises_one_line(ConfigError, f"^model_state: expected '.*{expected}.*: start again, "):
+        Predictor(job, str(tmp_path))
 
 
 def test_bad_input_is_one_line_before_anything_starts(state, tmp_path):

@@ -192,8 +192,8 @@ def find_model(url: str) -> TrainedModel:
     """
     store = ChampionStore(url)
     with contextlib.suppress(StorageDenied):  # below a file nothing can be read
-        if pointer := store.pointer():
-            manifest = store.manifest(pointer)
+        if store.pointer():
+            manifest = store.manifest()
             return TrainedModel(
                 f"{store.state_url(manifest)} (sha256 {manifest.sha256})",
                 manifest.recipe,

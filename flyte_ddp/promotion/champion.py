@@ -26,6 +26,7 @@ import pickle
 import re
 import typing
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,6 +101,7 @@ class Pointer:
 
 
 Record = TypeVar("Record", Manifest, Pointer)
+Read = TypeVar("Read")
 
 
 class ChampionStore:
@@ -132,7 +134,9 @@ class ChampionStore:
         Raises:
             ChampionError: it is missing or damaged; NoChampion if none was promoted yet.
         """
-        contents = self.pointer() if pointer is None else pointer
+        if pointer is None:
+            return self._read_newest(self.manifest)
+        contents = pointer
         if not contents and self.last(LAST_CHALLENGE).get("had_champion"):
             raise ChampionError(f"{self.storage.join(POINTER)} is missing")
         named = self.parse(contents)
@@ -148,6 +152,8 @@ class ChampionStore:
         """Return the state dict, tensors on the CPU, and manifest of the version in use, as
         `manifest`.
         """
+        if pointer is None:
+            return self._read_newest(self.load)
         manifest = self.manifest(pointer)
         contents = self._state(manifest)
         try:  # the checksum proves that these bytes were promoted, not that they are harmless
@@ -325,6 +331,18 @@ class ChampionStore:
             storage.delete(name)
         if storage.is_local:
             storage.file_system.rmdir(storage.root)
+
+    def _read_newest(self, read: Callable[[bytes], Read]) -> Read:
+        """Return what `read` returns for the version in use. It reads again if another one was put
+        in use meanwhile: the first may have been pruned since then.
+        """
+        while True:
+            pointer = self.pointer()
+            try:
+                return read(pointer)
+            except ChampionError:
+                if self.pointer() == pointer:
+                    raise
 
     def _replace_pointer(self, pointer: Pointer, replaced: bytes) -> None:
         try:

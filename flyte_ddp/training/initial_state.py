@@ -198,6 +198,14 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
         return from_bytes(contents)
     except (ConfigError, StorageUnavailable):
         raise
+    except FileNotFoundError as error:
+        if not sha256:
+            raise ConfigError(f"{expected}, got {url!r}, which does not exist") from error
+        raise ConfigError(
+            f"{field}: expected {url!r}, which was there when it was given, but it was deleted "
+            "meanwhile, as by `flyte-ddp promotion prune`: start again, predictions with another "
+            "output"
+        ) from error
     except Exception as error:  # of any kind: the bytes of another file may look like anything
         reason = str(error).partition("\n")[0]
         raise ConfigError(
