@@ -132,6 +132,26 @@ def test_ten_thousand_classes_are_shown():
     assert "guess 2, truth 1" in report.render()
 
 
+def test_labels_as_long_as_documents_are_cut_and_stay_apart():
+    cat, dog = (f"{'x' * 700_000} {name}" for name in ("cat", "dog"))
+    prediction = Prediction(cat, dog, {cat: 0.25, dog: 0.75}, text=cat)
+    assert prediction.truth != prediction.guess
+    assert list(prediction.scores.items()) == [(prediction.truth, 0.25), (prediction.guess, 0.75)]
+    assert max(map(len, prediction.scores)) == 200
+    assert len(prediction.text) == 5_000
+    made = [
+        dataclasses.replace(started(), class_names=[cat, dog]),
+        PredictionsMade(1, [prediction] * 3),
+        run_finished(),
+    ]
+    report = Report()
+    for event in made:
+        report.handle(event)
+    files = card_files(run_card(RunState.of([*made[:1], epoch_finished(1), *made[1:]])))
+    assert prediction.guess[:60] in report.render()
+    assert max(len(report.render()), len(files["README.md"])) < 100_000
+
+
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 

@@ -8,10 +8,13 @@ report take them from there, so no observer has to know the kind.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MAX_NAMED = 8  # samples of a bad step, in a line
+MAX_LABEL = 200  # characters of a class's name beside a prediction
+MAX_SAMPLE_TEXT = 5_000  # characters of a sample
 
 
 def to_utf8(text: str) -> str:
@@ -19,6 +22,14 @@ def to_utf8(text: str) -> str:
     standard error.
     """
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def shorten_label(name: Any, max_length: int = MAX_LABEL) -> str:
+    """Return a name as text of UTF-8. A checksum keeps long ones apart that begin alike."""
+    text = to_utf8(str(name))
+    if len(text) <= max_length:
+        return text
+    return f"{text[: max_length - 12]}... {zlib.crc32(text.encode()):08x}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,15 +266,19 @@ class Prediction:
     sample: int = -1  # its number among the held-out samples, from 0; -1 where it is not known
 
     def __post_init__(self) -> None:
-        """Turn names into texts of UTF-8: a recipe may call its classes by numbers, or by the bytes
-        of file names.
+        """Turn names into short texts of UTF-8: a recipe may call its classes by numbers, by the
+        bytes of file names, or by whole documents.
         """
-        for name in ("truth", "guess", "text"):
-            object.__setattr__(self, name, to_utf8(str(getattr(self, name))))
-        if not all(isinstance(name, str) and name.isascii() for name in self.scores):
-            object.__setattr__(
-                self, "scores", {to_utf8(str(name)): score for name, score in self.scores.items()}
-            )
+        for name in ("truth", "guess"):
+            object.__setattr__(self, name, shorten_label(getattr(self, name)))
+        object.__setattr__(self, "text", shorten_label(self.text, MAX_SAMPLE_TEXT))
+        if not all(map(_is_label, self.scores)):
+            scores = {shorten_label(name): score for name, score in self.scores.items()}
+            object.__setattr__(self, "scores", scores)
+
+
+def _is_label(name: Any) -> bool:
+    return isinstance(name, str) and name.isascii() and len(name) <= MAX_LABEL
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyte_ddp.events import RunState, plain
+from flyte_ddp.events.kinds import shorten_label
 from flyte_ddp.observers.formats import duration, format_figure
 from flyte_ddp.storage import redact_values
 
@@ -97,7 +98,7 @@ def card_page(card: Mapping[str, Any]) -> str:
             f"{data['num_train_samples']:,} to train on, {data['num_test_samples']:,} held out"
         ),
         "Parameters": f"{model['num_parameters']:,}",
-        "Classes": ", ".join(model.get("class_names", ())),
+        "Classes": ", ".join(map(shorten_label, model.get("class_names", ()))),
         "Weights": f"of epoch {model['epoch']}; the best is epoch {card['best_epoch']}",
         "Not exported": model.get("missing", ""),
         "Ranks": f"{sizes} on {ranks['num_nodes']} nodes ({ranks['device']})",
