@@ -18,6 +18,17 @@ INSTALLED := $(VENV)/.installed
 # On the environment's path, with a link to the library alone: the checkout itself there would make its recipes/ and
 # settings.toml another project's.
 CHECKOUT := $(VENV)/checkout
+# A script of sh and of Python, beside whose real place the interpreter is. It keeps the name by which it was called.
+define PROGRAM
+#!/bin/sh
+'''exec' "$$(dirname "$$(readlink -f "$$0")")/python" "$$0" "$$@"
+' '''
+import sys
+from flyte_ddp.__main__ import main
+if __name__ == '__main__':
+    sys.exit(main())
+endef
+export PROGRAM
 # with what tests and checks need besides
 TESTED := $(VENV)/.tested
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --require-hashes
@@ -38,7 +49,7 @@ $(INSTALLED): requirements.txt | $(UV)
 	  *) echo "setup: expected Linux, or macOS on Apple silicon, which torch has wheels for, got $$(uname -sm)" >&2; exit 1 ;; esac
 	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV)
 	$(INSTALL) -r requirements.txt
-	@printf '#!/bin/sh\nexec "$$(dirname "$$(readlink -f "$$0")")/python" -m flyte_ddp "$$@"\n' > $(BIN)/flyte-ddp; chmod +x $(BIN)/flyte-ddp
+	@printf '%s\n' "$$PROGRAM" > $(BIN)/flyte-ddp; chmod +x $(BIN)/flyte-ddp
 	@mkdir -p $(CHECKOUT) && ln -sfn ../../flyte_ddp $(CHECKOUT)/flyte_ddp
 	@for packages in $(VENV)/lib/python3*/site-packages; do echo ../../../checkout > $$packages/flyte-ddp.pth; done
 	@touch $@

@@ -50,6 +50,7 @@ from flyte_ddp.launch.protocol.programs import (
     check_run_id,
 )
 from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
+from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.storage import write_file
 
@@ -275,7 +276,8 @@ def run(
     failure: Exception | None = None
     listeners = [state, *bars, *listeners]
     try:
-        run_program(program, gang, checkpoints, listeners, relay, run_id, results)
+        with show_resume_command(bool(checkpoints)):
+            run_program(program, gang, checkpoints, listeners, relay, run_id, results)
     except Exception as error:
         if raise_errors or isinstance(error, TrainingStopped):
             raise

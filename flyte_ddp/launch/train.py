@@ -21,6 +21,7 @@ from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, check_run_id, recipe_program
 from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew
@@ -119,7 +120,7 @@ def train(
         raise ConfigError("checkpoints: expected a URL that all machines reach, got none")
     run = events.RunState()
     bars = [ProgressBar()] if progress else []
-    with contextlib.ExitStack() as stack:
+    with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
         card = train_recipe(
             recipe,
             resolved,

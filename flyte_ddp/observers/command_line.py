@@ -10,11 +10,12 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.events import Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.streams import print_line
@@ -23,6 +24,7 @@ from flyte_ddp.storage import Storage
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "wandb-run-id"
+POD = "FLYTE_INTERNAL_EXECUTION_ID"  # variable of a task's pod, which Flyte starts again itself
 MAX_NAME = 60  # characters of a script's name in the id of its run
 
 
@@ -41,14 +43,38 @@ OBSERVER_OPTIONS = (
 
 
 def resume_command(checkpoints: str = "") -> str:
-    """Return this process's command, for a shell, which resumes its run; with `checkpoints` if it
-    did not name them.
+    """Return this process's command as it was typed, for a shell, which resumes its run; with
+    `checkpoints` if it did not name them.
     """
-    name = os.path.basename(sys.argv[0])
-    start = ["python", "-m", "flyte_ddp"] if name == "__main__.py" else [name]
-    return shlex.join(
-        [*start, *sys.argv[1:], *(["--checkpoints", checkpoints] if checkpoints else [])]
-    )
+    more = ["--checkpoints", checkpoints] if checkpoints else []
+    return shlex.join([*_typed_command(), *more])
+
+
+def _typed_command() -> list[str]:
+    """Return the words that this process was started by: they start it again in its directory."""
+    program = sys.argv[0]
+    # such as `python script.py`, `python -m flyte_ddp`
+    is_argument = program in sys.orig_argv and not os.access(program, os.X_OK)
+    if is_argument or program.endswith(".py"):
+        return sys.orig_argv
+    # The shell has given the whole path of a program that it found itself.
+    if shutil.which(name := os.path.basename(program)) == program:
+        program = name
+    return [program, *sys.argv[1:]]
+
+
+@contextlib.contextmanager
+def show_resume_command(is_kept: bool) -> Iterator[None]:
+    """Print the command of this process, a script, when a run is stopped whose checkpoints are
+    kept.
+    """
+    try:
+        yield
+    except TrainingStopped:
+        is_script = hasattr(sys.modules["__main__"], "__file__")  # and no notebook
+        if is_kept and is_script and POD not in os.environ:
+            print_line(f"to resume: {resume_command()}")
+        raise
 
 
 def make_run_directory(name: str) -> Path:

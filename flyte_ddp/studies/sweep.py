@@ -28,6 +28,7 @@ from flyte_ddp.launch.agent.devices import default_num_processes, num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import count_workers, function_program, plain_function
+from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.observers.reports.drawing import save_panels
 from flyte_ddp.observers.streams import print_line
@@ -194,7 +195,7 @@ def sweep(
     config = _find_cluster(cluster, client, num_at_once, nnodes, nproc_per_node)
     report = StudyReport(trials[0].program().name)
     lines = TrialLines(print_line, report.runs)
-    with contextlib.ExitStack() as stack:
+    with show_resume_command(bool(checkpoints)), contextlib.ExitStack() as stack:
         runner = TrialRunner(
             checkpoints or stack.enter_context(own_directory("checkpoints-")),
             "",

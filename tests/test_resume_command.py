@@ -1,0 +1,125 @@
+"""The command that a stopped run prints: it runs as it is printed, and resumes the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TRAINS = """
+import time
+from pathlib import Path
+from flyte_ddp import session
+
+def main(*_):
+    first = (session.load() or {"step": 0})["step"]
+    with open("starts.txt", "a") as file:
+        file.write(f"{first}\\n")
+    for step in range(first, first + 2 if first else 100_000):
+        session.report(loss=1.0 / (step + 1))
+        session.save({"step": step + 1}, step + 1)
+        Path("begun").touch()
+        time.sleep(0.01)
+"""
+FILES = {
+    "trains.py": TRAINS,
+    "job.py": "import trains\ntrains.main()\n",
+    "own run.py": """
+import sys
+import flyte_ddp
+import trains
+
+if __name__ == "__main__":
+    flyte_ddp.run(trains.main, nproc_per_node=1, checkpoints=sys.argv[1])
+""",
+    "sweeps.py": """
+import sys
+import flyte_ddp
+import trains
+
+if __name__ == "__main__":
+    flyte_ddp.sweep(trains.main, [1], checkpoints=sys.argv[1])
+""",
+    # as `make setup` makes it, beside an interpreter
+    ".venv/bin/flyte-ddp": re.search(
+        r"^define PROGRAM\n(.*?)^endef", (REPOSITORY / "Makefile").read_text(), re.M | re.S
+    )[1].replace("$$", "$"),
+    ".venv/bin/python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+    # as pip makes it
+    "bin/flyte-ddp": f"#!{sys.executable}\n"
+    "import sys\n"
+    "from flyte_ddp.__main__ import main\n"
+    "if __name__ == '__main__':\n"
+    "    sys.exit(main())\n",
+}
+OPTIONS = ("--nproc-per-node", "1", "--checkpoints", "the 'place'")
+COMMANDS = {
+    "run": (".venv/bin/flyte-ddp", "run", *OPTIONS, "job.py", "a b"),
+    "on the path": ("flyte-ddp", "run", *OPTIONS, "job.py"),
+    "as a module": (sys.executable, "-m", "flyte_ddp", "run", *OPTIONS, "job.py"),
+    "own script": (sys.executable, "own run.py", "the 'place'"),
+    "sweep": (sys.executable, "-u", "sweeps.py", "the 'place'"),
+}
+LONG = ("on the path", "as a module", "sweep")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        pytest.param(words, id=name, marks=[pytest.mark.long] * (name in LONG))
+        for name, words in COMMANDS.items()
+    ],
+)
+def test_the_printed_command_resumes_as_it_is_printed(tmp_path, typed):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        if "bin" in name:
+            (tmp_path / name).chmod(0o755)
+    search = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": search}
+    with subprocess.Popen(
+        typed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (tmp_path / "begun").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate()[1]
+    (line,) = [each for each in errors.splitlines() if each.startswith("to resume: ")]
+    command = line.removeprefix("to resume: ")
+    assert shlex.split(command) == list(typed)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True)
+    first, *others = map(int, (tmp_path / "starts.txt").read_text().split())
+    assert first == 0
+    assert others
+    assert min(others) > 0
+
+
+@pytest.mark.long
+def test_a_recipe_resumes_in_the_directory_that_was_made_for_it(tmp_path):
+    typed = [sys.executable, "-m", "flyte_ddp", "train", "tests.support.recipes.Tiny"]
+    typed += ["--nproc-per-node", "1", "--checkpoint-interval", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "STEP_SECONDS": "0.05"}
+    with subprocess.Popen(
+        typed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not [*tmp_path.rglob("*.pt")] and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate()[1]
+    (line,) = [each for each in errors.splitlines() if each.startswith("to resume: ")]
+    command = line.removeprefix("to resume: ")
+    assert shlex.split(command) == [*typed, "--checkpoints", "runs/Tiny"]
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
+    assert "resumed at step" in done.stderr
