@@ -2,21 +2,30 @@
 
 The scripts of examples/, scripts in the manner of public ones, and mistakes that are planted into
 one that has none. A script is right if its verdict has exactly the causes that it is known to have.
-The variants of one script are rehearsed without the lost node, which takes longer than all other
-faults.
+The variants of one script are rehearsed without the lost node.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
+
+from flyte_ddp.launch.agent.rank_start import start_server
+from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.rehearsal import runs
+from flyte_ddp.rehearsal.command import find_program
+from flyte_ddp.rehearsal.verdict import Verdict, judge
 
 ROOT = Path(__file__).parents[1]
+MODULES = ("torch", "torch._dynamo")
+TITLES = dict(runs.TITLES)
+FAULTS = [name for name in TITLES if name != "node"]  # takes longer than all others
 
 # In the manner of PyTorch's ImageNet example: a checkpoint with all state after each epoch.
 CAREFUL = """
@@ -104,14 +113,6 @@ while step < 45:
         os.replace(checkpoint + ".new", checkpoint)
 torch.distributed.destroy_process_group()
 """
-COMMAND = """
-import sys
-from flyte_ddp.__main__ import main
-from flyte_ddp.rehearsal import runs
-if sys.argv[1] != "--nodes":
-    del runs.TITLES["node"]
-sys.exit(main(["rehearse", "--json", *sys.argv[2:]]))
-"""
 LOOP = "    for inputs, targets in loader:\n"
 REPLACED = (
     'torch.save(state, f"{checkpoint}.tmp")\n        os.replace(f"{checkpoint}.tmp", checkpoint)'
@@ -145,6 +146,196 @@ MID_EPOCH = [
     ("first = 0\n", "first = skipped = 0\n"),
     (LOOP, "    done = skipped\n    for inputs, targets in list(loader)[skipped:]:\n"),
     ("    with torch.no_grad", "    skipped = 0\n    with torch.no_grad"),
+]
+# An average of the weights, which evaluations use, in a file of its own.
+AVERAGED = [
+    (
+        "first = 0\n",
+        "average = {name: each.detach().clone() for name, each in model.named_parameters()}\n"
+        "first = 0\n",
+    ),
+    (
+        "        schedule.step()\n",
+        """        schedule.step()
+        for name, each in model.named_parameters():
+            average[name].lerp_(each.detach(), 0.1)
+""",
+    ),
+    ('"epoch": epoch}', '"epoch": epoch, "average": average}'),
+]
+LOAD_AVERAGE = ("    first = state", '    average = state["average"]\n    first = state')
+SWA = [
+    (
+        "first = 0\n",
+        "averaged = torch.optim.swa_utils.AveragedModel(model.module)\nfirst = 0\n",
+    ),
+    (
+        "        schedule.step()\n",
+        "        schedule.step()\n        averaged.update_parameters(model.module)\n",
+    ),
+    ('"epoch": epoch}', '"epoch": epoch, "averaged": averaged.state_dict()}'),
+]
+LOAD_SWA = (
+    "    first = state",
+    '    averaged.load_state_dict(state["averaged"])\n    first = state',
+)
+NORMALIZED = [(MODEL, MODEL.replace("16), ", "16), nn.BatchNorm1d(16), "))]
+PARAMETERS_ALONE = [
+    ('"model": model.state_dict()', '"model": dict(model.named_parameters())'),
+    ('load_state_dict(state["model"])', 'load_state_dict(state["model"], strict=False)'),
+]
+# Centres its inputs by a mean of the samples so far.
+CENTRED = [
+    (
+        "model = Dist",
+        """class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, inputs):
+        if self.training and torch.is_grad_enabled():
+            self.mean = self.mean + 0.1 * (1 + inputs.detach().mean(0) - self.mean)
+        return inputs - self.mean
+
+
+model = Dist""",
+    ),
+    (MODEL, MODEL.replace("nn.Linear", "Centred(), nn.Linear", 1)),
+]
+# A second model with an optimizer of its own.
+CRITIC = [
+    (
+        "schedule = torch",
+        """critic = torch.nn.Linear(8, 1)
+second = torch.optim.Adam(critic.parameters(), lr=0.01)
+schedule = torch""",
+    ),
+    (
+        "        schedule.step()\n",
+        """        schedule.step()
+        second.zero_grad()
+        (critic(inputs) - 1).square().mean().backward()
+        for each in critic.parameters():
+            dist.all_reduce(each.grad)
+            each.grad /= dist.get_world_size()
+        second.step()
+""",
+    ),
+    (
+        '"epoch": epoch}',
+        '"epoch": epoch, "critic": critic.state_dict(), "second": second.state_dict()}',
+    ),
+    (
+        "    first = state",
+        """    critic.load_state_dict(state["critic"])
+    second.load_state_dict(state["second"])
+    first = state""",
+    ),
+]
+SECOND_SCHEDULE = [
+    *CRITIC,
+    (
+        "first = 0\n",
+        "other = torch.optim.lr_scheduler.StepLR(second, step_size=7, gamma=0.7)\nfirst = 0\n",
+    ),
+    ("        second.step()\n", "        second.step()\n        other.step()\n"),
+]
+# A generator, and a model that judges its samples, each with its optimizer.
+GAN = [
+    (
+        MODEL + "nn.ReLU(), nn.Linear(16, 3)",
+        "nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)",
+    ),
+    (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n",
+        """judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+judge = DistributedDataParallel(judge)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+judging = torch.optim.Adam(judge.parameters(), lr=0.01)
+""",
+    ),
+    (
+        "        nn.functional.cross_entropy(model(inputs), targets).backward()\n"
+        "        optimizer.step()\n",
+        """        noise = inputs[:, :4]
+        judging.zero_grad()
+        real, made = judge(torch.cat([inputs, model(noise).detach()])).chunk(2)
+        (nn.functional.softplus(-real) + nn.functional.softplus(made)).mean().backward()
+        judging.step()
+        nn.functional.softplus(-judge(model(noise))).mean().backward()
+        optimizer.step()
+""",
+    ),
+    ("            model(inputs)\n", "            judge(inputs)\n"),
+    (
+        '"epoch": epoch}',
+        '"epoch": epoch, "judge": judge.state_dict(), "judging": judging.state_dict()}',
+    ),
+    (
+        "    first = state",
+        """    judge.load_state_dict(state["judge"])
+    judging.load_state_dict(state["judging"])
+    first = state""",
+    ),
+]
+SCALED = [
+    ("first = 0\n", 'scaler = torch.amp.GradScaler("cpu", growth_interval=4)\nfirst = 0\n'),
+    (
+        "        nn.functional.cross_entropy(model(inputs), targets).backward()\n"
+        "        optimizer.step()\n",
+        """        scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    ('"epoch": epoch}', '"epoch": epoch, "scaler": scaler.state_dict()}'),
+]
+LOAD_SCALER = (
+    "    first = state",
+    '    scaler.load_state_dict(state["scaler"])\n    first = state',
+)
+# Loaders' processes draw noise, from the seed that this process draws at the start of an epoch.
+NOISE = [
+    (
+        "data = TensorDataset(torch.randn(480, 8), torch.randint(3, (480,)))",
+        """base = TensorDataset(torch.randn(480, 8), torch.randint(3, (480,)))
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 480
+
+    def __getitem__(self, index):
+        inputs, target = base[index]
+        return inputs + 0.1 * torch.randn(8), target
+
+
+data = Noisy()""",
+    ),
+    ("num_workers=0", "num_workers=1"),
+]
+NOT_RANDOM = ('torch.set_rng_state(state["random"])', "pass")
+BEHIND = [(MID_EPOCH[0][0], MID_EPOCH[0][1].replace('"done": done}', '"done": done - 1}'))]
+AHEAD = [(MID_EPOCH[0][0], MID_EPOCH[0][1].replace('"done": done}', '"done": done + 1}'))]
+# Saved between the gradient and the step.
+BEFORE_STEP = [
+    (
+        "        optimizer.step()\n        schedule.step()\n",
+        MID_EPOCH[0][1].replace("        schedule.step()\n", "", 1)
+        + "        optimizer.step()\n        schedule.step()\n",
+    ),
+]
+# Two batches make a step, and a checkpoint may come between them.
+ACCUMULATED = [
+    (
+        "        optimizer.zero_grad()\n",
+        "        if done % 2 == 0:\n            optimizer.zero_grad()\n",
+    ),
+    (
+        "        optimizer.step()\n        schedule.step()\n",
+        "        if done % 2 == 1:\n            optimizer.step()\n            schedule.step()\n",
+    ),
 ]
 # Name: changes of `CAREFUL`, and the causes.
 VARIANTS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
@@ -194,53 +385,174 @@ VARIANTS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         [('first = state["epoch"] + 1', "pass")],
         {"loader", "trained again"},
     ),
+    # averages of the weights
+    "average kept": ([*AVERAGED, LOAD_AVERAGE], set()),
+    "average lost": (AVERAGED, {"other state"}),
+    "averaged model kept": ([*SWA, LOAD_SWA], set()),
+    "averaged model lost": (SWA, {"other state"}),
+    # buffers
+    "norm": (NORMALIZED, set()),
+    "norm lost": ([*NORMALIZED, *PARAMETERS_ALONE], {"buffers"}),
+    "buffer not persistent": (CENTRED, {"buffers"}),
+    "buffer persistent": ([*CENTRED, (", persistent=False", "")], set()),
+    # two models
+    "two": (CRITIC, set()),
+    "second optimizer lost": (
+        [*CRITIC, ('    second.load_state_dict(state["second"])\n', "")],
+        {"optimizer"},
+    ),
+    "second model lost": (
+        [*CRITIC, ('    critic.load_state_dict(state["critic"])\n', "")],
+        {"weights"},
+    ),
+    "second schedule lost": (SECOND_SCHEDULE, {"learning rate"}),
+    "gan": (GAN, set()),
+    "gan, judge's optimizer lost": (
+        [*GAN, ('    judging.load_state_dict(state["judging"])\n', "")],
+        {"optimizer"},
+    ),
+    "optimizer lost": (
+        [('    optimizer.load_state_dict(state["optimizer"])\n', "")],
+        {"optimizer"},
+    ),
+    "head lost": (
+        [
+            (
+                'load_state_dict(state["model"])',
+                'load_state_dict({"module.0.bias": state["model"]["module.0.bias"]}, strict=False)',
+            )
+        ],
+        {"weights"},
+    ),
+    # scales
+    "loss scale kept": ([*SCALED, LOAD_SCALER], set()),
+    "loss scale lost": (SCALED, {"loss scale"}),
+    "sum of losses": (
+        [("model(inputs), targets).b", "model(inputs), targets, reduction='sum').div(24).b")],
+        {"gradient scale"},
+    ),
+    # draws
+    "noise kept": (NOISE, set()),
+    "draws of rank 0": (
+        [
+            (MODEL, MODEL + "nn.Dropout(), "),
+            ("first = 0\n", "torch.manual_seed(dist.get_rank())\nfirst = 0\n"),
+        ],
+        {"random state"},
+    ),
+    "noise lost": ([*NOISE, NOT_RANDOM], {"random state"}),
+    # positions
+    "behind": ([*BEHIND, *MID_EPOCH[1:]], {"step number"}),
+    "ahead": ([*AHEAD, *MID_EPOCH[1:]], {"step number"}),
+    "before the step": ([*BEFORE_STEP, *MID_EPOCH[1:]], {"step number"}),
+    "an epoch behind": ([('"epoch": epoch}', '"epoch": epoch - 1}')], {"step number"}),
+    "between steps": (
+        [
+            (MID_EPOCH[0][0], MID_EPOCH[0][1].replace("% 4", "% 5")),
+            *MID_EPOCH[1:],
+            *ACCUMULATED,
+        ],
+        {"accumulation"},
+    ),
+    "accumulated": ([*MID_EPOCH, *ACCUMULATED], set()),
+    # the first epoch has it
+    "best lost": (
+        [
+            ("first = 0\n", "first, best = 0, -torch.inf\n"),
+            (
+                "            model(inputs)\n",
+                "            loss = nn.functional.cross_entropy(model(inputs), targets)\n",
+            ),
+            (
+                "    dist.barrier()\n",
+                """    if dist.get_rank() == 0 and loss > best:
+        best = loss
+        torch.save(model.state_dict(), f"{sys.argv[1]}/best.pt")
+    dist.barrier()
+""",
+            ),
+        ],
+        {"other state"},
+    ),
+    # files
+    "a file of each rank": (
+        [
+            ("/checkpoint.pt", "/checkpoint-{os.environ['RANK']}.pt"),
+            ("    if dist.get_rank() == 0:\n        state", "    if True:\n        state"),
+        ],
+        {"some ranks load"},
+    ),
+    "all ranks write": (
+        [
+            ("    if dist.get_rank() == 0:\n        state", "    if True:\n        state"),
+            (REPLACED, "torch.save(state, checkpoint)"),
+        ],
+        {"all ranks write"},
+    ),
 }
 
 
+def write_variant(title: str, directory: Path) -> Path:
+    """Write a variant's script, and return its file."""
+    text = CAREFUL
+    for old, new in VARIANTS[title][0]:
+        assert old in text, old
+        text = text.replace(old, new)
+    file = directory / f"{title.replace(' ', '_')}.py"
+    file.write_text(text)
+    return file
+
+
+def rehearse(script: Path, arguments: Sequence[str], faults: Sequence[str]) -> Verdict:
+    """Rehearse a script with some faults, in this process, whose server of ranks has torch."""
+    titles = {name: TITLES[name] for name in faults}
+    with own_directory("rehearsal-") as directory, mock.patch.object(runs, "TITLES", titles):
+        make, data = find_program(str(script), arguments, "", directory)
+        rehearsal = runs.Rehearsal(make, data, MODULES, Path(directory), 2, 120.0)
+        return judge(list(rehearsal.rehearse()))
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.rehearsals", description=__doc__)
+    parser.add_argument("--faults", default=",".join(TITLES), help="some, separated by commas")
+    parser.add_argument("names", nargs="*", help="of the scripts")
+    options = parser.parse_args()
+    chosen = options.faults.split(",")
+    start_server(MODULES)
+    examples = ROOT / "examples/scripts"
+    cases: dict[str, tuple[Path, list[str], list[str], set[str]]] = {}
     with tempfile.TemporaryDirectory(prefix="rehearsals-") as name:
-        cases: dict[str, tuple[list[str], set[str]]] = {}
-        for title, (changes, causes) in VARIANTS.items():
-            text = CAREFUL
-            for old, new in changes:
-                assert old in text, old
-                text = text.replace(old, new)
-            file = Path(name, f"{title.replace(' ', '_')}.py")
-            file.write_text(text)
-            cases[title] = (["--no-nodes", str(file), "{outputs}"], causes)
-        Path(name, "crops.py").write_text(CROPS)
-        cases["random crops"] = (["--nodes", f"{name}/crops.py", "{outputs}"], {"random state"})
+        for title, (_, causes) in VARIANTS.items():
+            script = write_variant(title, Path(name))
+            cases[title] = (script, ["{outputs}"], FAULTS, causes)
+        crops = Path(name, "crops.py")
+        crops.write_text(CROPS)
+        cases["random crops"] = (crops, ["{outputs}"], list(TITLES), {"random state"})
         # what the second one draws in its steps is not in its checkpoints
-        for script, causes in (
+        for file, causes in (
             ("ddp.py", set()),
             ("adversarial.py", {"random state"}),
             ("hugging_face_session.py", set()),
         ):
-            cases[script] = (["--nodes", f"{ROOT}/examples/scripts/{script}"], causes)
-        results = []
+            cases[file] = (examples / file, [], list(TITLES), causes)
+        os.chdir(name)
+        wrong = []
         print("| script | causes | seconds | |\n|---|---|---|---|")
-        for title in sys.argv[1:] or cases:
-            command, causes = cases[title]
+        for title in options.names or cases:
+            script, arguments, faults, causes = cases[title]
+            faults = [name for name in faults if name in chosen or name in list(TITLES)[:2]]
             begun = time.monotonic()
-            ended = subprocess.run(
-                [sys.executable, "-c", COMMAND, *command],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                cwd=name,
-                capture_output=True,
-                text=True,
-            )
-            verdict = json.loads(ended.stdout or "{}")
-            found = {each["name"] for each in verdict.get("causes", ())}
-            problems = [f"{each['fault']}: {each['problems']}" for each in verdict.get("rows", ())]
-            results.append(
-                (found, ended.returncode) != (causes, causes - {"no checkpoint"} != set())
-            )
-            more = f"**wrong** {problems} {ended.stderr[-300:]}" if results[-1] else "right"
-            print(
-                f"| {title} | {sorted(found)} | {time.monotonic() - begun:.0f} | {more} |",
-                flush=True,
-            )
-    return int(any(results))
+            verdict = rehearse(script, arguments, faults)
+            found = {each.name for each in verdict.causes}
+            is_right = causes <= {"no checkpoint"}
+            note = "right"
+            if (found, verdict.is_right) != (causes, is_right):
+                problems = [f"{row.run.name}: {row.problems}" for row in verdict.rows]
+                note = f"**wrong** {problems}"
+                wrong.append(title)
+            seconds = time.monotonic() - begun
+            print(f"| {title} | {sorted(found)} | {seconds:.0f} | {note} |", flush=True)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ COMPUTES = (
     "flyte_ddp.prediction.model",
     "flyte_ddp.prediction.schema",
     "flyte_ddp.rank",
+    "flyte_ddp.rehearsal.left",
     "flyte_ddp.rehearsal.watch",
     "flyte_ddp.training",
     "flyte_ddp.world",

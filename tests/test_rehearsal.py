@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from benchmarks.rehearsals import VARIANTS
 from flyte_ddp.rehearsal import runs
+from flyte_ddp.rehearsal.left import read_tensors
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs/rehearse.md").read_text()
@@ -88,6 +93,66 @@ def test_mistakes_are_named_with_their_lines(tmp_path):
         "learning rate": lines[16],
         "checkpoint in place": "torch.save(state, checkpoint)",
     }
+
+
+@pytest.mark.parametrize(
+    "titles",
+    [
+        pytest.param(["average lost", "norm"], id="some"),
+        *(pytest.param([title], marks=pytest.mark.slow, id=title) for title in VARIANTS),
+    ],
+)
+def test_a_script_of_known_truth_has_its_verdict_and_its_causes(tmp_path, titles):
+    """Real ranks, which are killed, and which begin again on another number."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.rehearsals", "--faults", "kill,larger", *titles],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| right |") == len(titles)
+
+
+class Own:
+    """A class of a user's, which is not imported where the files are read."""
+
+    def __init__(self, tensor):
+        self.tensor, self.itself = tensor, self
+
+
+class OwnList(list):
+    pass
+
+
+def test_the_tensors_in_files_of_every_kind_are_read(tmp_path):
+    (tmp_path / "outputs").mkdir()
+    ones = torch.ones(3)
+    values = {
+        "model": torch.nn.Linear(3, 1, bias=False).state_dict(),
+        "own": Own(ones),
+        "list": OwnList([ones, 2 * ones]),
+        "random": torch.get_rng_state(),
+        "step": 3,
+    }
+    torch.save(values, tmp_path / "outputs/state.pt")
+    save_file({"x": ones}, tmp_path / "outputs/x.safetensors")
+    numpy.savez(tmp_path / "outputs/y.npz", y=numpy.ones(2))
+    whole = (tmp_path / "outputs/state.pt").read_bytes()
+    (tmp_path / "outputs/half.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "outputs/notes.txt").write_text("no tensors")
+    found = read_tensors(tmp_path)
+    assert found.keys() == {
+        "outputs/state.pt: model.weight",
+        "outputs/state.pt: own.state.tensor",
+        "outputs/state.pt: list.parts.0",
+        "outputs/state.pt: list.parts.1",
+        "outputs/x.safetensors: x",
+        "outputs/y.npz: y",
+    }
+    assert found["outputs/state.pt: list.parts.1"] == [6.0, 6.0, 2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,17 @@ def cells(row: Row) -> dict[str, str]:
             *(TITLES[run.name], row.verdict, str(run.num_redone), str(len(run.attempts) - 1)),
             *(str(run.exit_code), f"{run.pause:.1f} s" if run.name != "again" else ""),
             *(str(row.lost), str(row.doubled)),
-            *("equal" if row.difference < 1e-6 else f"{row.difference:.2g} apart", str(row.left)),
+            *(_describe_weights(row), str(row.left)),
         ]
     return dict(itertools.zip_longest(HEADS, texts, fillvalue=""))
+
+
+def _describe_weights(row: Row) -> str:
+    if row.difference < 1e-6:
+        return "equal"
+    if row.unjudged:
+        return "not judged"
+    return f"{row.difference:.2g} apart"
 
 
 def describe(verdict: Verdict) -> str:
@@ -155,9 +163,7 @@ def describe(verdict: Verdict) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", "right" if verdict.is_right else "wrong"]
     lines += [
-        f"  {TITLES[row.run.name]}: {'; '.join(row.problems)}"
-        for row in verdict.rows
-        if row.problems
+        f"  {TITLES[row.run.name]}: {'; '.join(row.notes)}" for row in verdict.rows if row.notes
     ]
     return "\n".join([*lines, *(f"{cause.name}: {cause.text}" for cause in verdict.causes)])
 
@@ -177,6 +183,7 @@ def describe_json(verdict: Verdict) -> str:
             "samples_lost": row.lost,
             "samples_doubled": row.doubled,
             "weights_difference": row.difference,
+            "weights_not_judged": row.unjudged,
             "files_left": row.left,
         }
         for row in verdict.rows

@@ -35,7 +35,7 @@ class RehearsalPage(Page):
         ]
         causes = [Card(each.name, each.where, each.text) for each in self.verdict.causes]
         problems = [
-            Card(TITLES[row.run.name], "", "\n".join(row.problems)) for row in rows if row.problems
+            Card(TITLES[row.run.name], "", "\n".join(row.notes)) for row in rows if row.notes
         ]
         return {
             "lead": "right" if self.verdict.is_right else "wrong",

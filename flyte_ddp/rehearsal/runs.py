@@ -186,6 +186,7 @@ class Rehearsal:
             fault: one that the ranks commit themselves.
             make: makes one from outside, while the ranks wait after `fault_step`.
         """
+        from flyte_ddp.rehearsal.left import read_tensors
         from flyte_ddp.rehearsal.watch import GO, Spec, WatchedCall
 
         directory, gang = self._make_directory(place), gang or Gang(1, self.num_ranks, 1)
@@ -251,6 +252,7 @@ class Rehearsal:
         run.seconds, run.exit_code = took, _exit_code(error)
         run.is_cut = bool(seconds) and isinstance(error, TrainingStopped)
         run.is_resized = num_ranks != self.num_ranks
+        run.tensors = {} if run.is_resized else read_tensors(directory)
         print_line(f"{TITLES[run.name]}: {took:.1f} s")
         return run
 

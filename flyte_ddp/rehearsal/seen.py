@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,18 @@ class Step:
     at: float  # seconds since the epoch
     samples: list[Any]  # their keys
     weights: list[float]  # sums and single values, of the optimizer that steps first
-    others: list[float]  # of the other optimizers
     momentum: tuple[float, ...]  # sum of the optimizer's state, by rank, after the step
     draws: tuple[int, ...]  # checksum of the generators before the step, by rank
-    learning_rate: float
     loss: float  # of rank 0
+    content: float  # sum of all values of its batches
+    gradient: list[float]  # sums and single values
+    # Before the step:
+    others: list[float]  # weights of the other optimizers that step, in the order of first steps
+    other_states: tuple[tuple[float, ...], ...]  # sums of their state, by rank
+    rates: tuple[float, ...]  # learning rates, of the first optimizer and of these
+    scales: tuple[float, ...]  # of the loss
+    buffers: list[float]  # of modules, as far as a state dict has them
+    unsaved: list[float]  # other buffers of modules
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Attempt:
     base: int  # step of the state that it began with
     entries: Entries
     steps: list[Step]
+    optimizers: list[int]  # numbers of those that step, in the order of their first steps
 
     def calls(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of this kind, of all ranks."""
@@ -60,6 +68,7 @@ class Run:
     Attributes:
         steps: those that count: what a restart has undone is dropped.
         files: names of the files that it has left, with a # in place of each number.
+        tensors: in the files that it has left, by file and place in it: some values of each.
     """
 
     name: str = ""
@@ -69,6 +78,7 @@ class Run:
     num_redone: int = 0
     pause: float = 0.0  # the longest time between two steps, in seconds
     files: Counter[str] = field(default_factory=Counter)
+    tensors: dict[str, list[float]] = field(default_factory=dict)
     is_stored: bool = False
     seconds: float = 0.0
     error: str = ""
@@ -105,24 +115,36 @@ def read_run(directory: Path, before: tuple[float, float] = (math.inf, 0)) -> Ru
         if begins:
             run.initial = run.initial or begins[0]["weights"]
             base = run.find(begins[0]["weights"])
-        steps = _combine(entries)
+        optimizers = [
+            each["optimizer"] for each in entries.get(0, []) if each["kind"] == "stepping"
+        ]
+        steps = _combine(entries, optimizers)
         run.num_redone += len(run.steps) - base if steps else 0
         run.steps = [*run.steps[:base], *steps] if steps else run.steps
         times += [step.at for step in steps]
-        run.attempts.append(Attempt(base, entries, steps))
+        run.attempts.append(Attempt(base, entries, steps, optimizers))
     run.pause = max((later - at for at, later in itertools.pairwise(times)), default=0.0)
     run.is_stored = any((directory / "checkpoints").glob("*.pt"))
-    run.files = Counter(
-        re.sub(r"[0-9a-f]{8,}|\d+", "#", str(file.relative_to(directory)))
-        for part in ("work", "outputs", "checkpoints")
-        for file in (directory / part).rglob("*")
-        if file.is_file() and not file.is_symlink() and "__pycache__" not in file.parts
-    )
+    names = [str(file.relative_to(directory)) for file in list_left(directory)]
+    run.files = Counter(re.sub(r"[0-9a-f]{8,}|\d+", "#", name) for name in names)
     return run
 
 
-def _combine(entries: Entries) -> list[Step]:
+def list_left(directory: Path) -> Iterator[Path]:
+    """Yield the files that a run has left."""
+    for part in ("work", "outputs", "checkpoints"):
+        for file in (directory / part).rglob("*"):
+            if file.is_file() and not file.is_symlink() and "__pycache__" not in file.parts:
+                yield file
+
+
+def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
     """Return the steps that all ranks have done."""
+
+    def choose(values: Sequence[Any]) -> list[Any]:
+        """Return the values of the optimizers that step, of those that were there."""
+        return [values[number] for number in optimizers if number < len(values)]
+
     ranks = [[each for each in entries[rank] if each["kind"] == "step"] for rank in sorted(entries)]
     return [
         Step(
@@ -133,11 +155,17 @@ def _combine(entries: Entries) -> list[Step]:
                 for key in row["samples"]
             ],
             weights=rows[0]["weights"],
-            others=rows[0]["others"],
             momentum=tuple(row["momentum"] for row in rows),
             draws=tuple(row["draws"] for row in rows),
-            learning_rate=rows[0]["learning_rate"],
             loss=rows[0]["loss"],
+            content=sum(row["content"] for row in rows),
+            gradient=rows[0]["gradient"],
+            others=[value for each in choose(rows[0]["all_weights"])[1:] for value in each],
+            other_states=tuple(tuple(choose(row["states"])[1:]) for row in rows),
+            rates=tuple(choose(rows[0]["rates"])),
+            scales=tuple(rows[0]["scales"]),
+            buffers=rows[0]["buffers"],
+            unsaved=rows[0]["unsaved"],
         )
         for rows in zip(*ranks, strict=False)
     ]

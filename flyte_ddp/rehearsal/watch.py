@@ -19,7 +19,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -91,6 +93,7 @@ class Marked:
     keys: list[Any]
     value: Any
     storages: set[int] = field(default_factory=set)  # addresses, of a batch that the loop has
+    content: float = 0.0  # sum of the batch's values
     is_used: bool = False
 
 
@@ -160,11 +163,15 @@ class Watch:
         self.open = builtins.open
         self.file = open(f"{spec.directory}/{spec.start}-{restart}-{self.rank}.jsonl", "a")  # noqa: SIM115 - open for the life of the process
         self.main: Optimizer | None = None  # the first one that steps: its steps count
-        self.others: dict[int, Optimizer] = {}
+        self.optimizers: list[Optimizer] = []  # all, in the order in which they were made
+        self.stepping: set[int] = set()  # numbers of those that step
+        self.scalers: list[GradScaler] = []
+        self.modules: dict[int, torch.nn.Module] = {}  # with buffers, in the order of their calls
         self.pending: list[Marked] = []  # batches that no step has used
         self.is_matched = False  # since the last backward pass a module has got a pending batch
         self.step, self.base = 0, 0  # of this process; steps of the state that it began with
-        self.loss, self.learning_rate, self.draws = 0.0, 0.0, 0
+        self.loss, self.content = 0.0, 0.0
+        self.before: dict[str, Any] = {}  # what a step's record has of the time before it
         self.refusal = Refusal(spec.fault, spec.place)
         self.noted: set[tuple[Any, ...]] = set()
 
@@ -190,20 +197,30 @@ class Watch:
         self.watch_loaders()
         self.watch_files()
         _wrap(Tensor, "backward", self.note_loss)
-        _wrap(LRScheduler, "__init__", lambda *_, **__: self.note_call("schedule"))
-        _wrap(session, "save", lambda *_, **__: self.note_call("save"))
+        _wrap(Optimizer, "__init__", self.add_optimizer)
+        _wrap(GradScaler, "__init__", lambda made, *_, **__: self.scalers.append(made))
+        _wrap(LRScheduler, "__init__", self.note_schedule)
+        _wrap(session, "save", lambda *_, **__: self.note_call("save", path=""))
         _wrap(session, "load", lambda *_, **__: self.note_call("look"))
         _wrap(torch, "load", self.note_load)
         self.refusal.reach_storage(lambda: self.is_due)
 
     # -- steps --
 
+    def add_optimizer(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        if not is_look.get() and not any(each is optimizer for each in self.optimizers):
+            self.optimizers.append(optimizer)
+
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if is_look.get():
             return
         self.main = self.main or optimizer
+        self.add_optimizer(optimizer)
+        number = next(n for n, each in enumerate(self.optimizers) if each is optimizer)
+        if number not in self.stepping:
+            self.stepping.add(number)
+            self.note("stepping", optimizer=number)
         if optimizer is not self.main:
-            self.others[id(optimizer)] = optimizer
             return
         if not self.step:
             momentum, weights = _sum_of_state(optimizer), _weights(optimizer)
@@ -211,7 +228,16 @@ class Watch:
             self.note_call("optimizer")
             self.base = read_run(Path(self.spec.place), self.attempt).find(weights)
             self.end_if_due()
-        self.learning_rate, self.draws = float(optimizer.param_groups[0]["lr"]), _hash_of_draws()
+        self.before = {
+            "gradient": _weights(optimizer, of_gradients=True),
+            "all_weights": [_weights(each) for each in self.optimizers],
+            "states": [_sum_of_state(each) for each in self.optimizers],
+            "rates": [float(each.param_groups[0]["lr"]) for each in self.optimizers],
+            "scales": [float(each.get_scale()) for each in self.scalers],
+            "buffers": _buffers(self.modules.values(), are_saved=True),
+            "unsaved": _buffers(self.modules.values(), are_saved=False),
+            "draws": _hash_of_draws(),
+        }
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if is_look.get() or optimizer is not self.main:
@@ -220,12 +246,11 @@ class Watch:
         self.note(
             "step",
             samples=self.take_samples(),
+            content=self.content,
             weights=_weights(optimizer),
-            others=[value for each in self.others.values() for value in _weights(each)],
             momentum=_sum_of_state(optimizer),
-            learning_rate=self.learning_rate,
-            draws=self.draws,
             loss=self.loss,
+            **self.before,
         )
         if self.is_first and self.spec.pauses and self.step == self.spec.fault_step:
             directory = Path(self.spec.directory)
@@ -238,9 +263,14 @@ class Watch:
         if 0 < self.spec.num_steps <= self.base + self.step:
             raise Ended(0)
 
+    def note_schedule(self, schedule: LRScheduler, optimizer: Any, *_: Any, **__: Any) -> None:
+        numbers = [number for number, each in enumerate(self.optimizers) if each is optimizer]
+        self.note_call("schedule", optimizer=numbers[0] if numbers else -1)
+
     def note_loss(self, loss: Tensor, *_: Any, **__: Any) -> None:
         if loss.numel() == 1:
             self.loss = float(loss.detach())
+            self.note_call("loss")
         if self.pending and not self.is_matched:  # the model got something computed from a batch
             self.pending[-1].is_used = True
         self.is_matched = False
@@ -248,17 +278,33 @@ class Watch:
     # -- samples --
 
     def match_batch(self, module: torch.nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.watch_buffers(module)
         if self.pending and torch.is_grad_enabled():
             storages = _storages(inputs)
             for batch in self.pending:
                 if storages & batch.storages:
                     batch.is_used = self.is_matched = True
 
+    def watch_buffers(self, module: torch.nn.Module) -> None:
+        if id(module) in self.modules:
+            return
+        if next(module.buffers(recurse=False), None) is not None:
+            self.modules[id(module)] = module
+        if isinstance(module, _BatchNorm):
+            kind = type(module).__name__
+            if ("statistics", kind) not in self.noted:
+                self.noted.add(("statistics", kind))
+                self.note("statistics", module=kind)
+
     def take_samples(self) -> list[Any]:
-        """Return the keys of the samples that the step was made with."""
+        """Return the keys of the samples that the step was made with, and note the sum of their
+        batches.
+        """
         used = [number for number, each in enumerate(self.pending) if each.is_used]
         taken = [self.pending[number] for number in used] or self.pending
         self.pending = self.pending[used[-1] + 1 :] if used else []
+        self.content = sum(each.content for each in taken)
         return [key for each in taken for key in each.keys]
 
     def watch(self, dataset: Any) -> Any:
@@ -295,6 +341,7 @@ class Watch:
                     continue
                 if torch.is_grad_enabled():
                     batch.storages = _storages(batch.value)
+                    batch.content = _sum_of_values(batch.value)
                     watch.pending.append(batch)
                 yield batch.value
 
@@ -329,7 +376,7 @@ class Watch:
         def save_file(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
             is_path = isinstance(file, (str, os.PathLike))
             if is_path:
-                self.note_call("save")
+                self.note_call("save", path=os.path.realpath(file))
             with open_file(file, "wb") if is_path else contextlib.nullcontext(file) as opened:
                 save(value, opened, *arguments, **keywords)
 
@@ -382,16 +429,25 @@ def _storages(value: Any) -> set[int]:
     }
 
 
+def _weights(optimizer: Optimizer, of_gradients: bool = False) -> list[float]:
+    """Return of each parameter, or of its gradient, the sum and some values, the same on any number
+    of ranks.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if of_gradients:
+        return _sample([each.grad for each in parameters if each.grad is not None])
+    return _sample(parameters)
+
+
 @torch.no_grad()
-def _weights(optimizer: Optimizer) -> list[float]:
-    """Return of each parameter the sum and some values, the same on any number of ranks."""
+def _sample(tensors: Iterable[Tensor]) -> list[float]:
+    """Return of each tensor the sum and some values."""
     found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            values = whole.detach().reshape(-1)
-            some = values[:: max(1, len(values) // NUM_WEIGHTS)][:NUM_WEIGHTS]
-            found += [values.sum(dtype=torch.float64)[None], some.double()]
+    for tensor in tensors:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        values = (whole.to_dense() if whole.is_sparse else whole).detach().reshape(-1)
+        some = values[:: max(1, len(values) // NUM_WEIGHTS)][:NUM_WEIGHTS]
+        found += [values.sum(dtype=torch.float64)[None], some.double()]
     return torch.cat(found).tolist() if found else []
 
 
@@ -400,6 +456,23 @@ def _sum_of_state(optimizer: Optimizer) -> float:
     tensors = tensors_in(list(optimizer.state.values()))
     local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     return float(sum(float(each.double().abs().sum()) for each in local))
+
+
+def _buffers(modules: Iterable[torch.nn.Module], are_saved: bool) -> list[float]:
+    """Return of each buffer that state dicts have, or do not have, the sum and some values."""
+    return _sample(
+        buffer.double().nan_to_num()
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+        if (name not in module._non_persistent_buffers_set) == are_saved
+        and not (buffer.is_complex() or buffer.is_meta)
+    )
+
+
+@torch.no_grad()
+def _sum_of_values(batch: Any) -> float:
+    found = [each for each in tensors_in(batch) if each.device.type != "meta"]
+    return sum(float(each.double().nan_to_num().sum()) for each in found if not each.is_complex())
 
 
 def _hash_of_draws() -> int:

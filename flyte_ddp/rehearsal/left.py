@@ -1,0 +1,114 @@
+"""Read the tensors in the files that a run has left: in those of torch, numpy and safetensors.
+
+Classes of the user's own are not imported: what they hold is read without them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from flyte_ddp.rehearsal.seen import list_left
+from flyte_ddp.storage.weights import from_bytes
+
+MAX_BYTES = 2**31  # of a file
+NUM_VALUES = 16  # of each tensor that are compared, besides sums
+KNOWN = ("torch", "numpy", "collections", "builtins", "_codecs")  # packages whose classes are made
+
+
+class Unknown:
+    """An object of a class that is not imported: a list, a mapping or any other."""
+
+    arguments: tuple[Any, ...]
+    parts: list[Any]
+
+    # pickle makes most objects without `__init__`
+    def __new__(cls, *arguments: Any, **_: Any) -> Unknown:
+        made = super().__new__(cls)
+        made.arguments, made.parts = arguments, []
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, part: Any) -> None:
+        self.parts.append(part)
+
+    def __setitem__(self, key: Any, part: Any) -> None:
+        self.parts.append(part)
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] in KNOWN:
+            return super().find_class(module, name)
+        return Unknown
+
+
+# As `torch.load` wants a module for its argument.
+READER = SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
+
+
+def read_tensors(directory: Path) -> dict[str, list[float]]:
+    """Return sums and some values of each tensor that a run has left, by its file and place.
+
+    States of random generators, which are bytes, are left out: who draws nothing from them later
+    need not restore them.
+    """
+    found: dict[str, list[float]] = {}
+    for file in list_left(directory):
+        if file.stat().st_size > MAX_BYTES:
+            continue
+        try:
+            tensors = list(_list_tensors(_read(file), "", set()))
+        except Exception:
+            continue  # half a file of a fault, or a format of its own
+        for place, tensor in tensors:
+            if tensor.dtype != torch.uint8 and not (tensor.is_complex() or tensor.is_meta):
+                found[f"{file.relative_to(directory)}: {place}"] = _summarize(tensor)
+    return found
+
+
+def _read(file: Path) -> Any:
+    if file.suffix == ".safetensors":
+        return from_bytes(file.read_bytes())
+    if file.suffix in (".npy", ".npz"):
+        loaded = numpy.load(file)
+        return dict(loaded) if file.suffix == ".npz" else loaded
+    if zipfile.is_zipfile(file):
+        return torch.load(file, map_location="cpu", weights_only=False, pickle_module=READER)
+    return None
+
+
+def _list_tensors(value: Any, place: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "fiu":
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        yield place, value.detach()
+        return
+    if id(value) in above:  # an object that has itself as a part
+        return
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)  # type: ignore[assignment]
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        parts = vars(value).items()
+    else:
+        return
+    for name, part in parts:
+        yield from _list_tensors(part, f"{place}.{name}".lstrip("."), above | {id(value)})
+
+
+def _summarize(tensor: Tensor) -> list[float]:
+    values = tensor.reshape(-1).double().nan_to_num()
+    some = values[:: max(1, len(values) // NUM_VALUES)][:NUM_VALUES]
+    return [float(values.sum()), float(values.abs().sum()), *some.tolist()]
