@@ -29,7 +29,7 @@ if __name__ == '__main__':
     sys.exit(main())
 endef
 export PROGRAM
-# with what tests and checks need besides
+# exists once the environment also has the packages of tests and checks
 TESTED := $(VENV)/.tested
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --require-hashes
 export UV_SYSTEM_CERTS ?= 1
@@ -126,7 +126,7 @@ test-flyte2: IMAGE = my-project:dev
 test-flyte2: $(TESTED) $(SDK)  ## real runs, from a new project, on the Flyte 2 that FLYTECTL_CONFIG names (its program `manager`, its CRD, an S3 such as moto: FLYTE_AWS_ENDPOINT and its keys); FLYTE_DDP_TEST_BUILDER builds its image for the nodes (KUBECONFIG), or they have it as IMAGE
 	FLYTE_DDP_TEST_IMAGE=$(IMAGE) PYTHONPATH=$(abspath $(SDK)) $(BIN)/python -m pytest -v -rP -m flyte2 tests/flyte2
 
-$(SDK):  # whose SDK is installed beside what the library needs
+$(SDK):  # the SDK of Flyte 2 lies beside the environment and not in it
 	$(UV) pip install --quiet --python $(BIN)/python --target $@ flyte==2.12.1
 
 lint: $(TESTED)  ## ruff, and mypy, strict on flyte_ddp/

@@ -138,7 +138,7 @@ def print_result(text: str) -> int:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `| head`, whose user has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         return 1
     except OSError as error:
         print_line(f"error: standard output: {error.strerror}")

@@ -46,7 +46,7 @@ def pickle(value: object, of: Any, field: str) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file, find_packages(of), isinstance(of, type)).dump(value)
-    except Exception as error:  # of any kind: `__reduce__` is the user's
+    except Exception as error:  # any error is possible: `__reduce__` is the user's
         name = getattr(of, "__qualname__", repr(of))
         raise ConfigError(
             f"{field}: expected one that can be pickled, got {name}: {in_one_line(error)}"

@@ -22,7 +22,8 @@ from flyte_ddp.config.source_code import describe_commit, read_settings
 from flyte_ddp.errors import ConfigError
 
 DISTRIBUTION = "flyte-ddp"
-# of the checkout, to which `make setup` puts a link on the path, or of the installed packages
+# the root of the checkout, to which the environment of `make setup` links; else the directory
+# of the installed packages
 ROOT = Path(__file__).resolve().parents[2]
 DATA = "share/flyte-ddp/"  # where an installation has the files
 TRAINING = (
@@ -30,14 +31,15 @@ TRAINING = (
     *("workflows/single_node.py", "workflows/multi_node.py"),
 )
 FUNCTION = ("workflows/train.py", "tests/test_train.py")
-# of a project for Flyte 2, whose other files below flyte2/ take the place of those for Flyte 1
+# files of a project for Flyte 2. The other files below flyte2/ replace those of the same name for
+# Flyte 1.
 FLYTE_2_WORKFLOWS = "workflows/flyte2.py"
 FLYTE_2 = ("recipes/wine.py", FLYTE_2_WORKFLOWS, "tests/test_recipes.py")
 ALWAYS = (
     *("workflows/__init__.py", "settings.toml", "pyproject.toml", "requirements.txt"),
     *("Dockerfile", "Makefile", "README.md", ".gitignore", ".dockerignore"),
 )
-# what the modules of a part import, which a project with a function may not have
+# files that the modules of a part import. A project with a function may lack them.
 BASE = ("tasks/__init__.py", "tasks/train.py")
 NEEDS = {
     **dict.fromkeys(("names", "retrain", "scaling", "sweep", "text"), BASE),

@@ -37,9 +37,10 @@ from flyte_ddp.errors import ConfigError
 
 SETTINGS_FILE = "settings.toml"
 MAX_SIZE = 32 << 20  # bytes of code; more is data that lies beside it
-COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"  # of a registered task, which has no repository
-STARTED = time.time()  # about when this process did
-# what a project's file has: the type, and how an error names it
+# tells a registered task its commit, because its pod has no repository
+COMMIT_VARIABLE = "FLYTE_DDP_COMMIT"
+STARTED = time.time()  # about when this process started
+# the type of each field of settings.toml, and how an error names the type
 _SHAPES: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("production", "sandbox", "allowed"), (dict, "a table")),
     **dict.fromkeys(("wandb", "mlflow", "tensorboard"), (dict, "a table")),
@@ -209,7 +210,7 @@ def _importing_in_place(names: Collection[str]) -> Iterator[set[str]]:
         for name in sources:
             try:
                 importlib.import_module(name)
-            except Exception:  # of any kind: nobody has asked for this module
+            except Exception:  # an import can raise anything, and nobody asked for this module
                 restore(name)
         for name in old:
             sys.modules.setdefault(name, old[name])

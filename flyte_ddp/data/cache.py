@@ -120,7 +120,7 @@ def check_version(source: Source, entry: Entry, info: Mapping[str, Any] | None =
     local = source.local_path(entry.name)
     if local:
         time = str(os.stat(local).st_mtime_ns)
-        # of its stamp, the inode changes by itself on some file systems
+        # only the time is compared: the inode changes by itself on some file systems
         if entry.version and entry.version.partition(" ")[0] != time:
             raise DataError("expected a file as it was when its index was read, got a changed one")
         return
@@ -360,7 +360,7 @@ def version_of_reader(read: Read | None) -> str:
         return ""
     try:
         return code_version(read)
-    except Exception as error:  # of any kind: `__reduce__` is the user's
+    except Exception as error:  # any error is possible: `__reduce__` is the user's
         logger.warning(
             "reader: expected values that can be compared with those of other runs, got %s: each "
             "process reads the shards anew",

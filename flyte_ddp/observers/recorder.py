@@ -103,7 +103,7 @@ class Sender:
                 if self._queue.empty():
                     self._send()
             status = item
-        except Exception as error:  # of any kind: no failure of a service may end the training
+        except Exception as error:  # whatever a service raises, training goes on
             self._give_up(error)
         try:
             self._end(status)

@@ -108,7 +108,7 @@ class Predictor:
         manifest = json.loads(Storage(self.job.output, "output").read(MANIFEST))
         found = self.describe_data()
         expected = json.loads(manifest.get(DATA, "{}"))
-        if not expected:  # of a version that did not compare more
+        if not expected:  # an older version wrote no facts about the data
             name = "num_samples"
             expected, found = {name: manifest[name]}, {name: found[name]}
         where = f", as of the predictions in {self.job.output!r}"
@@ -142,7 +142,7 @@ class Predictor:
                     keys = schema.to_plain([self._key(number) for number in numbers])
                 except (ConfigError, StorageUnavailable, MemoryError, torch.OutOfMemoryError):
                     raise
-                except Exception as error:  # of any kind: the data set is the user's
+                except Exception as error:  # any error is possible: the data set is the user's
                     raise self._locate_error(numbers, error) from error
                 outputs = map_tensors(on_cpu, forward(self.model, self.parallelism, batch))
                 yield keys, schema.list_columns(self.recipe, outputs, len(numbers))

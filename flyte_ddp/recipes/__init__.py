@@ -102,7 +102,7 @@ def load_anew(kind: type[Recipe]) -> str | type[Recipe]:
             return cloudpickle.loads(pickled)  # type: ignore[no-any-return]
     except ConfigError:
         raise
-    except Exception as error:  # of any kind: the modules are the user's
+    except Exception as error:  # any error is possible: the modules are the user's
         raise ConfigError(
             f"recipe: {kind.__qualname__} cannot be copied: {_last_place(error)}"
             f"{type(error).__name__}: {error}"
@@ -308,7 +308,7 @@ def _find(name: str) -> type[Recipe]:
         hint = how_to_install(package) if package in EXTRAS else own
         place = _last_place(error)
         raise ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}") from error
-    except Exception as error:  # of any kind: the module is the user's
+    except Exception as error:  # any error is possible: the module is the user's
         # of a SyntaxError it is in the text
         place = "" if isinstance(error, SyntaxError) else _last_place(error)
         raise ConfigError(
@@ -341,7 +341,7 @@ def _module_of(name: str) -> str:
 def _suggest_recipes(module_name: str) -> str:
     """Return the end of an error about a module or file in place of a recipe: its recipes."""
     module = None
-    with contextlib.suppress(Exception, SystemExit):  # of any kind: the module is the user's
+    with contextlib.suppress(Exception, SystemExit):  # the module is the user's code
         module = importlib.import_module(module_name)
     found = [
         f"{module_name}.{name}"

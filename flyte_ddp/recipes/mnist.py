@@ -99,7 +99,7 @@ def _download() -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flyte-ddp")
     try:
         datasets.MNIST(cache, download=True)
-    except Exception as error:  # of any kind: a connection may break anywhere
+    except Exception as error:  # any error is possible: a connection may break anywhere
         raise DataError(
             f"data: MNIST could not be downloaded: {in_one_line(error)}; give a directory of its "
             "files"

@@ -206,7 +206,7 @@ def read_state(url: str, expected: str, timeout: float = STORE_TIMEOUT) -> Any:
             "meanwhile, as by `flyte-ddp promotion prune`: start again, predictions with another "
             "output"
         ) from error
-    except Exception as error:  # of any kind: the bytes of another file may look like anything
+    except Exception as error:  # the bytes of another file can raise any error
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{expected}, got {url!r}, which cannot be read: {type(error).__name__}: {reason}"

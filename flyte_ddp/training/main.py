@@ -259,7 +259,7 @@ def export_model(recipe: Recipe, state: Mapping[str, Any], checkpoints: str) -> 
                     name = file.relative_to(place).as_posix()
                     storage.write(name, file)
                     written.append(name)
-        except Exception as error:  # of any kind: `export` may be the user's
+        except Exception as error:  # any error is possible: `export` may be the user's
             problems.append(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
 
     write(lambda place: save_safetensors(state, place / EXPORTED_STATE), EXPORTED_STATE)

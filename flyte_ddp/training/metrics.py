@@ -216,7 +216,7 @@ def own_state(metric: Any) -> dict[str, bytes]:
                 continue
             try:
                 found[name] = pickle.dumps(value)
-            except Exception:  # of any kind: the value may be the user's
+            except Exception:  # any error is possible: the value may be the user's
                 continue
     return found
 

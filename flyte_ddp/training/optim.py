@@ -96,7 +96,7 @@ def count_state_bytes(recipe: Recipe, model: nn.Module, config: TrainingConfig) 
         optimizer.step()
     except (
         Exception
-    ):  # of any kind: it is only an estimate, and what is wrong shows in the training
+    ):  # any error is possible: it is only an estimate, and what is wrong shows in the training
         return 0
     return sum(each.nbytes for each in tensors_in(list(optimizer.state.values())))
 

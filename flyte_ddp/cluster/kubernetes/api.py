@@ -182,7 +182,7 @@ def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 
             if reason or is_deleted or time.monotonic() > deadline:
                 return PodEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
             time.sleep(POLL_INTERVAL)
-    except Exception as error:  # of any kind: a diagnosis must not hide what it is about
+    except Exception as error:  # any error is possible: a diagnosis must not hide what it is about
         logger.debug("how pod %s ended is unknown: %s", name, error)
     return PodEnd()
 

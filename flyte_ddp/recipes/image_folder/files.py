@@ -140,7 +140,7 @@ class FileReader:
         """
         try:
             return decode_image(contents)
-        except Exception as error:  # of any kind: a damaged file can fail anywhere in the reading
+        except Exception as error:  # a damaged file can raise any error
             if is_of_machine(error):
                 raise
             raise UnreadableImage(

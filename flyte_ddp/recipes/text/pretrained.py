@@ -78,7 +78,7 @@ def make_config(values: Mapping[str, Any], field: str, size: int = 0, context: i
     kind = values.get("model_type")
     try:
         config = AutoConfig.for_model(**values) if kind in KNOWN else None
-    except Exception as error:  # of any kind, such as a size of another type
+    except Exception as error:  # any error is possible, such as a size of another type
         raise ConfigError(
             f"{field}: transformers refuses this config: {in_one_line(error)}"
         ) from error
