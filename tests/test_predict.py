@@ -102,6 +102,15 @@ def test_processes_that_predict_keep_the_memory_of_batches(client, state, tmp_pa
 
 
 @pytest.mark.long
+def test_all_workers_of_a_client_predict(client, state, tmp_path):
+    given = {**SIZES, "client": client, "progress": False}
+    name = "tests.support.predicted.Processes"
+    made = predict(name, state, "", str(tmp_path / "made"), **given)
+    tables = [parquet.read_table(path) for path in made.paths]
+    assert len({each for table in tables for each in table["process"].to_pylist()}) == 2
+
+
+@pytest.mark.long
 def test_threads_are_the_configs_or_the_users_own(state, tmp_path):
     with (
         LocalCluster(n_workers=1, dashboard_address=None, env={"OMP_NUM_THREADS": "3"}) as cluster,

@@ -66,6 +66,14 @@ class Threads(Digits):
         return {"threads": [float(torch.get_num_threads())] * len(outputs)}
 
 
+class Processes(Digits):
+    """Predicts in which process it predicts; a batch takes a while."""
+
+    def prediction_columns(self, outputs):
+        time.sleep(0.3)
+        return {"process": [float(os.getpid())] * len(outputs)}
+
+
 class Slow(Digits):
     """A batch takes a second."""
 
