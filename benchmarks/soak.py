@@ -47,7 +47,8 @@ from flyte_ddp.events import Event, RunStarted, RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.rehearsal.faults import Nodes, children, send_to_all
 

@@ -26,7 +26,8 @@ def ours(data: Path, num_ranks: int) -> None:
     from flyte_ddp.config import resolve
     from flyte_ddp.launch.control import driver
     from flyte_ddp.launch.nodes.local import LocalPlace
-    from flyte_ddp.launch.protocol.programs import Job, recipe_program
+    from flyte_ddp.launch.protocol.programs import Job
+    from flyte_ddp.launch.recipe_program import recipe_program
     from flyte_ddp.recipes import get_recipe
 
     name = "benchmarks.mnist_like.MnistLike"

@@ -17,7 +17,7 @@ import torch
 
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.agent import rank_start
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support import browser
 from tests.support.checkout import build_wheel
 from tests.support.runs import fork_functions, new_run

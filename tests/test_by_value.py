@@ -23,7 +23,7 @@ import flyte_ddp
 from flyte_ddp.config import source_code
 from flyte_ddp.config.by_value import Checksum, dumps, pickle
 from flyte_ddp.errors import ConfigError, RankFailure
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import function_program
 from flyte_ddp.recipes import config_of, load_anew
 from flyte_ddp.recipes.prepare import class_version

@@ -21,7 +21,8 @@ from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.dask.placement import assign_nodes
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.storage import read_file
 from flyte_ddp.storage.weights import from_bytes
 from tests.support.dask_runs import (

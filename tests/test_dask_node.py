@@ -32,7 +32,8 @@ from flyte_ddp.launch.nodes.dask import roll_call, worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers
 from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code, packed_directory
 from flyte_ddp.launch.protocol.messages import NodeJob
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang, run_program, script_program
 from flyte_ddp.storage import Storage
 from tests.support.dask_runs import (

@@ -40,7 +40,8 @@ from flyte_ddp.launch.protocol.messages import (
     Outcome,
     Stop,
 )
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.storage import Storage
 from tests.support.errors import raises_one_line
 from tests.test_policy import AWAY, DENIED, ECHO, KILLED, LOST, OOM_POD, SHAPES, STALLED, THEIRS

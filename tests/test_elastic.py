@@ -20,7 +20,7 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.nodes.dask import growth, place
 from flyte_ddp.launch.protocol.messages import Go, Stop
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support.dask_runs import (
     dask_config,
     events_of,

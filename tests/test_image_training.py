@@ -12,7 +12,8 @@ from PIL import Image
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes.image_folder.recipe import ImageFolder
 from flyte_ddp.storage.weights import pin_state
 from flyte_ddp.training.batch_norm import keep_frozen_statistics

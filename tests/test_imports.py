@@ -360,6 +360,20 @@ for module in {modules!r}:
     assert (done.returncode, done.stdout, done.stderr[-2000:]) == (0, "", "")
 
 
+def test_agents_drivers_and_the_ranks_of_functions_import_no_recipe():
+    program = """
+import sys
+import flyte_ddp.launch.agent.main
+import flyte_ddp.launch.control.driver
+import flyte_ddp.rank.entry
+print(*(name for name in sys.modules if name.startswith("flyte_ddp.recipes")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "\n")
+
+
 def test_public_names_are_exported_and_imported_on_first_use():
     program = """
 import sys

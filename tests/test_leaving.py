@@ -21,8 +21,9 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, Kind, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Kind, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import At, events_of, front_of, start_scheduler

@@ -17,8 +17,9 @@ from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import _Call
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import LOCAL, At, events_of

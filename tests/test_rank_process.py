@@ -12,8 +12,9 @@ import pytest
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.protocol.messages import RankBeat
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.protocol.ranks import NodeRanks, choose_threads
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.rank.entry import environment
 from flyte_ddp.rank.link import AgentLink
 

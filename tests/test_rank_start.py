@@ -17,7 +17,8 @@ from flyte_ddp.config import resolve
 from flyte_ddp.errors import RankFailure
 from flyte_ddp.launch.agent import rank_start
 from flyte_ddp.launch.agent.rank_start import start_rank
-from flyte_ddp.launch.protocol.programs import Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from tests.support.dask_runs import At
 from tests.support.runs import REPOSITORY, new_run
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.training import evaluation
 from flyte_ddp.training.evaluation import sample_utilization

@@ -29,7 +29,8 @@ from flyte_ddp.config import resolve
 from flyte_ddp.launch.agent.devices import num_cores
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import open_filesystem, read_file
 

@@ -28,7 +28,8 @@ def run(
     from flyte_ddp.launch.control import driver
     from flyte_ddp.launch.nodes.dask.place import DaskPlace
     from flyte_ddp.launch.nodes.local import LocalPlace
-    from flyte_ddp.launch.protocol.programs import Job, recipe_program
+    from flyte_ddp.launch.protocol.programs import Job
+    from flyte_ddp.launch.recipe_program import recipe_program
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     cluster = ClusterConfig(

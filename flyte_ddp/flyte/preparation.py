@@ -26,7 +26,7 @@ from flyte_ddp.flyte.task import (
     task_body,
 )
 from flyte_ddp.launch.agent.rank_start import start_server
-from flyte_ddp.launch.protocol.programs import slow_imports
+from flyte_ddp.launch.recipe_program import slow_imports
 from flyte_ddp.recipes import BUILTIN, config_of, get_recipe
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
 

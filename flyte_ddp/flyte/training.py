@@ -22,7 +22,7 @@ from flyte_ddp.flyte.task import (
 )
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.run import Report

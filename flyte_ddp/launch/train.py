@@ -19,7 +19,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, log_failures
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.protocol.programs import Job, check_run_id, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, check_run_id
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar

@@ -18,7 +18,8 @@ from flyte_ddp.config.fields import describe_fields
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.launch.agent.rank_start import start_server
-from flyte_ddp.launch.protocol.programs import check_run_id, slow_imports
+from flyte_ddp.launch.protocol.programs import check_run_id
+from flyte_ddp.launch.recipe_program import slow_imports
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.launch.run_options import (
     RECIPE_OPTIONS,

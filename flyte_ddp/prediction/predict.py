@@ -20,7 +20,7 @@ from flyte_ddp.config.fields import check_object, whole_number
 from flyte_ddp.errors import ConfigError, StorageDenied
 from flyte_ddp.launch.agent.devices import num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.protocol.programs import recipe_program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
 from flyte_ddp.promotion.champion import CARD, ChampionStore

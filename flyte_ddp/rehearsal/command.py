@@ -22,7 +22,8 @@ from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.rank_start import start_server
 from flyte_ddp.launch.agent.scratch import own_directory
-from flyte_ddp.launch.protocol.programs import Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import OUTPUTS, function_program, script_program
 from flyte_ddp.launch.train_options import read_fields
 from flyte_ddp.recipes import config_of, get_recipe

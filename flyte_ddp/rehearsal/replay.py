@@ -23,7 +23,8 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run_options import read_given
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.recipes import config_of, get_recipe

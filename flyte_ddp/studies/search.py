@@ -26,7 +26,8 @@ from flyte_ddp.config.extras import require
 from flyte_ddp.config.fields import Limits, check, check_names
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished, Event, Reported
-from flyte_ddp.launch.protocol.programs import Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Program
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.observers.formats import shown_value
 from flyte_ddp.recipes import config_of, pin_initial_state
 from flyte_ddp.storage import check_places, redact_values

@@ -24,7 +24,8 @@ from flyte_ddp.cluster.connect import open_cluster
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.events import to_dict
 from tests.support.runs import new_run

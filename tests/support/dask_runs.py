@@ -28,7 +28,8 @@ from flyte_ddp.events import Listener, Reported
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
 from flyte_ddp.launch.nodes.dask.placement import Worker
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.runs import REPOSITORY, Run, _Printer, new_run, print_json
 

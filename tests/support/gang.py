@@ -22,8 +22,9 @@ from torch.distributed import PrefixStore, TCPStore
 from flyte_ddp import events
 from flyte_ddp.launch.agent.rank_start import ForkedProcess, start_server
 from flyte_ddp.launch.protocol.messages import Emitted, RankBeat
-from flyte_ddp.launch.protocol.programs import Job, Program, recipe_program
+from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.ranks import NodeRanks
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.rank.session import Session
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.training.main import train

@@ -7,7 +7,8 @@ import time
 from flyte_ddp import events
 from flyte_ddp.config import resolve
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import get_recipe
 from tests.support.dask_runs import events_of
 from tests.support.runs import new_run

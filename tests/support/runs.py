@@ -22,7 +22,8 @@ from flyte_ddp.config import TrainingConfig
 from flyte_ddp.launch.agent import supervisor
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.protocol.programs import Job, recipe_program
+from flyte_ddp.launch.protocol.programs import Job
+from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage.weights import save_safetensors

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 import os
-import pickle
-import pkgutil
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.cluster.config import termination_grace
-from flyte_ddp.config import TrainingConfig, by_value
-from flyte_ddp.config.source_code import files_below, find_packages, list_packages, source_files
+from flyte_ddp.config.source_code import files_below, source_files
 from flyte_ddp.config.training import Batch
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
-from flyte_ddp.launch.protocol.ranks import TRAINING
-from flyte_ddp.recipes import Recipe, get_recipe, name_of, path_of, pin_initial_state
-from flyte_ddp.storage import check_places
-from flyte_ddp.storage.weights import describe_missing
 
 # torch.compile takes g++ or CXX for CPUs, gcc, clang or CC for GPUs
 COMPILERS = ("g++", "gcc", "clang")
@@ -179,75 +168,3 @@ def check_run_id(run_id: str) -> None:
         raise ConfigError(
             f"run_id: expected one line of at most {MAX_RUN_ID} characters, got {run_id!r:.80}"
         )
-
-
-def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Program:
-    """Return the program that trains a recipe. What the config's initial state has now counts: see
-    `pin_initial_state`.
-
-    Args:
-        recipe: by its name, or a class that travels by value.
-
-    Raises:
-        ConfigError: an unknown recipe or option of it, or a place that this task may not open.
-    """
-    check_places(places_of_config(config))  # whatever made the config
-    named = get_recipe(recipe, config.recipe_options)
-    needs_gpus = ""
-    if config.backend == "nccl":
-        needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
-    elif config.sync_batch_norm:
-        needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
-    config = pin_initial_state(config)
-    training = _Training(recipe, config)
-    if isinstance(recipe, str):
-        call, packages = pickle.dumps(training), list_packages(path_of(recipe))
-    else:
-        call = by_value.pickle(training, recipe, "recipe")
-        packages = sorted(find_packages(recipe))
-    return Program(
-        name=name_of(recipe),
-        call=call,
-        packages=tuple(packages),
-        stall_timeout=config.stall_timeout,
-        store_timeout=config.store_timeout,
-        variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
-        slow_imports=slow_imports(dataclasses.asdict(config), named),
-        kind=Kind.RECIPE,
-        batch=config.batch,
-        needs_compiler=config.compile,
-        missing_state=describe_missing(config.initial_model_state),
-        logging=CallerLogging.read(),
-        needs_gpus=needs_gpus,
-    )
-
-
-def slow_imports(config: Mapping[str, Any], recipe: Recipe | None = None) -> tuple[str, ...]:
-    """Return the modules that the ranks of a recipe import, by its config, or by the fields that
-    are known so far.
-
-    Args:
-        recipe: None where it is not known so far.
-    """
-    modules = ["torch", *(recipe.slow_imports if recipe else ())]
-    if config.get("compile") or config.get("parallel") == "fsdp":
-        modules.append("torch._dynamo")  # with fsdp to leave the gathering of weights out of graphs
-    if (
-        recipe
-        and type(recipe).metrics is not Recipe.metrics
-        and importlib.util.find_spec("torchmetrics")
-    ):
-        modules.append("torchmetrics")
-    return tuple(modules)
-
-
-@dataclass(frozen=True)
-class _Training:
-    """The training of a recipe."""
-
-    recipe: str | type[Recipe]
-    config: TrainingConfig
-
-    def __call__(self) -> bytes:
-        pkgutil.resolve_name(TRAINING)(self.recipe, self.config)
-        return b""
