@@ -8,6 +8,7 @@ import json
 import pickle
 import queue
 import re
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -404,3 +405,13 @@ def test_a_stall_of_many_nodes_names_the_silent_rank_in_its_first_line():
     # A program may raise an exception of its own because a node was lost, which is noticed later.
     failures = [ECHO, THEIRS, LOST]
     assert [find_cause(failures[:count]) for count in (1, 2, 3)] == failures
+
+
+def test_a_listener_that_hangs_keeps_no_event_from_the_state_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "CLOSE_TIMEOUT", 0.1)
+    ends = threading.Event()
+    hanging = SimpleNamespace(handle=lambda event: ends.wait(), close=lambda error: None)
+    state = train(OwnPlace(), tmp_path, listeners=[hanging])
+    ends.set()
+    assert state.checkpoint
+    assert state.checkpoint.step == NUM_STEPS

@@ -274,10 +274,10 @@ def run(
     relay = bars[0].write if bars else None
     state = events.RunState(keep_reports=False)
     failure: Exception | None = None
-    listeners = [state, *bars, *listeners]
+    listeners = [*bars, *listeners]
     try:
         with show_resume_command(bool(checkpoints)):
-            run_program(program, gang, checkpoints, listeners, relay, run_id, results)
+            run_program(program, gang, checkpoints, listeners, relay, run_id, results, state)
     except Exception as error:
         if raise_errors or isinstance(error, TrainingStopped):
             raise
@@ -358,6 +358,7 @@ def run_program(
     relay: Callable[[str], None] | None = None,
     run_id: str = "",
     results: Destination | None = None,
+    state: events.RunState | None = None,
 ) -> events.RunState:
     """Run `program` in the ranks of `gang`, start to end. Arguments and errors as of `run` and
     `driver.run`.
@@ -368,7 +369,7 @@ def run_program(
         if not checkpoints and gang.is_on_this_machine:  # for restarts within the run
             checkpoints = stack.enter_context(own_directory("checkpoints-"))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        return driver.run(job, place, None, listeners, relay, results=results)
+        return driver.run(job, place, None, listeners, relay, results=results, state=state)
 
 
 def returned_value(state: events.RunState) -> bytes:

@@ -131,7 +131,8 @@ def train(
             data=data,
             prepared=prepared,
             run_id=run_id,
-            listeners=[*bars, run, *listeners],
+            listeners=[*bars, *listeners],
+            state=run,
             relay=bars[0].write if bars else None,
             origin=origin,
         )
@@ -155,6 +156,7 @@ def train_recipe(
     listeners: Sequence[events.Listener] = (),
     relay: Callable[[str], None] | None = None,
     origin: Mapping[str, str] = MappingProxyType({}),
+    state: events.RunState | None = None,
 ) -> dict[str, Any]:
     """Train as `train` does, without loading the model state; return the run card.
 
@@ -175,7 +177,7 @@ def train_recipe(
             prepare()
         place = stack.enter_context(gang.open_place(program))
         job = Job(program, checkpoints, time.time(), run_id, is_kept=is_kept)
-        state = driver.run(job, place, prepare, listeners, relay)
+        state = driver.run(job, place, prepare, listeners, relay, state=state)
         assert state.finished is not None  # else it has raised
         card = run_card(state, **origin)
         if is_kept:

@@ -90,8 +90,9 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
             options.checkpoints,
             data=options.data,
             run_id=options.run_id,
-            listeners=[state, *listeners],
+            listeners=listeners,
             relay=relay,
+            state=state,
         )
 
     relay(f"outputs: {directory}")

@@ -11,11 +11,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
-import queue
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -100,6 +102,7 @@ def run(
     stop: StopRequest | None = None,
     earlier_failure: RankFailure | None = None,
     results: Destination | None = None,
+    state: events.RunState | None = None,
 ) -> events.RunState:
     """Run the program of `job` in ranks at `place`, start to end; return the state that its events
     fold to.
@@ -115,6 +118,8 @@ def run(
             tell.
         results: get the files that ranks submit, see `Results`; all have arrived when this returns
             or raises.
+        state: the events are folded into it, also those of a run that fails; by default a new one
+            that keeps no reports.
 
     Raises:
         ConfigError: before any rank is started, also if the checkpoints belong to another run;
@@ -132,7 +137,7 @@ def run(
     if any(isinstance(each, Wandb) for each in listeners):
         variables = {**program.variables, WANDB_VARIABLE: "1"}
         program = dataclasses.replace(program, variables=variables)
-    state, show = events.RunState(keep_reports=False), relay or print_line
+    state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
         if job.checkpoints:
             storage = Storage(job.checkpoints, timeout=program.store_timeout)
@@ -144,7 +149,7 @@ def run(
                 program = dataclasses.replace(program, slow_imports=modules)
         if program.missing_state and not (storage and stored_steps(storage.url)):
             raise ConfigError(program.missing_state)
-        dispatcher = stack.enter_context(Dispatcher([state, *listeners]))
+        dispatcher = stack.enter_context(Dispatcher(listeners, state))
         stop = stop or stack.enter_context(stop_on_signals(program.stop_grace))
         own = Run(
             f"training-{uuid.uuid4().hex[:12]}",
@@ -428,11 +433,11 @@ class Run:
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Passes events to listeners, in a thread, so that a slow one delays neither the run nor its
-    rescue.
+    """Folds events into a state and passes them to listeners, in a thread, so that a slow one
+    delays neither the run nor its rescue.
 
     A context manager: `emit` inside the block; at its end every listener is closed, with the error
-    if there is one.
+    if there is one, and the state has every event, also where a listener hangs.
 
     A listener that raises is named in the log and receives no more events: watching a run must not
     end it. Listeners run with the context variables of the dispatcher's creator, so that a Flyte
@@ -440,13 +445,17 @@ class Dispatcher:
     """
 
     listeners: Sequence[events.Listener]
-    _queue: queue.SimpleQueue[events.Event | None] = field(default_factory=queue.SimpleQueue)
+    state: events.RunState = field(default_factory=lambda: events.RunState(keep_reports=False))
+    # that are not folded yet; None ends them
+    _waiting: deque[events.Event | None] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _commit: str = ""
     _error: BaseException | None = None
     _delivery: concurrent.futures.Future[None] = field(init=False)
 
     def emit(self, event: events.Event) -> None:
         """Pass `event` on, with the time: one clock for all of a run's processes."""
-        self._queue.put(dataclasses.replace(event, at=time.time()))
+        self._put(dataclasses.replace(event, at=time.time()))
 
     def __enter__(self) -> Dispatcher:
         self._delivery = call_in_background(self._deliver)
@@ -459,25 +468,50 @@ class Dispatcher:
         trace: TracebackType | None,
     ) -> None:
         self._error = error
-        self._queue.put(None)
+        self._put(None)
         if concurrent.futures.wait([self._delivery], CLOSE_TIMEOUT).not_done:
             logger.warning(
                 "a listener did not finish within %.0f s of the end of the run", CLOSE_TIMEOUT
             )
+            with self._changed:
+                while self._waiting[0] is not None:
+                    self._fold()
+
+    def _put(self, event: events.Event | None) -> None:
+        with self._changed:
+            self._waiting.append(event)
+            self._changed.notify()
+
+    def _fold(self) -> list[events.Event]:
+        """Fold the next event, and return it as listeners get it; an empty list if it cannot be
+        shown. Called with the lock.
+        """
+        event = self._waiting.popleft()
+        folded: list[events.Event] = []
+        with log_failures(f"event {type(event).__name__}"):
+            assert event is not None  # as only the end is
+            if isinstance(event, events.RunStarted):
+                event = dataclasses.replace(event, commit=self._commit)
+            event = _redact(event)
+            self.state.handle(event)
+            folded.append(event)
+        return folded
 
     def _deliver(self) -> None:
+        self._commit = describe_commit()  # in this thread: git may take a second
         active = list(self.listeners)
-        while (event := self._queue.get()) is not None:
-            with log_failures(f"event {type(event).__name__}"):
-                if isinstance(event, events.RunStarted):  # in this thread: git may take a second
-                    event = dataclasses.replace(event, commit=describe_commit())
-                event = _redact(event)
-                for listener in list(active):
-                    try:
-                        listener.handle(event)
-                    except BaseException as error:
-                        _log("%s failed and receives no more events of this run", listener, error)
-                        active.remove(listener)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                if self._waiting[0] is None:
+                    break
+                folded = self._fold()
+            for event, listener in itertools.product(folded, list(active)):
+                try:
+                    listener.handle(event)
+                except BaseException as error:
+                    _log("%s failed and receives no more events of this run", listener, error)
+                    active.remove(listener)
         for listener in self.listeners:
             try:
                 listener.close(self._error)
