@@ -69,9 +69,10 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
-MAX_ROOMS, MAX_ARROWS = 25, 133
-# What a program may be: a recipe's training, a call, a script, another program, a task of Flyte's.
-PROGRAMS = ("_Training", "_Call", "_Script", "_Command", "TaskCall")
+MAX_ROOMS, MAX_ARROWS = 25, 135
+# What a program may be: a recipe's training, its predictions, a call, a script, another program, a
+# task of Flyte's.
+PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")
 # Which modules may import a library at all.
 HOMES = {
     "flytekit": ("tasks", "workflows", "flyte_ddp.flyte"),
@@ -122,6 +123,7 @@ COMPUTES = (
     "flyte_ddp.checkpoints",
     "flyte_ddp.integrations",
     "flyte_ddp.prediction.model",
+    "flyte_ddp.prediction.rank",
     "flyte_ddp.prediction.schema",
     "flyte_ddp.rank",
     "flyte_ddp.rehearsal.left",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,16 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import dask
 import pytest
 import torch
-from distributed import Client, LocalCluster, WorkerPlugin
+from distributed import Client, LocalCluster
 from pyarrow import parquet
 from torch.utils.data import TensorDataset
 
@@ -29,12 +26,9 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
 from flyte_ddp.config import resolve
 from flyte_ddp.data import Shards
-from flyte_ddp.errors import ClusterError, ConfigError, DataError
-from flyte_ddp.launch.nodes.dask.calls import ByValue
-from flyte_ddp.prediction import keeper, workers
-from flyte_ddp.prediction.job import MANIFEST, PredictionJob
+from flyte_ddp.errors import ConfigError, DataError, RankFailure
+from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
 from flyte_ddp.prediction.model import OneDevice, Predictor
-from flyte_ddp.prediction.workers import PredictionWorkers
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.recipes.digits import Digits
@@ -44,7 +38,7 @@ from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import pin_state, with_class_names
 from flyte_ddp.training.contract import open_datasets
 from flyte_ddp.world import World
-from tests.support.dask_runs import start_scheduler
+from tests.support.dask_runs import eventually
 from tests.support.errors import raises_one_line
 from tests.support.foreign_states import FOREIGN
 from tests.support.image_store import image_tree, write_tree
@@ -72,17 +66,16 @@ def contents(directory):
 
 
 @pytest.mark.long
-def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp_path):
+def test_two_nodes_one_of_whose_ranks_is_killed_write_what_one_does(client, state, tmp_path):
     """And the same call makes again what is missing alone."""
-    kills, recipe = tmp_path / "kills", "tests.support.predicted.Mortal"
     given = {**SIZES, "client": client, "cluster": {"threads_per_rank": 1}, "progress": False}
-    config = {"recipe_options": {"kills": str(kills)}}
+    config, lines = log_batches(tmp_path, end="kill", ends_at=28)
+    given["config"] = config
     one, two = tmp_path / "one", tmp_path / "two"
-    made = predict(recipe, state, "", str(one), config=config, **given)
-    assert (made.num_rows, len(made.paths)) == (360, 6)
-    kills.touch()
-    predict(recipe, state, "", str(two), config=config, nnodes=2, **given)
-    assert not kills.exists()
+    made = predict(LOGGED, state, "", str(one), nnodes=1, **given)
+    assert (made.num_rows, len(made.paths), len(lines())) == (360, 6, 19)
+    predict(LOGGED, state, "", str(two), **given)
+    assert 38 < len(lines()) <= 38 + 2 * 3  # at most the parts of both ranks
     assert contents(two) == contents(one)
     tables = [parquet.read_table(path) for path in made.paths]
     assert [key for table in tables for key in table["key"].to_pylist()] == list(range(360))
@@ -90,7 +83,7 @@ def test_two_processes_one_of_them_killed_write_what_one_does(client, state, tmp
     (one / "part-000002.parquet").unlink()
     (remains := one / "part-000001.parquet.killed.tmp").touch()
     times = {file: file.stat().st_mtime_ns for file in one.iterdir() if file != remains}
-    assert predict(recipe, state, "", str(one), config=config, **given) == made
+    assert predict(LOGGED, state, "", str(one), nnodes=1, **given) == made
     assert {file: file.stat().st_mtime_ns for file in times} == times
     assert contents(one) == contents(two)
     assert not remains.exists()
@@ -125,98 +118,102 @@ def test_threads_are_the_configs_or_the_users_own(state, tmp_path):
             assert set(parquet.read_table(made.paths[0])["threads"].to_pylist()) == {expected}
 
 
-class OneProcess(PredictionWorkers):
-    """A cluster whose own workers predict."""
-
-    def _check_nodes(self):
-        self._num_processes = 1
+LOGGED = "tests.support.predicted.Logged"
 
 
-@pytest.fixture
-def one_process():
-    settings = {"no-workers-timeout": "50ms", "allowed-failures": 0}  # less than a restart takes
+def log_batches(tmp_path, **options):
+    """The config of a recipe that logs batches, and what returns its lines."""
+    log = tmp_path / "log"
+    log.touch()
+    config = {"recipe_options": {"log": str(log), **options}}
+    return config, lambda: log.read_text().splitlines()
+
+
+def test_a_killed_rank_costs_the_part_in_hand(state, tmp_path):
+    config, lines = log_batches(tmp_path, end="kill", ends_at=6)
+    output = tmp_path / "made"
+    predict(LOGGED, state, "", str(output), config=config, nproc_per_node=1, **SIZES)
+    # one for the schema, a part of three, two that are lost, and the other parts
+    assert len(lines()) == 1 + 3 + 2 + 15
+    assert sorted(file.name for file in output.iterdir()) == [MANIFEST, *contents(output)]
+    assert len(contents(output)) == 6
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_ended_and_its_part_made_again(state, tmp_path, caplog):
+    config, lines = log_batches(tmp_path, end="hang", ends_at=6)
+    config["stall_timeout"] = 20
+    output = tmp_path / "made"
+    made = predict(LOGGED, state, "", str(output), config=config, nproc_per_node=1, **SIZES)
+    assert (made.num_rows, len(contents(output)), len(lines())) == (360, 6, 21)
+    assert "no rank made progress for" in caplog.text
+
+
+def test_a_part_that_kills_its_rank_is_named_when_all_others_are_there(state, tmp_path):
+    output = tmp_path / "made"
+    with raises_one_line(RankFailure, r"^part-000002\.parquet: .*max_restarts: 3.*SIGKILL"):
+        predict(
+            "tests.support.predicted.Poisoned", state, "", str(output), nproc_per_node=1, **SIZES
+        )
+    assert [*contents(output)] == [part_name(number) for number in (0, 1, 3, 4, 5)]
+
+
+def test_an_error_of_the_recipe_names_part_and_file(state, tmp_path):
+    config, _ = log_batches(tmp_path, end="fail", ends_at=3)
+    output = str(tmp_path / "made")
+    with pytest.raises(RankFailure, match=r"^part-00000\d\.parquet: .*weights\.bin(.|\n)*in fail"):
+        predict(LOGGED, state, "", output, config=config, nproc_per_node=1, **SIZES)
+
+
+def test_a_batch_that_does_not_fit_is_one_line(state, tmp_path):
+    config, _ = log_batches(tmp_path, end="run out of memory", ends_at=6)
+    output = str(tmp_path / "made")
+    with raises_one_line(
+        ConfigError, r"^batch_size: expected fewer .* got 20, with which part-0000"
+    ):
+        predict(LOGGED, state, "", output, config=config, nproc_per_node=1, **SIZES)
+
+
+def test_sigterm_ends_predictions_after_the_parts_in_hand(state, tmp_path):
+    config, lines = log_batches(tmp_path, seconds=0.2)
+    output = tmp_path / "made"
+    words = [sys.executable, "-m", "flyte_ddp", "predict", LOGGED, "--model-state", state]
+    words += ["--output", str(output), "--nproc-per-node", "1", "--config", json.dumps(config)]
+    words += ["--batch-size", "20", "--part-size", "60"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as command:
+        assert eventually(lambda: len(contents(output)) >= 2, 120)
+        command.terminate()
+        error = command.stderr.read()
+    assert command.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: the run was stopped at step" in error
+    assert "to resume: " in error
+    assert len(lines()) == 1 + 3 * len(contents(output)) < 19
+    assert subprocess.run(words).returncode == 0
+    assert len(lines()) == 1 + 18
+
+
+@pytest.mark.long
+def test_a_node_that_comes_back_joins_again(state, tmp_path):
+    config, lines = log_batches(tmp_path, end="wait", ends_at=6)
+    output = tmp_path / "made"
     with (
-        dask.config.set({f"distributed.scheduler.{name}": each for name, each in settings.items()}),
-        LocalCluster(n_workers=1, dashboard_address=None, resources={"one": 1}) as cluster,
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
         Client(cluster) as client,
+        ThreadPoolExecutor() as pool,
     ):
-        yield OneProcess(client, None, None, b"", "", None, "one")
-
-
-def test_a_lost_part_is_made_again_also_when_it_was_done_and_some_times_at_most(
-    one_process, monkeypatch
-):
-    monkeypatch.setattr(keeper, "call", lambda method, number: number)
-    made = one_process.run("part", [(number,) for number in range(4)])
-    first = next(made)
-    while "memory" not in one_process.client.run_on_scheduler(list_task_states):
-        time.sleep(0.01)
-    (process,) = one_process.client.run(os.getpid).values()
-    os.kill(process, signal.SIGKILL)
-    assert sorted([first, *made]) == [0, 1, 2, 3]
-
-    monkeypatch.setattr(keeper, "call", lambda method, number: os._exit(1))
-    monkeypatch.setattr(workers, "MAX_LOSSES", 0)
-    with pytest.raises(ClusterError, match=r"^part\(0,\) lost 1 processes that predict"):
-        next(one_process.run("part", [(0,)]))
-
-
-def test_a_file_that_is_missing_is_not_a_scheduler_that_is_gone(one_process, monkeypatch):
-    def read(method, number):
-        raise FileNotFoundError(2, "No such file or directory", "images/1.png")
-
-    monkeypatch.setattr(keeper, "call", read)
-    with pytest.raises(FileNotFoundError, match=r"images/1\.png"):
-        next(one_process.run("part", [(0,)]))
-
-
-def test_a_node_whose_processes_end_too_often_is_given_up(one_process):
-    class Ending(WorkerPlugin):
-        """Starts processes that end at once."""
-
-        name = "one"
-
-        def start_process(self, module, connection):
-            self.connection = os.dup(connection.fileno())  # as the process would have it
-            return subprocess.Popen(["false"])
-
-    one_process.client.register_plugin(Ending())
-    call = ByValue(keeper.keep_processes)
-    with pytest.raises(RuntimeError, match=r"^2 processes .* on 0, the last with exit code 1$"):
-        one_process.client.submit(call, "one", b"", [{}], 1).result()
-
-
-@pytest.mark.parametrize("is_noticed", [True, False])
-def test_a_scheduler_that_is_gone_ends_the_predictions_in_one_line(
-    tmp_path, monkeypatch, is_noticed
-):
-    """Also where a result is asked for before the client notices, and nothing answers."""
-    monkeypatch.setattr(keeper, "call", lambda method, number: number)
-    scheduler, address = start_scheduler(tmp_path)
-    command = [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--no-dashboard"]
-    is_over = threading.Event()
-    with (
-        subprocess.Popen([*command, "--resources", "one=1"], stderr=subprocess.DEVNULL) as worker,
-        Client(address) as client,
-        contextlib.ExitStack() as stack,
-    ):
-        for end in (worker.kill, scheduler.wait, scheduler.kill, is_over.set):
-            stack.callback(end)
-        made = OneProcess(client, None, None, b"", "", None, "one").run("part", [(0,), (1,), (2,)])
-        next(made)
-        while "processing" in client.run_on_scheduler(list_task_states):
-            time.sleep(0.01)
-        if not is_noticed:
-            monkeypatch.setattr(client, "_reconnect", partial(asyncio.to_thread, is_over.wait))
-            client.rpc.timeout = 0.1
-        scheduler.kill()
-        scheduler.wait()
-        with raises_one_line(ClusterError, match="^the Dask scheduler is gone$"):
-            list(made)
-
-
-def list_task_states(dask_scheduler):
-    return [task.state for task in dask_scheduler.tasks.values()]
+        fields = {"grow_delay": 0.5, "grow_interval": 0, "return_timeout": 0.5}
+        made = pool.submit(
+            partial(predict, LOGGED, state, "", str(output), config=config, nnodes=2),
+            client=client,
+            cluster={**fields, "threads_per_rank": 1},
+            progress=False,
+            **SIZES,
+        )
+        assert eventually(lambda: len(lines()) == 6 or made.done(), 120)
+        cluster.scale(2)
+        assert made.result().num_rows == 360
+    assert (lines()[0], lines()[-1]) == ("1", "2")
+    assert len(lines()) == 1 + 18
 
 
 def test_command_and_task_predict_with_the_champion_and_its_options(tmp_path, capsys):
@@ -268,7 +265,7 @@ def test_command_and_task_predict_with_the_champion_and_its_options(tmp_path, ca
 
 def test_a_model_that_was_deleted_meanwhile_is_named_with_what_to_do(tmp_path):
     file = Path(write_state(tmp_path / "state.pt"))
-    job = PredictionJob("digits", resolve({}, {}), pin_state(str(file)), "", 20, 60)
+    job = PredictionJob("digits", resolve({}, {}), pin_state(str(file)), "", 20, 60, {})
     file.unlink()
     expected = "state.pt', which was there when it was given, but it was deleted meanwhile"
     with raises_one_line(ConfigError, f"^model_state: expected '.*{expected}.*: start again, "):
@@ -304,7 +301,7 @@ def open_predictor(tmp_path, recipe, state, source="", **options):
     directory.mkdir()
     config = resolve({}, {"recipe_options": options, "data_workers": 0})
     prepare_data(get_recipe(recipe, options), source, directory, "prepare_new_data")
-    job = PredictionJob(recipe, config, state, str(tmp_path / "output"), 2, 4)
+    job = PredictionJob(recipe, config, state, str(tmp_path / "output"), 2, 4, {})
     return Predictor(job, str(directory))
 
 

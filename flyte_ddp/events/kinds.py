@@ -453,6 +453,15 @@ class NodeMeasured(Timed):
     gpu_memory: float | None = None  # of the fullest
 
 
+@dataclass(frozen=True)
+class PartStarted(Timed):
+    """A rank has claimed a part of predictions. `CheckpointWritten` follows its file."""
+
+    rank: int
+    part: str  # name of the file
+    num_parts: int  # in all
+
+
 Event = (
     AttemptStarted
     | AttemptEnded
@@ -470,6 +479,7 @@ Event = (
     | StepFoundBad
     | NodeMeasured
     | PictureShown
+    | PartStarted
 )
 
 

@@ -155,9 +155,15 @@ def check_place(gang: Gang) -> None:
         check_allowed(gang.cluster_config(), load_allowed(), own_namespace())
 
 
-def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> int:
+def end_as_shell(
+    call: Callable[[], object], max_hours: float = 0.0, resume: str | None = None
+) -> int:
     """Call `call` for at most so many hours, and return the exit status: of a run that was stopped
     as a shell has it, after lines that say so, with the command that resumes it.
+
+    Args:
+        max_hours: 0 is no limit.
+        resume: "" for a run that cannot be resumed; by default the command of this process.
     """
     limit = TimeLimit(max_hours, time.time())
     try:
@@ -166,6 +172,7 @@ def end_as_shell(call: Callable[[], object], max_hours: float, resume: str) -> i
         if isinstance(error := limit.explain(stopped), ConfigError):
             raise error from None
         print_line(str(stopped))
+        resume = resume_command() if resume is None else resume
         if resume:
             print_line(f"to resume: {resume}")
         return 128 + signal.Signals[stopped.reason]

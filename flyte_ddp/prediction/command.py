@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyte_ddp.config.options import make_parser
-from flyte_ddp.launch.run_options import RECIPE_OPTIONS, read_given
-from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE, predict
+from flyte_ddp.launch.run_options import RECIPE_OPTIONS, end_as_shell, read_given
+from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE, Predictions, predict
 from flyte_ddp.storage import redact_url
 
 
-def main(arguments: Sequence[str]) -> str:
-    """Predict, and return where the predictions are. Raises as `predict`."""
+def main(arguments: Sequence[str]) -> int | str:
+    """Predict, and return where the predictions are, or the exit status of a run that was stopped.
+    Raises as `predict`.
+    """
     options = make_parser(
         "predict",
         "Predict new data with a trained model, into Parquet files. The same command resumes.",
@@ -25,17 +27,26 @@ def main(arguments: Sequence[str]) -> str:
         ),
         allow_abbrev=False,
     ).parse_args(arguments)
-    made = predict(
-        options.recipe,
-        options.model_state,
-        options.data,
-        options.output,
-        batch_size=options.batch_size,
-        part_size=options.part_size,
-        config=read_given("--config", options.config) or {},
-        nnodes=options.nnodes,
-        nproc_per_node=options.nproc_per_node,
-        cluster=read_given("--cluster", options.cluster),
-    )
-    files = f"{len(made.paths)} file{'s' * (len(made.paths) != 1)}"
-    return f"{made.num_rows:,} predictions in {files} of {redact_url(options.output)}"
+    made: list[Predictions] = []
+
+    def call() -> None:
+        made.append(
+            predict(
+                options.recipe,
+                options.model_state,
+                options.data,
+                options.output,
+                batch_size=options.batch_size,
+                part_size=options.part_size,
+                config=read_given("--config", options.config) or {},
+                nnodes=options.nnodes,
+                nproc_per_node=options.nproc_per_node,
+                cluster=read_given("--cluster", options.cluster),
+            )
+        )
+
+    status = end_as_shell(call)
+    if not made:
+        return status
+    files = f"{len(made[0].paths)} file{'s' * (len(made[0].paths) != 1)}"
+    return f"{made[0].num_rows:,} predictions in {files} of {redact_url(options.output)}"

@@ -1,19 +1,23 @@
-"""The job of a process that predicts, and the names of its files. Imports no torch."""
+"""The job of the ranks that predict, and the names of its files. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.recipes import Recipe
 
 MANIFEST = "_manifest.json"  # which readers of the whole directory skip
 DATA = "samples"  # in the manifest: `Predictor.describe_data`, as JSON
+RUN = ".run"  # below the output while a run is there; readers skip it, too
+RANK = "flyte_ddp.prediction.rank:main"  # by name, because its module imports torch
 
 
 @dataclass(frozen=True)
 class PredictionJob:
-    """The same for all parts of the data, and for all processes of one node."""
+    """The program of a rank that predicts, the same for all ranks."""
 
     recipe: str | type[Recipe]
     config: TrainingConfig
@@ -21,11 +25,11 @@ class PredictionJob:
     output: str  # URL of the directory of the parts
     batch_size: int  # samples of a forward pass
     part_size: int  # samples of a file, a multiple of `batch_size`
-    # the driver's storage environment, with keys: for no log
-    storage: dict[str, str] = field(default_factory=dict, repr=False)
-    data: str = ""  # directory of the prepared data if this machine has it
-    data_archive: str = ""  # else the URL of a zip of it
-    num_threads: int = 1  # on CPUs
+    record: dict[str, Any]  # of the call, for the manifest
+
+    def __call__(self) -> bytes:
+        pkgutil.resolve_name(RANK)(self)
+        return b""
 
 
 def part_name(number: int) -> str:

@@ -1,5 +1,5 @@
-"""A recipe's model and new data in one process: predict a part of the samples. Knows neither Dask
-nor other processes.
+"""A recipe's model and new data in one process: predict a part of the samples. Knows no other
+processes.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,17 @@ from flyte_ddp.training.initial_state import read_state
 from flyte_ddp.training.inspection import on_cpu
 from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
 from flyte_ddp.training.passes import evaluating, forward
-from flyte_ddp.world import single_process_world
+from flyte_ddp.world import ALONE, World
 
 NUM_COMPARED = 256  # samples, evenly spread, that stand for all
 
 
 class Predictor:
-    """A model with its weights on this process's device, and the samples that it predicts.
+    """A model with its weights on a device, and the samples that it predicts.
+
+    Args:
+        directory: of the prepared data.
+        world: of this process alone, with its device.
 
     Raises:
         ConfigError: the state is not one of the recipe's model, or of other classes than the data;
@@ -47,9 +51,9 @@ class Predictor:
 
     dataset: Any  # as `Recipe.predict_dataset` describes it
 
-    def __init__(self, job: PredictionJob, directory: str) -> None:
+    def __init__(self, job: PredictionJob, directory: str, world: World = ALONE) -> None:
         require("predictions", "pyarrow")
-        config, world = job.config, single_process_world()
+        config = job.config
         self.job, self.device = job, world.device
         state = read_state(job.model_state, "model_state: expected a state dict")
         self.recipe = recipe = get_recipe(job.recipe, config.recipe_options)
@@ -68,6 +72,10 @@ class Predictor:
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    @property
+    def num_parts(self) -> int:
+        return -(-len(self) // self.job.part_size)
 
     def describe(self) -> dict[str, Any]:
         """Return the number of samples, and the schema of their predictions, for the manifest."""
@@ -115,17 +123,21 @@ class Predictor:
         remedy = "; others need another output"
         compare("data: ", expected, found, where, remedy=remedy, read=self.describe_data)
 
-    def write_part(self, number: int) -> None:
-        """Predict the samples of a part, and put its file into the output."""
+    def write_part(self, number: int, on_batch: Callable[[], None] = lambda: None) -> None:
+        """Predict the samples of a part, and put its file into the output.
+
+        Args:
+            on_batch: called after each batch.
+        """
         import pyarrow
         from pyarrow import parquet
 
         first = number * self.job.part_size
         end = min(first + self.job.part_size, len(self))
-        tables = [
-            schema.make_table(self.recipe, keys, columns, self._schema)
-            for keys, columns in self._predict(first, end)
-        ]
+        tables = []
+        for keys, columns in self._predict(first, end):
+            tables.append(schema.make_table(self.recipe, keys, columns, self._schema))
+            on_batch()
         file = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.concat_tables(tables), file)
         Storage(self.job.output, "output").write(part_name(number), file.getvalue().to_pybytes())

@@ -8,21 +8,26 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+import pickle
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp import errors, events
 from flyte_ddp.cluster.admission import list_places
 from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.config import by_value
 from flyte_ddp.config.fields import check_object, whole_number
-from flyte_ddp.errors import ConfigError, StorageDenied
-from flyte_ddp.launch.agent.devices import num_gpus
+from flyte_ddp.errors import ConfigError, DataError, GangLost, RankFailure, StorageDenied
 from flyte_ddp.launch.agent.scratch import own_directory
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
-from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
+from flyte_ddp.prediction.job import MANIFEST, RUN, PredictionJob, part_name
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew, name_of, path_of
 from flyte_ddp.recipes.prepare import describe_data, prepare_data
@@ -32,7 +37,6 @@ from flyte_ddp.storage import (
     check_places,
     redact_errors,
     redact_values,
-    storage_environment,
 )
 from flyte_ddp.storage.hidden import OPTIONS, RecordedConfig, flatten, hash_hidden
 from flyte_ddp.storage.weights import pin_state, split_pin
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
     from distributed import Client
 
 BATCH_SIZE, PART_SIZE = 256, 64 * 256  # samples
+# seconds at most until predictions continue without a node: its files may come last
+RETURN_TIMEOUT = 10.0
+MAX_NAMED = 3  # parts in an error
+ARROW = ("pyarrow.parquet", "pandas")  # the first imports the other where it is installed
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,8 @@ def predict(
         part_size: samples of a file, a multiple of `batch_size`.
         config: fields that differ from the recipe's defaults. Options of the recipe are by default
             those of the model's training, where that is known.
-        nnodes, nproc_per_node, cluster, client: as of `train`; one process for each GPU, or `auto`
-            two.
+        nnodes, nproc_per_node, cluster, client: as of `train`; one rank for each GPU, or `auto`
+            two. One node is enough to begin and to go on, if `min_nodes` says no more.
         name: of a cluster that is made on Kubernetes, unique in a namespace.
         progress: show a bar on a terminal.
 
@@ -100,8 +108,8 @@ def predict(
         ConfigError, DataError: bad input, among it a state of another model or of other classes,
             and an output that has other predictions.
         ChampionError: the champion is damaged.
-        ClusterError: the cluster did not start, or lost too many processes.
-        StorageUnavailable: a store could not be reached for some minutes.
+        RankFailure, GangLost, ClusterError, StorageUnavailable, TrainingStopped: as
+            `launch.run.run`; the message begins with the part that a lost rank had.
     """
     recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
     given = {} if config is None else config
@@ -112,7 +120,8 @@ def predict(
             f"part_size: expected a multiple of batch_size ({batch_size}), got {part_size}"
         )
     gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster, client=client)
-    place = _cluster_config(gang)
+    if gang.needs_cluster:
+        gang = dataclasses.replace(gang, cluster=_make_patient(gang.cluster_config()))
     model = find_model(model_state)
     # also those beside the model, before anything is read by them
     named = {**model.options, **given.get("recipe_options", {})}
@@ -137,50 +146,102 @@ def predict(
             "part_size": part_size,
         }
         options = {OPTIONS: resolved.recipe_options}
-        names, manifest = _look_into(storage, facts, options)
+        _look_into(storage, facts, options)
+        record = {**facts, **redact_values(options), "hidden": hash_hidden(options)}
         job = PredictionJob(
-            *(recipe, resolved, model.state, storage.url, batch_size, part_size),
-            storage=storage_environment(),
+            *(recipe, resolved, model.state, storage.url, batch_size, part_size), record
         )
-
-        from tqdm import tqdm
-
-        from flyte_ddp.cluster.connect import open_cluster
-        from flyte_ddp.launch.nodes.dask.data import SharedData, packed_code
-        from flyte_ddp.prediction.workers import PredictionWorkers
-
         # Also where all files are there: the data may have changed where a recipe reads them.
-        name = name or f"predict-{os.urandom(4).hex()}"
-        workers = PredictionWorkers(
-            client or stack.enter_context(open_cluster(place, name)),
-            place,
-            job,
-            packed_code(recipe_program(recipe, resolved)),
-            directory,
-            SharedData(storage),
-        )
-        stack.callback(workers.close)
-        if manifest:
-            deque(workers.run("check_data", [()]), maxlen=0)
-        else:
-            (found,) = workers.run("describe", [()])
-            record = {**redact_values(options), "hidden": hash_hidden(options)}
-            manifest = {**facts, **record, **found}
-            storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-        num_samples = manifest["num_samples"]
-        parts = [part_name(number) for number in range(-(-num_samples // part_size))]
-        missing = [(number,) for number, part in enumerate(parts) if part not in names]
-        written = tqdm(
-            workers.run("write_part", missing),
-            total=len(missing),
-            unit="part",
-            disable=None if progress else True,  # None: where there is no terminal
-        )
-        deque(written, maxlen=0)
+        _run(job, gang, name or f"predict-{os.urandom(4).hex()}", directory, progress)
+        num_samples = json.loads(storage.read(MANIFEST))["num_samples"]
         for left in storage.names():
             if left.endswith(".tmp"):  # by a process that was killed
                 storage.delete(left)
+        parts = [part_name(number) for number in range(-(-num_samples // part_size))]
         return Predictions([storage.join(part) for part in parts], num_samples)
+
+
+def _make_patient(cluster: ClusterConfig) -> ClusterConfig:
+    """Return the cluster of predictions, which go on with any number of nodes: no rank waits for
+    another.
+    """
+    timeout = min(cluster.return_timeout, RETURN_TIMEOUT)
+    return dataclasses.replace(cluster, min_nodes=cluster.min_nodes or 1, return_timeout=timeout)
+
+
+def _run(job: PredictionJob, gang: Gang, name: str, directory: str, progress: bool) -> None:
+    """Write the missing files of `job`. Raises as `predict`."""
+    from tqdm import tqdm
+
+    storage = Storage(job.output, "output")
+    # None: no bar where there is no terminal
+    with tqdm(unit="part", disable=None if progress else True) as bar:
+        shown = _Claims(bar)
+        program = _make_program(job)
+        with gang.open_place(program, name) as place, shown.name_part():
+            # The same name for all calls: the manifest says whether they are alike.
+            run = Job(program, storage.join(RUN), time.time(), "predictions", is_kept=False)
+            driver.run(
+                run, place, lambda: directory, [shown], lambda line: bar.write(line, sys.stderr)
+            )
+    with contextlib.suppress(FileNotFoundError):
+        storage.retry(lambda: storage.file_system.rm(storage.path_of(RUN), recursive=True))
+
+
+def _make_program(job: PredictionJob) -> Program:
+    """Return the program of the ranks: that of a training with another call, of any batch size."""
+    recipe = job.recipe
+    call = pickle.dumps(job) if isinstance(recipe, str) else by_value.pickle(job, recipe, "recipe")
+    program = recipe_program(recipe, job.config)
+    return dataclasses.replace(
+        program,
+        call=call,
+        slow_imports=(*program.slow_imports, *ARROW),
+        batch=None,
+        needs_compiler=False,
+        needs_gpus="",
+        missing_state="",
+    )
+
+
+@dataclass(eq=False)
+class _Claims(events.Listener):
+    """The part that each rank of the attempt has claimed last, and the bar of those that are
+    written.
+    """
+
+    bar: Any
+    parts: dict[int, str] = field(default_factory=dict)  # by the number of the rank
+
+    def handle(self, event: events.Event) -> None:
+        match event:
+            case events.AttemptStarted():
+                self.parts.clear()
+            case events.PartStarted(rank, part, num_parts):
+                self.parts[rank] = part
+                self.bar.total = num_parts
+            case events.CheckpointLoaded(step) | events.CheckpointWritten(step):
+                self.bar.update(step - self.bar.n)
+
+    @contextlib.contextmanager
+    def name_part(self) -> Iterator[None]:
+        """Add to a failure of the block the part that was lost. A user's mistake is raised as
+        itself.
+        """
+        try:
+            yield
+        except (RankFailure, GangLost) as error:
+            rank = -1
+            if isinstance(error, RankFailure):
+                rank = error.rank
+                kind: Any = getattr(errors, error.error_name, object)
+                if issubclass(kind, (ConfigError, DataError)):
+                    raise kind(error.cause.partition(": ")[2]) from None
+            parts = [self.parts[rank]] if rank in self.parts else sorted(self.parts.values())
+            if parts:
+                more = f" and {len(parts) - MAX_NAMED} more" * (len(parts) > MAX_NAMED)
+                error.args = (f"{', '.join(parts[:MAX_NAMED])}{more}: {error}",)
+            raise
 
 
 def find_model(url: str) -> TrainedModel:
@@ -234,11 +295,8 @@ def _merge_options(
     return restore_options(recipe, trained, given)
 
 
-def _look_into(
-    storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[set[str], dict[str, Any]]:
-    """Return the names of the files in the output, and their manifest; nothing where there is none
-    yet.
+def _look_into(storage: Storage, facts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check that the output is empty, or has predictions of the same call.
 
     Args:
         options: of the recipe, under their name in a config.
@@ -253,7 +311,7 @@ def _look_into(
                 "output: expected an empty directory, or one with predictions of this call, got "
                 f"{storage.url!r} with {others[0]}"
             )
-        return set(), {}
+        return
     manifest = json.loads(storage.read(MANIFEST))
     for field_name, value in facts.items():
         if manifest.get(field_name) != value:
@@ -272,13 +330,3 @@ def _look_into(
             where = f", as of the predictions in {storage.url!r}"
             difference = made.describe_difference(name, value, where)
             raise ConfigError(f"{name}: {difference}; others need another output")
-    return names, dict(manifest)
-
-
-def _cluster_config(gang: Gang) -> ClusterConfig:
-    """Return the cluster of the gang; for one machine a node of this one."""
-    if gang.needs_cluster:
-        return gang.cluster_config()
-    count = gang.num_processes()
-    gpus = count if count <= num_gpus() else 0
-    return ClusterConfig("local", num_nodes=1, gpus_per_node=gpus, processes_per_node=count)

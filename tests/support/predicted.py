@@ -6,32 +6,75 @@ import os
 import resource
 import signal
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from flyte_ddp import session
 from flyte_ddp.data import Shards
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.recipes.digits import Digits
 
-num_batches = Counter()  # of this process
+POISON = 133  # of the third part of 60; no sample that stands for all
 
 
 @dataclass(frozen=True)
-class Mortal(Digits):
-    """Kills the process of its second batch, in a part, if there is a file `kills`."""
+class Logged(Digits):
+    """Adds a line to the file `log` for each batch, and does at one of them what `end` says,
+    or from it on, if that is to fail.
+    """
 
-    kills: str = ""
-    changeable_options = ("kills",)
+    log: str = ""
+    end: str = ""
+    ends_at: int = 0  # number of a line
+    seconds: float = 0.0  # of a batch
+    changeable_options = ("log", "end", "ends_at", "seconds")
 
     def prediction_columns(self, outputs):
-        num_batches.update(["mortal"])
-        if num_batches["mortal"] > 1 and self.kills and Path(self.kills).exists():
-            Path(self.kills).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.seconds)
+        with open(self.log, "a+") as log:
+            print(os.environ["WORLD_SIZE"], file=log, flush=True)
+            log.seek(0)
+            number = len(log.readlines())
+        if number == self.ends_at or (self.end in ERRORS and number > self.ends_at):
+            ENDS[self.end]()
         return super().prediction_columns(outputs)
+
+
+def fail():
+    raise FileNotFoundError(2, "No such file or directory", "weights.bin")
+
+
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def wait_until_asked_to_end():
+    while not session.current().process.link.stop_requested:
+        time.sleep(0.1)
+
+
+ERRORS = {"fail": fail, "run out of memory": run_out_of_memory}
+ENDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(1000),
+    "wait": wait_until_asked_to_end,
+    **ERRORS,
+}
+
+
+class Poisoned(Digits):
+    """A sample kills the process that reads it."""
+
+    def predict_dataset(self, directory):
+        return Mapped(super().predict_dataset(directory), kill_at_poison)
+
+
+def kill_at_poison(sample, index):
+    if index == POISON:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample[0]
 
 
 @dataclass(frozen=True)

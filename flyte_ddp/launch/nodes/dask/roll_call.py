@@ -15,9 +15,6 @@ from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import call_workers, listed_workers
 from flyte_ddp.launch.nodes.dask.placement import Worker
 
-# begins the names of workers that are no nodes, but processes on them that predict
-PREDICTS = "predict-"
-
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +43,7 @@ class RollCall:
         names = {
             address: name
             for address, name in listed_workers(self.client).items()
-            if address not in leave_out and not name.startswith(PREDICTS)
+            if address not in leave_out
         }
         self._check_versions(names)
         asked = (self.known & set(names)) - self.unfit.keys()

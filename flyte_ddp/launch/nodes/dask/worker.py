@@ -247,17 +247,6 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     def _start(self) -> Agent:
         # Not its standard input and output, into which whatever it imports may print.
         connection, handed_over = Pipe()
-        with handed_over:
-            process = self.start_process(NODE, handed_over)
-        return Agent(process, connection)
-
-    def start_process(
-        self, module: str, connection: Connection, **variables: str
-    ) -> subprocess.Popen[bytes]:
-        """Start a process of the shipped code that runs `main` of `module`.
-
-        Its arguments are a directory of this worker, and the file descriptor of `connection`.
-        """
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -265,17 +254,19 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         }
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment[OUTPUTS_VARIABLE] = self.outputs
-        file = connection.fileno()
-        directories = [self.directory, module, self.worker.local_directory]
-        return subprocess.Popen(
-            [sys.executable, "-c", BOOTSTRAP, *directories, str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__,
-            env=environment | variables,
-            pass_fds=[file],
-            # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
-            start_new_session=True,
-        )
+        file = handed_over.fileno()
+        directories = [self.directory, NODE, self.worker.local_directory]
+        with handed_over:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, *directories, str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env=environment,
+                pass_fds=[file],
+                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                start_new_session=True,
+            )
+        return Agent(process, connection)
 
     def _clear(self) -> None:
         self.attempt = ""

@@ -1,0 +1,100 @@
+"""One rank of a gang that predicts: it claims part after part, until none is left.
+
+Claims are a counter in the store where the ranks meet. An attempt begins with a new store, and with
+the list of the files that are missing then, so a claim ends with the attempt of its rank. No rank
+waits for another but for that list, so there is no process group, and no barrier at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import torch
+
+from flyte_ddp import events, session
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.protocol.ranks import STOP_SIGNALS
+from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
+from flyte_ddp.prediction.model import Predictor
+from flyte_ddp.storage import Storage
+from flyte_ddp.world import World
+
+if TYPE_CHECKING:
+    from flyte_ddp.rank.link import RankProcess
+    from flyte_ddp.rank.session import Session
+
+# keys of the store: the numbers of the missing parts, and how many are claimed and finished
+MISSING, CLAIMED, FINISHED = (f"flyte_ddp/parts-{each}" for each in ("missing", "claimed", "done"))
+GOLDEN_RATIO = 0.618034
+
+
+def main(job: PredictionJob) -> None:
+    """Predict parts until all are claimed, or the run has to end. Raises as `Predictor`, and
+    ConfigError for a batch that the GPU cannot hold.
+    """
+    current = session.current()
+    process, store = current.process, current.open_store()
+    for name in STOP_SIGNALS:  # after one, the part in hand is finished
+        signal.signal(signal.Signals[name], lambda number, frame: None)
+    directory = process.link.wait_for_data()
+    predictor = Predictor(job, str(directory), World(0, 1, _choose_device(process)))
+    if process.rank == 0:
+        store.set(MISSING, json.dumps(_begin(predictor, current)))
+    missing = json.loads(store.get(MISSING))
+    num_before = predictor.num_parts - len(missing)
+    current.beat(num_before)
+    while not process.link.stop_requested:
+        place = store.add(CLAIMED, 1) - 1
+        if place >= len(missing):
+            return
+        part = part_name(missing[place])
+        started = events.PartStarted(process.rank, part, predictor.num_parts)
+        current.emit(started, from_all=True)
+        _write(predictor, missing[place], current)
+        num_done = num_before + store.add(FINISHED, 1)
+        current.beat(num_done)
+        written = events.CheckpointWritten(num_done, f"{job.output}/{part}", best=False)
+        current.emit(written, from_all=True)
+
+
+def _choose_device(process: RankProcess) -> torch.device:
+    if not process.node.use_gpus:
+        return torch.device("cpu")
+    # a rank on a MIG slice sees that slice alone
+    device = torch.device("cuda", process.local_rank % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _write(predictor: Predictor, number: int, current: Session) -> None:
+    try:
+        predictor.write_part(number, lambda: current.beat(current.step))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"batch_size: expected fewer samples for the memory of {predictor.device}, got "
+            f"{predictor.job.batch_size}, with which {part_name(number)} does not fit: {error}"
+        ) from error
+
+
+def _begin(predictor: Predictor, current: Session) -> list[int]:
+    """Write the manifest, or compare the data with it, and return the numbers of the missing parts.
+
+    A file counts as a state that the run goes on from.
+    """
+    job, process = predictor.job, current.process
+    storage = Storage(job.output, "output")
+    names = set(storage.names())
+    if MANIFEST not in names:
+        manifest = {**job.record, **predictor.describe()}
+        storage.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    elif not process.job.stored:  # else an attempt of this run has compared them
+        predictor.check_data()
+    missing = [each for each in range(predictor.num_parts) if part_name(each) not in names]
+    num_there = predictor.num_parts - len(missing)
+    current.emit(events.CheckpointLoaded(num_there, job.output))
+    process.link.position.is_stoppable = True
+    # Each attempt begins elsewhere, so that a part which ends its rank keeps no other waiting.
+    first = int(len(missing) * (GOLDEN_RATIO * process.node.num_restarts % 1))
+    return missing[first:] + missing[:first]
