@@ -79,8 +79,8 @@ def test_the_command_trains_into_a_directory_of_its_own_and_resumes_there(
         assert command_line.main(train) == 0
         output, errors = capfd.readouterr()
         assert output.splitlines()[-4:] == [
-            f"model state   {tmp_path}/runs/{name}/model_state.pt",
-            f"export        {tmp_path}/runs/{name}/export",
+            f"model state   runs/{name}/model_state.pt",
+            f"export        runs/{name}/export",
             f"report        runs/{name}/report.html",
             f"history       runs/{name}/history.jsonl",
         ]

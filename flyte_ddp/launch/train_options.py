@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -104,8 +105,15 @@ def _train(options: argparse.Namespace, config: TrainingConfig, gang: Gang, dire
             "report": options.report,
             "history": options.history,
         }
-        sys.stdout.write("".join(f"{name:<14}{place}\n" for name, place in places.items()))
+        for name, place in places.items():
+            sys.stdout.write(f"{name:<14}{_short_path(place)}\n")
     return status
+
+
+def _short_path(place: str) -> str:
+    """Return a path below the working directory relative to it; any other place unchanged."""
+    directory = f"{Path.cwd()}{os.sep}"
+    return place.removeprefix(directory)
 
 
 def read_fields(words: Sequence[str]) -> dict[str, Any]:
