@@ -164,6 +164,19 @@ AVERAGED = [
     ('"epoch": epoch}', '"epoch": epoch, "average": average}'),
 ]
 LOAD_AVERAGE = ("    first = state", '    average = state["average"]\n    first = state')
+# The same state by the session, whose checkpoints have names of their own.
+SESSION = [
+    ("import torch\n", "import torch\nfrom flyte_ddp import session\n"),
+    ("if os.path.exists(checkpoint):\n", "if state := session.load():\n"),
+    ("    state = torch.load(checkpoint, weights_only=False)\n", ""),
+    ("    if dist.get_rank() == 0:\n", "    if True:\n"),
+    (
+        """        torch.save(state, f"{checkpoint}.tmp")
+        os.replace(f"{checkpoint}.tmp", checkpoint)
+""",
+        "        session.save(state, epoch + 1)\n",
+    ),
+]
 SWA = [
     (
         "first = 0\n",
@@ -388,6 +401,8 @@ VARIANTS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     # averages of the weights
     "average kept": ([*AVERAGED, LOAD_AVERAGE], set()),
     "average lost": (AVERAGED, {"other state"}),
+    "average kept by the session": ([*SESSION, *AVERAGED, LOAD_AVERAGE], set()),
+    "average lost by the session": ([*SESSION, *AVERAGED], {"other state"}),
     "averaged model kept": ([*SWA, LOAD_SWA], set()),
     "averaged model lost": (SWA, {"other state"}),
     # buffers

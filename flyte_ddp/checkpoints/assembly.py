@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyte_ddp.checkpoints.files import Damaged, Entry
+from flyte_ddp.checkpoints.files import Damaged, Entry, read_file, read_manifest
 from flyte_ddp.checkpoints.state import (
     Box,
     Part,
@@ -28,7 +28,8 @@ from flyte_ddp.checkpoints.state import (
     own_box,
 )
 from flyte_ddp.errors import CheckpointError, ConfigError
-from flyte_ddp.world import World, call_together
+from flyte_ddp.storage import Storage
+from flyte_ddp.world import ALONE, World, call_together
 
 BoxOf = Callable[[Place, Tensor], "Box | None"]
 """Returns the box that a rank keeps of the tensor at a place, of which it gets the shape.
@@ -51,6 +52,16 @@ def boxes_of(target_of: Callable[[Place], Any]) -> BoxOf:
         return own_box(target) if is_split(target) and target.shape == tensor.shape else None
 
     return box_of
+
+
+def read_alone(storage: Storage, name: str) -> Any:
+    """Return the state of the checkpoint with the manifest `name`, read by this process alone.
+
+    Raises:
+        Damaged: the manifest or a file is damaged.
+    """
+    manifest = read_manifest(storage, name)
+    return assemble(manifest["files"], lambda entry: read_file(storage, entry), ALONE)
 
 
 def assemble(

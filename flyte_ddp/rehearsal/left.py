@@ -1,13 +1,15 @@
-"""Read the tensors in the files that a run has left: in those of torch, numpy and safetensors.
+"""Read the tensors in the files that a run has left: in those of torch, numpy and safetensors, and
+in its newest checkpoint.
 
 Classes of the user's own are not imported: what they hold is read without them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from flyte_ddp.rehearsal.seen import list_left
+from flyte_ddp.checkpoints.assembly import read_alone
+from flyte_ddp.checkpoints.files import is_manifest, is_tensors
+from flyte_ddp.rehearsal.seen import CHECKPOINTS, list_left
+from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import from_bytes
 
 MAX_BYTES = 2**31  # of a file
@@ -65,16 +70,35 @@ def read_tensors(directory: Path) -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {}
     for file in list_left(directory):
-        if file.stat().st_size > MAX_BYTES:
+        name = str(file.relative_to(directory))
+        if is_manifest(file.name) or is_tensors(file.name) or file.stat().st_size > MAX_BYTES:
             continue
-        try:
-            tensors = list(_list_tensors(_read(file), "", set()))
-        except Exception:
-            continue  # half a file of a fault, or a format of its own
-        for place, tensor in tensors:
-            if tensor.dtype != torch.uint8 and not (tensor.is_complex() or tensor.is_meta):
-                found[f"{file.relative_to(directory)}: {place}"] = _summarize(tensor)
+        with contextlib.suppress(Exception):  # half a file of a fault, or a format of its own
+            found |= _summarize_all(name, list(_list_tensors(_read(file), "", set())))
+    with contextlib.suppress(Exception):  # a fault may have damaged it
+        found |= _read_checkpoint(str(directory / CHECKPOINTS))
     return found
+
+
+def _read_checkpoint(directory: str) -> dict[str, list[float]]:
+    """Return the same of the newest checkpoint of a session or a recipe. Its files have random
+    names.
+    """
+    storage = Storage(directory)
+    names = [name for name in storage.names() if is_manifest(name)]
+    if not names:
+        return {}
+    newest = max(names)
+    state = read_alone(storage, newest)
+    return _summarize_all(newest.removesuffix(".json"), _list_tensors(state, "", set()))
+
+
+def _summarize_all(name: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
+    return {
+        f"{name}: {place}": _summarize(tensor)
+        for place, tensor in tensors
+        if tensor.dtype != torch.uint8 and not (tensor.is_complex() or tensor.is_meta)
+    }
 
 
 def _read(file: Path) -> Any:

@@ -31,7 +31,7 @@ from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.rehearsal.faults import Nodes
-from flyte_ddp.rehearsal.seen import Run, read_run
+from flyte_ddp.rehearsal.seen import CHECKPOINTS, Run, read_run
 
 GRACE = 10.0  # seconds from a notice until the ranks are killed
 LEFT_TIMEOUT = 5.0  # seconds for which ranks wait for one that has ended
@@ -211,7 +211,7 @@ class Rehearsal:
             left_timeout=LEFT_TIMEOUT,
             stop_grace=GRACE,
         )
-        job = Job(program, str(directory / "checkpoints"), time.time())
+        job = Job(program, str(directory / CHECKPOINTS), time.time())
         stop, is_over, begun = StopRequest(GRACE), threading.Event(), time.monotonic()
 
         def interfere() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 Entries = dict[int, list[dict[str, Any]]]  # by rank, in their order
 
+CHECKPOINTS = "checkpoints"  # directory of those that the session writes
+
 
 @dataclass(frozen=True)
 class Step:
@@ -124,7 +126,7 @@ def read_run(directory: Path, before: tuple[float, float] = (math.inf, 0)) -> Ru
         times += [step.at for step in steps]
         run.attempts.append(Attempt(base, entries, steps, optimizers))
     run.pause = max((later - at for at, later in itertools.pairwise(times)), default=0.0)
-    run.is_stored = any((directory / "checkpoints").glob("*.pt"))
+    run.is_stored = any((directory / CHECKPOINTS).glob("*.pt"))
     names = [str(file.relative_to(directory)) for file in list_left(directory)]
     run.files = Counter(re.sub(r"[0-9a-f]{8,}|\d+", "#", name) for name in names)
     return run
@@ -132,7 +134,7 @@ def read_run(directory: Path, before: tuple[float, float] = (math.inf, 0)) -> Ru
 
 def list_left(directory: Path) -> Iterator[Path]:
     """Yield the files that a run has left."""
-    for part in ("work", "outputs", "checkpoints"):
+    for part in ("work", "outputs", CHECKPOINTS):
         for file in (directory / part).rglob("*"):
             if file.is_file() and not file.is_symlink() and "__pycache__" not in file.parts:
                 yield file
