@@ -86,6 +86,11 @@ class Shard(ABC):
         partition: Fields | None = None,
     ) -> None:
         self.columns, self.is_whole, self.partition = columns, is_whole, partition or {}
+        self.open(path)
+
+    @abstractmethod
+    def open(self, path: str) -> None:
+        """Find the samples and the parts of the shard, or of the head, at `path`."""
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -127,16 +132,11 @@ class ByteShard(Shard):
 
     offsets: NDArray[Any]
 
-    def __init__(
-        self,
-        path: str,
-        columns: Sequence[str] | None,
-        is_whole: bool = True,
-        partition: Fields | None = None,
-    ) -> None:
-        super().__init__(path, columns, is_whole, partition)
-        self.offsets = self.find_offsets(path) if is_whole else self.read_head(path)
-        self.ends = np.array([len(self.offsets) - 1]) if is_whole else cut_parts(self.offsets)
+    def open(self, path: str) -> None:
+        self.offsets = self.find_offsets(path) if self.is_whole else self.read_head(path)
+        self.ends = np.array([len(self.offsets) - 1])
+        if not self.is_whole:
+            self.ends = cut_parts(self.offsets)
         self.bounds = self.offsets[[0, *self.ends]].astype(np.int64)
         self.sizes = self.bounds[1:] - self.bounds[:-1]
 
@@ -449,20 +449,13 @@ def _decode_array(detail: str, data: bytes) -> Any:
 class ParquetShard(Shard):
     """A Parquet file. A part has some of its row groups, unpacked to Arrow's own format."""
 
-    def __init__(
-        self,
-        path: str,
-        columns: Sequence[str] | None,
-        is_whole: bool = True,
-        partition: Fields | None = None,
-    ) -> None:
+    def open(self, path: str) -> None:
         import pyarrow.parquet
 
-        super().__init__(path, columns, is_whole, partition)
         self.footer = footer = pyarrow.parquet.read_metadata(path)
         names = footer.schema.to_arrow_schema().names
         self.column_names = [*(name for name in self.partition if name not in names), *names]
-        if missing := [name for name in columns or () if name not in self.column_names]:
+        if missing := [name for name in self.columns or () if name not in self.column_names]:
             got = ", ".join(self.column_names)
             raise DataError(f"columns: expected {missing[0]!r}, got only {got}")
         groups = list(map(footer.row_group, range(footer.num_row_groups)))
