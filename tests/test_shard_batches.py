@@ -216,6 +216,20 @@ def test_other_shards_or_another_order_than_the_checkpoints_are_refused(change, 
         read(data, 0, 1, 8, position=position, seed=seed)
 
 
+def test_shards_that_changed_between_two_epochs_are_refused_and_those_added_are_read(tmp_path):
+    sizes = [10] * 9
+    data = prepared(tmp_path / "a", sizes=sizes)
+    _, position = read(data, 0, 1, 8)
+    assert position["is_over"]
+    options = {"position": position, "epoch": EPOCH + 1}
+    assert len(read(data, 0, 1, 8, **options)[0]) == 12
+    assert len(read(prepared(tmp_path / "b", sizes=[*sizes, 30]), 0, 1, 8, **options)[0]) == 15
+    for other, expected in (([10] * 8, "number of shards"), ([*[10] * 8, 11], "checksum of the")):
+        data = prepared(tmp_path / str(len(other)), sizes=other)
+        with pytest.raises(ConfigError, match=f"session.batches: {expected}"):
+            read(data, 0, 1, 8, **options)
+
+
 def test_ranks_with_other_shards_are_refused(tmp_path, monkeypatch):
     store = HashStore()
     for rank in range(2):

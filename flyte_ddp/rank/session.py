@@ -379,13 +379,17 @@ class Session:
                 epoch - 1,
             )
         if batches.stream:
-            if first:
-                dataset = batches.stream.continue_order(earlier["order"])
-                batches = dataclasses.replace(batches, dataset=dataset)
-            order = self._sets[-1]["order"] = batches.describe_order()
-            if first:
+            if known := earlier.get("order"):
+                dataset = batches.stream.continue_order(known)
+                continued = dataclasses.replace(batches, dataset=dataset)
                 remedy = ": other data need another place for the checkpoints"
-                compare("session.batches: ", earlier["order"], order, WRITTEN, remedy=remedy)
+                order = continued.describe_order()
+                if not first:  # another order, and shards that were added, are of this epoch
+                    names = [name for name in known if name in order and name.endswith("shards")]
+                    known, order = ({name: each[name] for name in names} for each in (known, order))
+                compare("session.batches: ", known, order, WRITTEN, remedy=remedy)
+                batches = continued if first else batches
+            self._sets[-1]["order"] = batches.describe_order()
         check = self._choose_check(batches, f"{epoch}-{number}", self._sets[-1])
         batches = dataclasses.replace(batches, first=first, check=check)
         position = {
