@@ -105,6 +105,7 @@ def batches(
     seed: int = 0,
     num_workers: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+    num_samples: Callable[[Any], int] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Batches:
     """Return this rank's part of each global batch of an epoch, and its mean loss's weight. For all
@@ -138,20 +139,27 @@ def batches(
         seed: of the order and of augmentation.
         num_workers: loader processes of this rank; at most 1 for an iterable.
         collate_fn: makes a batch of samples, as in a DataLoader; by default tensors, nested as the
-            samples are.
+            samples are. It may leave samples out, and return None where it keeps none: then another
+            sample stands in for them, with weight 0. Where the data have a length, what it draws is
+            seeded by its last sample.
+        num_samples: returns how many samples are in a batch, where `collate_fn` leaves some out.
+            The weight then counts these alone.
         mesh: the ranks that share the samples, by default all: with tensor parallelism the part of
             the device mesh that `fully_shard` or DDP gets, because the ranks of a tensor-parallel
             group need the same samples.
 
     Raises:
-        ConfigError: `global_batch_size` is smaller than the number of ranks that share it; the
+        ConfigError: `global_batch_size` is smaller than the number of ranks that share it;
+            `num_samples` returns fewer than 1 or more than there were; the
             length of the data, `shuffle` or `seed` are not those that the checkpoint was written
             with; an iterable ends before the checkpoint.
     """
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
     made = EpochBatches(
-        dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle, mesh=mesh
+        *(dataset, global_batch_size, epoch, seed, num_workers, collate_fn, shuffle),
+        mesh=mesh,
+        num_samples=num_samples,
     )
     return Batches(
         made,

@@ -249,9 +249,9 @@ def test_augmentation_is_drawn_from_seed_epoch_and_sample_alone(tmp_path, prepar
     tree = dict.fromkeys(image_tree(), contents)
     _, train, test, _ = prepare(write_tree(tree, tmp_path / "tree"), prepared)
     seeded, again = SeededDataset(train, 5), SeededDataset(train, 5)
-    batch = seeded.__getitems__([(1, 3), (1, 4)])
+    (inputs, _), _ = seeded.__getitems__([(1, 3), (1, 4)])
 
-    assert torch.equal(batch[1][0], again[1, 4][0])
+    assert torch.equal(inputs[1], again[1, 4][0])
     assert not torch.equal(seeded[1, 3][0], seeded[2, 3][0])
     assert not torch.equal(seeded[1, 3][0], seeded[1, 4][0])
     held_out = SeededDataset(test, 5)

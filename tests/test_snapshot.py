@@ -218,9 +218,8 @@ def plain_loop(recipe, config):
     for epoch in (1, 2):
         model.train()
         for order in epoch_order(len(train), config.seed, epoch).split(config.global_batch_size):
-            inputs, targets = collate(
-                seeded.__getitems__([(epoch, index) for index in order.tolist()])
-            )
+            places = [(epoch, index) for index in order.tolist()]
+            (inputs, targets), _ = seeded.__getitems__(places)
             optimizer.zero_grad()
             seed_forward(config, ALONE, step, 0)
             (

@@ -189,13 +189,28 @@ class Predictor:
 
     def _read(self, indices: Sequence[Tensor]) -> Iterator[Any]:
         if not isinstance(self.dataset, TensorDataset):
-            yield from (inputs for inputs, _ in self._loaded.batches(indices, epoch=0))
+            yield from self._load(indices)
             return
         for index in indices:
             batch = [
                 tensor.index_select(0, index).to(self.device) for tensor in self.dataset.tensors
             ]
             yield batch[0] if len(batch) == 1 else tuple(batch)
+
+    def _load(self, indices: Sequence[Tensor]) -> Iterator[Any]:
+        batches = self._loaded.batches(indices, epoch=0)
+        stand_in: list[float]
+        for index, (inputs, targets, *stand_in) in zip(indices, batches, strict=True):
+            num_kept = len(index)
+            if self._loaded.has_own_sizes:
+                num_kept = self.recipe.num_samples(inputs, targets)
+            if stand_in or num_kept != len(index):
+                raise ConfigError(
+                    f"{locate(self.recipe, 'collate')}: expected all of {len(index)} samples, "
+                    "because each is predicted, got a batch without some: keep those whose target "
+                    "is their index"
+                )
+            yield inputs
 
 
 def pair_with_index(sample: Any, index: int) -> tuple[Any, int]:

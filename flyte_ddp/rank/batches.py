@@ -23,12 +23,14 @@ from flyte_ddp.rank.agreement import NUM_SAMPLES, choose_samples
 from flyte_ddp.rank.data import (
     SeededDataset,
     as_stream,
+    check_count,
+    collate_by,
     derived_seed,
     epoch_order,
     isolate_draws,
+    keep,
     message_of,
     seed_generators,
-    with_share,
 )
 from flyte_ddp.rank.nested import collate
 from flyte_ddp.rank.snapshot import unchanged
@@ -60,6 +62,8 @@ class EpochBatches:
     shuffle: bool = True
     first: int = 0  # samples of the epoch that are done
     mesh: DeviceMesh | None = None  # of the ranks that share the samples; None for all ranks
+    # of a batch, where `collate_fn` leaves samples out; None for all of them
+    num_samples: Callable[[Any], int] | None = None
     # Takes some samples by their numbers, before the first batch, and a function that reads them
     # once more.
     check: Check | None = None
@@ -141,12 +145,13 @@ class EpochBatches:
         elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
         plan = ([(epoch, index) for index in mine] for mine, _, _ in planned)
-        make = functools.partial(with_share, self.collate_fn or collate)
-        loader = self._load(plan, make, self.num_workers)
+        loader = self._load(plan, self._make, self.num_workers)
         done = self.first
         try:
-            for (batch, share), (_, weight, size) in zip(loader, shares, strict=True):
+            for (batch, share), (mine, weight, size) in zip(loader, shares, strict=True):
                 done += size
+                if share:
+                    share *= self._share_kept(batch, round(share * len(mine)))
                 yield batch, weight * share, done
         except DataError as error:
             raise DataError(message_of(error)) from error
@@ -192,7 +197,7 @@ class EpochBatches:
         plan, num_workers = [[(0, index) for index in chosen]], min(1, self.num_workers)
 
         def read(times: int) -> Iterator[dict[int, Any]]:
-            for samples in self._load(times * plan, list, num_workers):
+            for samples, _ in self._load(times * plan, list, num_workers):
                 yield dict(zip(chosen, samples, strict=True))
 
         # by one process, which goes on with what it draws by a generator without a seed
@@ -201,12 +206,12 @@ class EpochBatches:
             check(next(read(1)), lambda: next(again))
 
     def _load(
-        self, plan: Iterable[list[tuple[int, int]]], collate_fn: Any, num_workers: int
+        self, plan: Iterable[list[tuple[int, int]]], make: Any, num_workers: int
     ) -> DataLoader[Any]:
         return DataLoader(
-            _IsolatedDataset(self.dataset, self.seed),
+            _IsolatedDataset(self.dataset, self.seed, functools.partial(collate_by, make)),
             batch_sampler=plan,
-            collate_fn=collate_fn,
+            collate_fn=keep,
             # Forked, as is torch's default: the data set of a script or a notebook cannot always be
             # pickled.
             num_workers=num_workers,
@@ -236,12 +241,29 @@ class EpochBatches:
                 )
             mine, weight, size = self._take_share(batch)
             done += size
-            yield (self.collate_fn or collate)(mine), weight, done
+            made = self._make(mine)
+            if made is None:
+                raise ConfigError(
+                    f"session.batches: collate_fn: expected a batch of {len(mine)} samples of an "
+                    "iterable data set, where no other sample can stand in for them, got None"
+                )
+            yield made, weight * self._share_kept(made, len(mine)), done
         if not done:
             raise ConfigError(
                 "session.batches: dataset: expected an iterable that begins anew in each epoch, "
                 "as a generator does not, got an empty one"
             )
+
+    @property
+    def _make(self) -> Callable[[Sequence[Any]], Any]:
+        return self.collate_fn or collate
+
+    def _share_kept(self, batch: Any, num_samples: int) -> float:
+        """Return the share of its samples that `collate_fn` has kept in a batch."""
+        if self.num_samples is None:
+            return 1.0
+        place = "session.batches: num_samples"
+        return check_count(place, self.num_samples(batch), num_samples) / num_samples
 
     def _open_stream(self) -> Iterator[Any]:
         if self.epoch is not None and hasattr(self.dataset, "set_epoch"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import pickle
 import random
 import warnings
@@ -169,6 +170,7 @@ class TensorSamples:
     """
 
     weights: Tensor | None = None  # see `weigh_samples`
+    has_own_collate = has_own_sizes = False
     num_unreadable = 0
     dataset = None  # to which no look at a sample does anything
 
@@ -237,6 +239,7 @@ class LoadedSamples:
         self.recipe = recipe
         self.has_own_counts = type(recipe).num_targets is not Recipe.num_targets
         self.has_own_collate = type(recipe).collate is not Recipe.collate
+        self.has_own_sizes = type(recipe).num_samples is not Recipe.num_samples
         self.size = len(dataset)  # type: ignore[arg-type]
         # The samples of the next pass over the loader. One loader serves all passes, so that its
         # processes start once: each imports torch for seconds.
@@ -251,11 +254,11 @@ class LoadedSamples:
             SeededDataset(
                 dataset,
                 config.seed,
-                recipe.collate if self.has_own_collate else None,
+                recipe.collate if self.has_own_collate else collate_plainly,
                 self._num_unreadable,
             ),
             batch_sampler=self._plan,
-            collate_fn=_keep if self.has_own_collate else functools.partial(with_share, collate),
+            collate_fn=keep,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=self.device.type == "cuda",
@@ -271,7 +274,7 @@ class LoadedSamples:
         """Return how many targets the samples at `indices` have together; None if that is known
         once they are read.
         """
-        return None if self.has_own_counts else float(len(indices))
+        return None if self.has_own_counts or self.has_own_sizes else float(len(indices))
 
     @property
     def num_unreadable(self) -> int:
@@ -291,8 +294,18 @@ class LoadedSamples:
                         "datasets: expected (input, target) pairs as samples, got "
                         f"{describe_kind(batch)}"
                     )
-                if self.has_own_collate:
-                    self._check_size(batch, max(1, round(share * len(index))))
+                num_samples = round(share * len(index)) if share else 1
+                if self.has_own_sizes:
+                    place = locate(self.recipe, "num_samples")
+                    kept = check_count(place, self.recipe.num_samples(*batch), num_samples)
+                    self._num_unreadable[0] += num_samples - kept
+                elif self.has_own_collate:
+                    if not share and not hasattr(self.dataset, "UNREADABLE"):
+                        raise ConfigError(
+                            f"{locate(self.recipe, 'collate')}: expected a batch, or a recipe with "
+                            "num_samples, got None"
+                        )
+                    self._check_size(batch, num_samples)
                 moved = map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
@@ -318,7 +331,8 @@ class LoadedSamples:
             if tensor.shape[:1] != (num_samples,):
                 raise ConfigError(
                     f"{locate(self.recipe, 'collate')}: expected tensors whose first dimension is "
-                    f"the batch, {num_samples}, got shape {tuple(tensor.shape)}"
+                    f"the batch, {num_samples}, or a recipe with num_samples, got shape "
+                    f"{tuple(tensor.shape)}"
                 )
 
 
@@ -344,6 +358,39 @@ def message_of(error: DataError) -> str:
 Samples = TensorSamples | LoadedSamples  # that can be asked for batches by index
 
 
+def collate_by(make: Callable[[Sequence[Any]], Any], samples: Sequence[Any], training: bool) -> Any:
+    """Return a batch by a function that does not ask whether it is trained on."""
+    return make(samples)
+
+
+collate_plainly = functools.partial(collate_by, collate)
+
+
+def count_samples(recipe: Recipe, inputs: Any, targets: Any) -> int:
+    """Return the number of samples of a batch."""
+    if type(recipe).num_samples is not Recipe.num_samples:
+        return recipe.num_samples(inputs, targets)
+    return len(next(tensors_in(targets)))
+
+
+def check_count(place: str, count: Any, most: int) -> int:
+    """Return the number of samples that a batch is said to have.
+
+    Raises:
+        ConfigError: it is not one from 1 to `most`; begins with `place`.
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most:
+        raise ConfigError(
+            f"{place}: expected 1 to {most} samples of a batch that was made of {most}, got "
+            f"{count!r}; collate returns None where it keeps no sample"
+        )
+    return number
+
+
 @dataclass(eq=False, repr=False)
 class SeededDataset(Dataset[Any]):
     """Draws a sample's augmentation from the run's seed, the epoch and the sample, not from who
@@ -355,38 +402,45 @@ class SeededDataset(Dataset[Any]):
 
     dataset: Any
     seed: int
-    # of samples, and whether they are trained on
-    collate: Callable[[list[Any], bool], Any] | None = None
-    # samples that were ignored, of this process and its loader processes
+    # makes a batch of samples, and knows whether they are trained on; None where it keeps none
+    collate: Callable[[Sequence[Any], bool], Any] = collate_plainly
+    # samples that were left out, of this process and its loader processes
     num_unreadable: Tensor | None = None
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
-        """A batch: what a DataLoader calls where there is such a method."""
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, float]:
+        """Return a batch, and the share of its samples that could be read: 0 where another sample
+        stands in for all of them. A DataLoader calls it.
+        """
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
-        samples = Part(self[place] for place in places)
-        if hasattr(self.dataset, "UNREADABLE"):
-            samples = self._keep_readable(samples, places)
-        if self.collate:
-            return self.collate(samples, places[0][0] > 0), samples.share
-        return samples
-
-    def _keep_readable(self, samples: Part, places: Sequence[tuple[int, int]]) -> Part:
-        """Return the samples without those that are ignored, or another one where all are."""
-        readable = Part(each for each in samples if each is not self.dataset.UNREADABLE)
-        readable.share = len(readable) / len(samples)
+        is_training = places[0][0] > 0
+        samples = self._read(places)
+        batch = self.collate(samples, is_training) if samples else None
+        num_read = 0 if batch is None else len(samples)
         if self.num_unreadable is not None:
             info = get_worker_info()
-            self.num_unreadable[info.id + 1 if info else 0] += len(samples) - len(readable)
-        epoch, sample = places[0]
+            self.num_unreadable[info.id + 1 if info else 0] += len(places) - num_read
+        if batch is None:
+            batch = self._stand_in(*places[0])
+        return batch, num_read / len(places)
+
+    def _read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
+        """Return the samples that can be read."""
+        samples = [self[place] for place in places]
+        if not hasattr(self.dataset, "UNREADABLE"):
+            return samples
+        return [each for each in samples if each is not self.dataset.UNREADABLE]
+
+    def _stand_in(self, epoch: int, sample: int) -> Any:
+        """Return a batch of the first sample after `sample` of which there is one."""
         for following in range(sample + 1, sample + MAX_FOLLOWING):
-            if readable:
-                return readable
-            other = self[epoch, following % len(self.dataset)]
-            readable.extend([other] * (other is not self.dataset.UNREADABLE))
+            samples = self._read([(epoch, following % len(self.dataset))])
+            batch = self.collate(samples, epoch > 0) if samples else None
+            if batch is not None:
+                return batch
         raise DataError(
             f"data: expected a sample that can be read, got none of {MAX_FOLLOWING} from sample "
-            f"{sample} on"
+            f"{sample} on (reading failed, or collate returned None)"
         )
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
@@ -395,19 +449,9 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
 
-class Part(list[Any]):
-    """The samples of a batch that could be read."""
-
-    share = 1.0  # of all; 0 where another sample stands in for them
-
-
-def with_share(collate: Callable[[Part], Any], samples: Part) -> tuple[Any, float]:
-    """Return a batch, and the share of its samples that could be read."""
-    return collate(samples), samples.share
-
-
-def _keep(batch: Any) -> Any:
-    return batch  # collated before, where it is known what it is for
+def keep(batch: Any) -> Any:
+    """Return what `SeededDataset` has made a batch of: the function of its loader."""
+    return batch
 
 
 def seed_generators(seed: int) -> None:

@@ -179,11 +179,21 @@ class Recipe:
 
     def collate(self, samples: Sequence[Any], training: bool) -> tuple[Any, Any]:
         """Return the batch of these (input, target) pairs: inputs and targets, whose tensors have
-        the batch as their first dimension.
+        the batch as their first dimension; others, such as those of graphs, need `num_samples`.
 
         Optional; for example to pad samples of different lengths. A loader process calls it for
         each micro-batch, of held-out samples with `training` false, and of predicted ones with
-        their index as target. What it draws is seeded by its last sample.
+        their index as target. What it draws is seeded by its last sample. With `num_samples` it may
+        leave samples out, and return None where it keeps none.
+        """
+        raise NotImplementedError
+
+    def num_samples(self, inputs: Any, targets: Any) -> int:
+        """Return the number of samples of a batch that `collate` made.
+
+        Optional; by default it is the first dimension of the tensors. With this method they may
+        have any shape, and losses are means over the samples that the batches of all ranks have
+        together.
         """
         raise NotImplementedError
 
@@ -434,12 +444,12 @@ def check_classes(outputs: Any, targets: Any) -> None:
 
 
 def to_pngs(batch: Any, num_samples: int) -> list[bytes]:
-    """Return the samples of a batch as `to_png` does, b"" of a batch that is no tensor."""
+    """Return the samples of a batch as `to_png` does, b"" of one that is no tensor of samples."""
     import torch
 
     return (
         [to_png(sample) for sample in batch]
-        if isinstance(batch, torch.Tensor)
+        if isinstance(batch, torch.Tensor) and len(batch) == num_samples
         else [b""] * num_samples
     )
 

@@ -24,8 +24,8 @@ from flyte_ddp.config.frames import frames_of_user
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import (
-    LoadedSamples,
     Samples,
+    count_samples,
     derived_seed,
     isolate_draws,
     seed_generators,
@@ -142,23 +142,26 @@ def check_contract(
         return _call(recipe, "model", expected, model, inputs=given)
 
     is_first = parallelism.world.is_first  # one rank warns for all
-    if is_first and isinstance(train, LoadedSamples) and train.has_own_collate and size > 1:
+    has_own_sizes = train.has_own_sizes
+    if is_first and train.has_own_collate and not has_own_sizes and size > 1:
         _tell_mixing(recipe, train)
-    for num_samples in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
+    for most in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
+        num_samples = most
         with unchanged(model, recipe, train.dataset):
             first = torch.arange(num_samples, device=train.index_device)
             inputs, targets, *_ = next(iter(train.batches([first], epoch=1)))
-            if hasattr(train.dataset, "UNREADABLE"):  # of which some may be left out
-                num_samples = len(next(tensors_in(targets)))
+            if has_own_sizes or hasattr(train.dataset, "UNREADABLE"):  # some may be left out
+                num_samples = count_samples(recipe, inputs, targets)
             model.train()
             try:
                 outputs = forward(call_model, parallelism, inputs)
             except Exception:
                 # the pass of a part of the ranks would hang
-                if num_samples == per_rank or parallelism.is_collective:
+                if most == per_rank or parallelism.is_collective:
                     raise
                 continue  # a model may have a state of a whole batch from its start
-            if num_samples == 1 and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
+            is_one = num_samples == 1 and not has_own_sizes
+            if is_one and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
                 # With another, as larger batches of the evaluation would broadcast where a batch of
                 # one does not.
                 outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
@@ -204,11 +207,13 @@ def _gradients(
     return dict(zip(trained, found, strict=True))
 
 
-def _tell_mixing(recipe: Recipe, train: LoadedSamples) -> None:
+def _tell_mixing(recipe: Recipe, train: Samples) -> None:
     """Warn if a sample's part of a batch depends on the other samples in it."""
     first = torch.arange(min(MAX_SAMPLES, len(train)))
     with unchanged(nn.Module(), recipe, train.dataset):
         whole, *halves = train.batches([first, *first.tensor_split(2)], epoch=1)
+    if any(len(each) > 2 for each in halves):  # another sample stands in for all of a half
+        return
     for all_of_it, *parts in zip(tensors_in(whole), *map(tensors_in, halves), strict=True):
         # samples may be padded to the longest of their batch
         if all(each.shape[1:] == all_of_it.shape[1:] for each in parts) and not torch.equal(
@@ -260,7 +265,9 @@ def _losses_of_fewer(recipe: Recipe, outputs: Any, targets: Any, num_samples: in
 
     Outputs may be in another order, such as (T, B, V) or (B x T, V).
     """
-    if num_samples == 1 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+    if num_samples == 1 or type(recipe).num_samples is not Recipe.num_samples:
+        return None
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return None
     if outputs.shape[:1] != (num_samples,) or targets.shape[:1] != (num_samples,):
         return None

@@ -93,9 +93,9 @@ def evaluate(
                 metrics.update(outputs, targets)
                 on_outputs(outputs, targets)
                 counted = None if leaves_out else samples.num_targets(index)
-                num_targets += (
-                    count_targets(recipe, targets).to(world.device) if counted is None else counted
-                )
+                if counted is None:
+                    counted = count_targets(recipe, inputs, targets).to(world.device)
+                num_targets += counted
             if number < num_common:
                 on_batch()
         # the others may need this rank's part of the weights

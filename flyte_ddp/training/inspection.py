@@ -85,14 +85,15 @@ def make_predictions(
         PREDICTION_BATCH
     )
     recipe, predictions, num_batches = parallelism.recipe, [], 0
+    stand_in: list[float]
     with unchanged(model, recipe, samples.dataset), evaluating(model):
-        for batch, targets, *_ in samples.batches(indices, epoch=0):
+        for batch, targets, *stand_in in samples.batches(indices, epoch=0):
             outputs = map_tensors(on_cpu, forward(model, parallelism, batch))
             batch, targets = map_tensors(Tensor.cpu, (batch, targets))
             shown = recipe.report_samples(batch, outputs, targets)
             numbers = indices[num_batches].tolist()
             num_batches += 1
-            if len(shown) == len(numbers):  # else they are not one for each sample
+            if len(shown) == len(numbers) and not stand_in:  # else not one for each sample
                 shown = [
                     dataclasses.replace(each, sample=number)
                     for each, number in zip(shown, numbers, strict=True)

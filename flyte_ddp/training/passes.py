@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.data import derived_seed
-from flyte_ddp.rank.nested import map_tensors, tensors_in
+from flyte_ddp.rank.data import count_samples, derived_seed
+from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.watch import WatchedStep
 from flyte_ddp.world import World
+
+# In place of the 0 targets of a global batch that is left out: its gradient and its mean loss are 0
+# and not NaN, and sums of targets stay exact.
+NO_TARGETS = 1e-30
 
 
 def model_inputs(parallelism: Parallelism, batch: Any) -> Any:
@@ -42,11 +46,11 @@ def forward(model: Any, parallelism: Parallelism, batch: Any) -> Any:
     )
 
 
-def count_targets(recipe: Recipe, targets: Any) -> Tensor:
-    """Return the number of targets that these samples have together."""
+def count_targets(recipe: Recipe, inputs: Any, targets: Any) -> Tensor:
+    """Return the number of targets that the samples of a batch have together."""
     counts = recipe.num_targets(targets)
     if counts is None:
-        return torch.tensor(float(len(next(tensors_in(targets)))), dtype=torch.float64)
+        return torch.tensor(float(count_samples(recipe, inputs, targets)), dtype=torch.float64)
     return counts.sum(dtype=torch.float64)
 
 
@@ -119,10 +123,10 @@ def compute_gradients(
             parallelism.scaler.scale(mean).backward()
             timer.end()
         if num_targets is None:
-            counted += count_targets(recipe, targets).cpu() * weight
+            counted += count_targets(recipe, inputs, targets).cpu() * weight
     parallelism.check_gradients(replica, step)
     if own_targets is None or num_targets is None:
-        own_targets, num_targets = float(counted), world.all_reduce(counted)[0]
+        own_targets, num_targets = float(counted), world.all_reduce(counted)[0] or NO_TARGETS
         for parameter in replica.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(num_targets)
