@@ -86,7 +86,7 @@ def test_a_checkpoint_overrides_the_initial_state_and_is_of_its_contents_alone(t
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
-        (None, "cannot be read: FileNotFoundError"),
+        (None, "which does not exist"),
         (b"no state", "cannot be read: UnpicklingError"),
         (b"", "cannot be read: EOFError"),
         (

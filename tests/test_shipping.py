@@ -198,7 +198,7 @@ def test_the_image_has_the_same_code():
 def test_workers_and_ranks_get_the_recipe_and_every_package_of_recipes(checkout, tmp_path):
     program = (
         "import sys; from flyte_ddp.config import TrainingConfig; "
-        "from flyte_ddp.launch.protocol.programs import recipe_program; "
+        "from flyte_ddp.launch.recipe_program import recipe_program; "
         "from flyte_ddp.launch.nodes.dask.data import packed_code as p; "
         "sys.stdout.buffer.write(p(recipe_program(sys.argv[1], TrainingConfig())))"
     )
