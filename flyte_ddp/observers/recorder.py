@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class Entry:
     """What an event adds to a run."""
 
-    axis: str  # as of `Figures`
+    axis: str  # the axis of the curves, as in `Figures`
     step: int | None
     epoch: float | None
     # by names with the prefix of their axis; a str is a text to show
@@ -143,11 +143,11 @@ class Recorder(Sender):
     A run with the same `run_id` is continued: only what it does not have yet is logged.
     """
 
-    label: ClassVar[str]  # of a link to the run
+    label: ClassVar[str]  # text of the link to the run
 
     _: KW_ONLY
-    name: str | None = None  # of the run on the service's pages
-    group: str | None = None  # of runs that belong together, such as a sweep
+    name: str | None = None  # title of the run on the pages of the service
+    group: str | None = None  # name that the runs of a sweep share
     notes: str | None = None  # shown with the run, such as the URL of the Flyte execution
     # shown besides the run's own configuration
     config: Mapping[str, Any] = field(default_factory=dict)

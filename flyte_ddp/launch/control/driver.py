@@ -11,7 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import threading
@@ -446,7 +445,7 @@ class Dispatcher:
 
     listeners: Sequence[events.Listener]
     state: events.RunState = field(default_factory=lambda: events.RunState(keep_reports=False))
-    # that are not folded yet; None ends them
+    # the events that are not folded yet; None is the end of the run
     _waiting: deque[events.Event | None] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _commit: str = ""
@@ -482,20 +481,20 @@ class Dispatcher:
             self._waiting.append(event)
             self._changed.notify()
 
-    def _fold(self) -> list[events.Event]:
-        """Fold the next event, and return it as listeners get it; an empty list if it cannot be
-        shown. Called with the lock.
+    def _fold(self) -> events.Event | None:
+        """Fold the next event, and return it without secrets for the listeners; None if this fails.
+        The caller holds the lock, and has seen that this event is not the end.
         """
         event = self._waiting.popleft()
-        folded: list[events.Event] = []
+        assert event is not None
+        shown: events.Event | None = None
         with log_failures(f"event {type(event).__name__}"):
-            assert event is not None  # as only the end is
             if isinstance(event, events.RunStarted):
                 event = dataclasses.replace(event, commit=self._commit)
-            event = _redact(event)
-            self.state.handle(event)
-            folded.append(event)
-        return folded
+            redacted = _redact(event)
+            self.state.handle(redacted)
+            shown = redacted
+        return shown  # noqa: RET504 - None after a failure
 
     def _deliver(self) -> None:
         self._commit = describe_commit()  # in this thread: git may take a second
@@ -505,8 +504,10 @@ class Dispatcher:
                 self._changed.wait_for(lambda: self._waiting)
                 if self._waiting[0] is None:
                     break
-                folded = self._fold()
-            for event, listener in itertools.product(folded, list(active)):
+                event = self._fold()
+            if event is None:
+                continue
+            for listener in list(active):
                 try:
                     listener.handle(event)
                 except BaseException as error:
