@@ -280,9 +280,9 @@ print("predicted", num_rows, len(glob.glob(directory.path + "/*.parquet")))
 """
 
 
-def test_predictions_have_outputs_and_no_report(packages, tmp_path):
+def test_predictions_have_outputs_and_no_report(all_packages, tmp_path):
     (tmp_path / "predictions.py").write_text(PREDICTIONS)
-    output = run(packages, "-S", "predictions.py", cwd=tmp_path)
+    output = run(all_packages, "-S", "predictions.py", cwd=tmp_path)
     assert "360 predictions in " in output
     assert "predicted 360 1\n" in output
     assert not Path(*re.findall(r"report (\S+/report\.html)", output)).exists()
@@ -357,7 +357,7 @@ class Lines(Regression):
 
 @pytest.fixture(scope="module")
 def all_packages(packages, tmp_path_factory):
-    """`packages` with what sweeps and metrics need besides."""
+    """`packages` with what sweeps, metrics and predictions need besides."""
     place, extras = tmp_path_factory.mktemp("extras"), PROJECT["optional-dependencies"]
     empty = tmp_path_factory.mktemp("empty")
     link(place, with_dependencies([*extras["sweep"], *extras["metrics"]]), empty)

@@ -171,7 +171,7 @@ print(*Report().draw([Panel("a", "b", "c")]))
             "'flyte-ddp[digits]'"
         ),
         "recipe text: expected the package tokenizers: pip install 'flyte-ddp[text]'",
-        "data: HERE/text.parquet: expected the package pyarrow: pip install 'flyte-ddp[text]'",
+        "data: HERE/text.parquet: expected the package pyarrow: pip install 'flyte-ddp[streams]'",
         (
             "the metrics of Regression: expected the package torchmetrics: pip install "
             "'flyte-ddp[metrics]'"

@@ -16,7 +16,7 @@ EXTRAS = {  # as in pyproject.toml
     "mlflow": "mlflow",
     "optuna": "sweep",
     "pandas": "sweep",
-    "pyarrow": "text",
+    "pyarrow": "streams",
     "sklearn": "digits",
     "tensorboard": "tensorboard",
     "tokenizers": "text",
