@@ -494,6 +494,34 @@ def test_a_script_that_does_not_ask_gets_the_signal_itself_as_under_torchrun(nam
     assert "checkpoints" not in errors  # which were kept for restarts within the run alone
 
 
+SAVES_SLOWLY = """
+import time
+from flyte_ddp import session
+from flyte_ddp.storage import Storage
+
+write = Storage.write
+def write_slowly(self, *arguments):
+    time.sleep(1)
+    return write(self, *arguments)
+Storage.write = write_slowly
+
+if session.load() is None:
+    session.save({"step": 1}, step=1)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_script_that_does_not_ask_is_ended_after_its_last_save_is_stored(tmp_path):
+    (tmp_path / "saves.py").write_text(SAVES_SLOWLY)
+    flags = ["--checkpoints", tmp_path / "place"]
+    code, _, errors = run_until_signal(tmp_path / "saves.py", signal.SIGTERM, *flags)
+
+    assert code == 128 + signal.SIGTERM, errors
+    names = [each.name for each in (tmp_path / "place").rglob("step-*")]
+    assert sorted(name.split("-")[1][:10] for name in names) == ["0000000001"] * 2, names
+
+
 def test_a_second_signal_ends_the_run_at_once_and_nohup_ignores_a_hangup(tmp_path):
     (tmp_path / "stubborn.py").write_text(
         "import signal, time\n"

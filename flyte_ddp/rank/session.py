@@ -180,6 +180,8 @@ class Session:
                 "trainer": self.trainer,
             }
             self.write(saved, step, to_store=to_store, to_memory=bool(self._has_memory))
+            if self.was_terminated:
+                self.wait()
 
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
         """Return the ranks that save a split state together: those of the function's own group."""
@@ -679,19 +681,25 @@ class Session:
         except Exception:
             with contextlib.suppress(Exception):  # the block's error is the one to report
                 self._send_reports()
-                if self._store is not None:
-                    self._store.wait(self._beat, WRITE_GRACE)
+            self._wait_briefly(WRITE_GRACE)
             raise
 
     def _terminate(self) -> None:
         """Pass a stop on as the signal that asked for it, as torchrun does, to a function that does
-        not ask.
+        not ask. The signal may end this process, so what was saved is stored first.
         """
         if self.stop.is_heeded(self.can_resume):
             self.stop.begin()
-        else:
-            self.was_terminated = True
-            os.kill(os.getpid(), self._link.stop_signal)
+            return
+        self.was_terminated = True  # from now on, each save waits until it is stored
+        self._wait_briefly(min(WRITE_GRACE, self._link.saves_until - time.monotonic()))
+        os.kill(os.getpid(), self._link.stop_signal)
+
+    def _wait_briefly(self, seconds: float) -> None:
+        """Wait up to `seconds` until what was saved is stored. Raises nothing."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # the reason of the end is the one to report
+                self._store.wait(self._beat, seconds)
 
     def _beat(self) -> None:
         self._link.beat(self.step)
