@@ -743,6 +743,21 @@ ANIMALS = [(f"{number}.{kind}", kind.encode()) for number in range(3) for kind i
         ),
         (lambda _: archive([link("a.cls", "0.cls", tarfile.SYMTYPE), *ANIMALS]), "got a link to"),
         (lambda _: archive([link("a.cls", "", b"M"), *ANIMALS]), "a member of type 'M'"),
+        (
+            lambda _: archive([*ANIMALS, ("a.jpg", b"x"), link("a.cls", "", tarfile.FIFOTYPE)]),
+            "a.cls: expected a plain file, got a FIFO or a device: leave it out",
+        ),
+        (lambda _: archive([link("a.cls", "", tarfile.CHRTYPE), *ANIMALS]), "a.cls: .* a device"),
+        (lambda _: archive([link("a.cls", "", tarfile.BLKTYPE), *ANIMALS]), "a.cls: .* a device"),
+        # cut off in a header, in contents, and between two members
+        *(
+            (lambda _, size=size: archive(ANIMALS)[:size], f"cut short, after {size:,} bytes")
+            for size in (516, 1030, 2048, 3000, 6144)
+        ),
+        (
+            lambda _: archive([*ANIMALS, ("long" * 30 + ".jpg", b"x" * 999)])[:-9000],
+            r"cut short, after [\d,]+ bytes",
+        ),
         (lambda place: sparse(place, "gnu"), "0.bin: expected a plain file, got a sparse file"),
         (lambda place: sparse(place, "posix"), "0.bin: expected a plain file, got a sparse file"),
     ],

@@ -275,15 +275,19 @@ def _read_members(
             yield first, name, begin, size
             first = place
     else:
+        if has_end and contents:
+            raise _cut_short(contents)
         return
     file = io.BytesIO(contents) if isinstance(contents, bytes) else contents
     file.seek(first)
-    with tarfile.open(fileobj=file, mode="r:") as tar:
+    with _naming_cut(contents, first), tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             if _is_plain(member):
                 yield member.offset, member.name, member.offset_data, member.size
         # where `tarfile` takes a damaged header for the end
         rest = contents[tar.offset : tar.offset + tarfile.BLOCKSIZE]
+        if has_end and len(rest) < tarfile.BLOCKSIZE:
+            raise _cut_short(contents)
         if any(rest) or (rest and not has_end):
             raise DataError(f"expected the header of a member at byte {tar.offset}")
         if more := _NONZERO.search(contents, tar.offset):
@@ -293,16 +297,42 @@ def _read_members(
             )
 
 
+@contextlib.contextmanager
+def _naming_cut(contents: bytes | mmap.mmap, first: int) -> Iterator[None]:
+    """Raise an error of `tarfile` in the block as DataError if a tar file is cut short: it has a
+    header at its byte `first`.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except (tarfile.ReadError, ValueError):  # ValueError: a map ends before what a header announces
+        with contextlib.suppress(tarfile.HeaderError):
+            header = contents[first : first + tarfile.BLOCKSIZE]
+            tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")
+            raise _cut_short(contents) from None
+        raise
+
+
+def _cut_short(contents: bytes | mmap.mmap) -> DataError:
+    return DataError(
+        f"expected the end of the archive, two blocks of zeros, but the file is cut short, after "
+        f"{len(contents):,} bytes: copy or write it again"
+    )
+
+
 def _is_plain(member: tarfile.TarInfo) -> bool:
     """Return whether a member is a file. Raises DataError if a field's contents are not behind its
     header.
     """
     is_file = member.isreg() and member.sparse is None
-    if is_file or member.isdir() or member.isdev() or not _MEMBER.fullmatch(member.name):
+    if is_file or member.isdir() or not _MEMBER.fullmatch(member.name):
         return is_file
     what = f"a member of type {member.type.decode(errors='replace')!r}: write it as a plain file"
     if member.islnk() or member.issym():
         what = f"a link to {member.linkname}: write the archive with `tar --hard-dereference -h`"
+    elif member.isdev():
+        what = "a FIFO or a device: leave it out"
     elif member.sparse is not None or member.type == tarfile.GNUTYPE_SPARSE:
         what = "a sparse file: write the archive without `--sparse`"
     raise DataError(f"{member.name}: expected a plain file, got {what}")
