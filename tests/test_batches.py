@@ -284,6 +284,26 @@ def test_other_data_or_another_order_than_the_checkpoints_are_refused(
         next(iter(session.batches(dataset, BATCH, 1, **{**call, **options})))
 
 
+class Damaged(Noisy):
+    """Numbers, of which some cannot be read."""
+
+    UNREADABLE = object()
+
+    def __getitem__(self, index):
+        return torch.tensor(index) if index % 3 else self.UNREADABLE
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_cannot_be_read_are_compared_as_what_they_are(num_workers, monkeypatch):
+    current = resume_at({}, monkeypatch)
+    for _ in range(2):
+        seen = batches_of(0, 1, monkeypatch, Damaged(), 1, num_workers=num_workers)
+        assert sorted(sum((samples for samples, _ in seen), [])) == [
+            number for number in range(SIZE) if number % 3
+        ]
+        current = resume_at({**current._position_to_save(), "epoch": 0}, monkeypatch)
+
+
 class OwnDraws(Noisy):
     """Draws from a generator of its own too, which nobody can seed."""
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from flyte_ddp.data.shards import Stream
 
+UNREADABLE = "cannot be read"  # in place of a sample that is compared
+
 Check = Callable[[dict[int, Any], Callable[[], dict[int, Any]]], None]
 
 
@@ -194,11 +196,16 @@ class EpochBatches:
         """Read these samples for `check`, by a loader process where there are some: what it opens
         is its own.
         """
-        plan, num_workers = [[(0, index) for index in chosen]], min(1, self.num_workers)
+        # each alone: of several, those that cannot be read are left out
+        plan, num_workers = [[(0, index)] for index in chosen], min(1, self.num_workers)
 
         def read(times: int) -> Iterator[dict[int, Any]]:
-            for samples, _ in self._load(times * plan, list, num_workers):
-                yield dict(zip(chosen, samples, strict=True))
+            loaded = iter(self._load(times * plan, list, num_workers))
+            for _ in range(times):
+                pairs = zip(chosen, itertools.islice(loaded, len(chosen)), strict=True)
+                yield {
+                    index: samples[0] if share else UNREADABLE for index, (samples, share) in pairs
+                }
 
         # by one process, which goes on with what it draws by a generator without a seed
         again = read(2)
