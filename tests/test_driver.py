@@ -221,7 +221,7 @@ def test_a_node_that_is_gone_before_the_gang_has_ended_for_it_is_named(tmp_path,
 
 class Scripted:
     """An attempt that ends as the test says: (error, step, step of the newest checkpoint that it
-    leaves).
+    leaves; None where it ends before it looks for one).
 
     If `memory` is given, these are the steps of the states that the attempts leave in memory.
     """
@@ -240,7 +240,8 @@ class Scripted:
         self.num_attempts += 1
         self.jobs.append(job)
         error, self.step, kept = self.endings.pop(0)
-        self.emit(events.CheckpointLoaded(self.newest, ""))
+        if kept is not None:
+            self.emit(events.CheckpointLoaded(self.newest, ""))
         if kept and job.checkpoints:
             self.newest = kept
             self.emit(events.CheckpointWritten(kept, "", best=False))
@@ -332,18 +333,25 @@ def test_a_second_kill_for_lack_of_memory_ends_the_run_also_in_another_process(t
         ("kept", [(LOST, 7, 0)], " at step 7 and restarts from the beginning"),
         ("", [(LOST, 0, 0)], " and restarts from the beginning"),  # a script that reports no step
         ("kept", [(LOST, 7, 5)], " at step 7 and restarts from its last checkpoint"),
+        (
+            "kept",
+            [(LOST, 0, None)],
+            " before its first step and restarts from its last checkpoint, if there is one",
+        ),
+        ("", [(LOST, 0, None)], " and restarts from the beginning"),
     ],
 )
 def test_a_log_line_says_where_a_lost_gang_was_and_goes_on(
     tmp_path, scripted, caplog, checkpoints, losses, expected
 ):
-    scripted([*losses, ENOUGH])
+    script = scripted([*losses, ENOUGH])
     with pytest.raises(TrainingStopped):
         driver.run(
             Job(Program("minimum", b""), checkpoints and str(tmp_path / checkpoints), 0.0),
             own_place(16),
         )
     assert f"the gang was lost{expected} (restart 1 of at most 16): " in caplog.text
+    assert not script.jobs[-1].is_in_memory
 
 
 def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, monkeypatch):

@@ -276,11 +276,16 @@ class Run:
         kept_step = max(memory_step or -1, self.newest_step)
         is_announced = bool(attempt.departures)
         ended = Ended(failure, attempt.step, self.resumed_step, kept_step, is_announced)
-        is_in_memory = memory_step > self.newest_step
+        is_in_memory = memory_step > max(self.newest_step, 0)
         if failure and memory_step:  # the store, which has the same state, may be away
             is_in_memory |= memory_step == self.newest_step
-        origin = f"step {memory_step}, from {where}" if is_in_memory else "its last checkpoint"
-        self._follow(ended, attempt, origin if kept_step else "the beginning")
+        if is_in_memory:
+            origin = f"step {memory_step}, from {where}"
+        elif kept_step < 0:  # it ended before it looked
+            origin = "its last checkpoint, if there is one"
+        else:
+            origin = "its last checkpoint" if kept_step else "the beginning"
+        self._follow(ended, attempt, origin)
         if self.storage and (not memory_step or ended.is_store_outage):
             # raises StorageUnavailable
             self.wait_for(call_in_background(self.storage.names))
