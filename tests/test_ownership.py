@@ -55,8 +55,8 @@ def beat_elsewhere(url, monkeypatch):
     """
     init = Ownership.__init__
 
-    def start_elsewhere(owner, url, run, store_timeout):
-        init(owner, url, run, store_timeout)
+    def start_elsewhere(owner, url, run, *others):
+        init(owner, url, run, *others)
         if run == "f1-n0":
             owner._owner = dataclasses.replace(owner._owner, **ELSEWHERE)
 
@@ -199,7 +199,7 @@ def test_a_lease_ends_by_the_clock_of_who_waits_and_not_while_a_heartbeat_comes(
     line = caplog.messages[-1]
     assert "belongs to run f1-n0 on other-host since " in line
     assert line.endswith(
-        "; waiting up to 1 s for a heartbeat of it. If it is over, delete owner.json there"
+        f"; waiting up to 1 s for a heartbeat of it. If it is over, delete {url}/owner.json"
     )
 
 

@@ -24,10 +24,11 @@ from examples.score_nightly import SCORE
 from flyte_ddp import predict
 from flyte_ddp.__main__ import main
 from flyte_ddp.checkpoints import EXPORT
+from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config import resolve
 from flyte_ddp.data import Shards
 from flyte_ddp.errors import ConfigError, DataError, RankFailure
-from flyte_ddp.prediction.job import MANIFEST, PredictionJob, part_name
+from flyte_ddp.prediction.job import MANIFEST, RUN, PredictionJob, part_name
 from flyte_ddp.prediction.model import OneDevice, Predictor
 from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.recipes import Recipe, get_recipe
@@ -285,6 +286,16 @@ def test_bad_input_is_one_line_before_anything_starts(state, tmp_path):
             predict(recipe, model_state, "", str(tmp_path / output), **SIZES)
     with pytest.raises(ConfigError, match=r"^part_size: expected a multiple of batch_size \(20\)"):
         predict("digits", state, "", str(tmp_path / "new"), batch_size=20, part_size=50)
+
+
+def test_an_output_into_which_another_process_predicts_is_refused_by_its_name(state, tmp_path):
+    output = str(tmp_path / "made")
+    Path(output).mkdir()
+    with (
+        Ownership(f"{output}/{RUN}", "", 10.0),
+        raises_one_line(ConfigError, f"^output: expected .*, got {output}, which .* is alive"),
+    ):
+        predict("digits", state, "", output, nproc_per_node=1, **SIZES)
 
 
 def test_the_card_beside_a_state_tells_what_it_was_trained_with(tmp_path):

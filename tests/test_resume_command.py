@@ -1,4 +1,4 @@
-"""The command that a stopped run prints: it runs as it is printed, and resumes the run."""
+"""The commands that a run prints to resume it, or to replay a step: they run as they are printed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from flyte_ddp.config.typed_command import COMMAND_VARIABLE, POD, own_command
 
 REPOSITORY = Path(__file__).parents[1]
 TRAINS = """
@@ -71,6 +73,17 @@ COMMANDS = {
 LONG = ("on the path", "as a module", "sweep")
 
 
+def lay_out(directory):
+    """Write the files, and return the environment in which commands find them."""
+    for name, text in FILES.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+        if "bin" in name:
+            (directory / name).chmod(0o755)
+    search = os.pathsep.join([str(directory / "bin"), os.environ["PATH"]])
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": search}
+
+
 @pytest.mark.parametrize(
     "typed",
     [
@@ -79,13 +92,7 @@ LONG = ("on the path", "as a module", "sweep")
     ],
 )
 def test_the_printed_command_resumes_as_it_is_printed(tmp_path, typed):
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        if "bin" in name:
-            (tmp_path / name).chmod(0o755)
-    search = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": search}
+    environment = lay_out(tmp_path)
     with subprocess.Popen(
         typed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -124,3 +131,47 @@ def test_a_recipe_resumes_in_the_directory_that_was_made_for_it(tmp_path):
     )
     assert done.returncode == 0
     assert "resumed at step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        (".venv/bin/flyte-ddp",),
+        pytest.param((sys.executable, "-m", "flyte_ddp"), marks=pytest.mark.long),
+    ],
+)
+def test_the_printed_command_replays_the_bad_step_as_it_is_printed(program, tmp_path):
+    environment = lay_out(tmp_path)
+    typed = [*program, "train", "tests.support.planted.Planted", "--nproc-per-node", "1"]
+    typed += ["--config", '{"recipe_options": {"bad": 29, "kind": "pixel"}}']
+    in_directory = {"cwd": tmp_path, "env": environment, "text": True, "capture_output": True}
+    failed = subprocess.run(typed, **in_directory)
+    (command,) = re.findall("^to build the step once more: (.*)$", failed.stderr, re.M)
+    assert shlex.split(command)[: len(program)] == list(program)
+    replayed = subprocess.run(["bash", "-c", command], **in_directory)
+    assert (replayed.returncode, "file-29.png" in replayed.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "pod", "expected"),
+    [
+        (["a b/flyte-ddp", "run"], ["/p/python", "a b/flyte-ddp", "run"], "", "'a b/flyte-ddp'"),
+        (["/m/__main__.py"], ["python", "-m", "flyte_ddp"], "", "python -m flyte_ddp"),
+        (["own run.py"], ["venv/bin/python", "own run.py"], "", "venv/bin/python -m flyte_ddp"),
+        (["/p/pyflyte", "run"], ["/p/python", "/p/pyflyte", "run"], "", "/p/python -m flyte_ddp"),
+        (["/p/pyflyte", "run"], ["/p/python", "/p/pyflyte", "run"], "e1", "flyte-ddp"),
+    ],
+)
+def test_another_command_is_printed_as_this_one_was_typed(
+    argv, orig_argv, pod, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a b").mkdir()
+    Path("a b/flyte-ddp").touch(0o755)
+    monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
+    monkeypatch.delenv(POD, raising=False)
+    if pod:
+        monkeypatch.setenv(POD, pod)
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert own_command() == expected

@@ -84,7 +84,8 @@ class Ownership:
         StorageUnavailable, StorageDenied: the place cannot be read or written.
     """
 
-    def __init__(self, url: str, run: str, store_timeout: float) -> None:
+    def __init__(self, url: str, run: str, store_timeout: float, output: str = "") -> None:
+        self._field, self._place = ("output", output) if output else ("checkpoints", url)
         self._storage = Storage(url, timeout=store_timeout)
         self._beats = Storage(url, timeout=0)
         self._owner = Owner(
@@ -112,17 +113,17 @@ class Ownership:
                     break
             elif is_over is False or contents != watched != b"":
                 raise ConfigError(
-                    "checkpoints: expected a place of this run's own, got "
-                    f"{redact_url(self._storage.url)}, which belongs to {other}, and that is alive"
+                    f"{self._field}: expected a place of this run's own, got "
+                    f"{redact_url(self._place)}, which belongs to {other}, and that is alive"
                 )
             elif other and not watched:
                 watched, over_at = contents, time.monotonic() + other.lease
-                place = redact_url(self._storage.url)
                 wait = (
                     f"waiting up to {other.lease:.0f} s for a heartbeat of it. If it is over, "
-                    f"delete {OWNER} there"
+                    f"delete {redact_url(self._storage.join(OWNER))}"
                 )
-                logger.warning("checkpoints: %s belongs to %s; %s", place, other, wait)
+                place = redact_url(self._place)
+                logger.warning("%s: %s belongs to %s; %s", self._field, place, other, wait)
             time.sleep(LOOK_INTERVAL)
         self._thread = start_thread("ownership", self._beat)
         return self

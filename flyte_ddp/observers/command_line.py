@@ -10,11 +10,11 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flyte_ddp.config.typed_command import POD, typed_command
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.events import Listener
 from flyte_ddp.observers.progress_bar import ProgressBar
@@ -24,7 +24,6 @@ from flyte_ddp.storage import Storage
 RUNS = "runs"  # where the directory of a run is made
 # a file beside the checkpoints, so that every attempt continues the same run of a tracker
 RUN_ID = "wandb-run-id"
-POD = "FLYTE_INTERNAL_EXECUTION_ID"  # variable of a task's pod, which Flyte starts again itself
 MAX_NAME = 60  # characters of a script's name in the id of its run
 
 
@@ -47,20 +46,7 @@ def resume_command(checkpoints: str = "") -> str:
     `checkpoints` if it did not name them.
     """
     more = ["--checkpoints", checkpoints] if checkpoints else []
-    return shlex.join([*_typed_command(), *more])
-
-
-def _typed_command() -> list[str]:
-    """Return the words that this process was started by: they start it again in its directory."""
-    program = sys.argv[0]
-    # such as `python script.py`, `python -m flyte_ddp`
-    is_argument = program in sys.orig_argv and not os.access(program, os.X_OK)
-    if is_argument or program.endswith(".py"):
-        return sys.orig_argv
-    # The shell has given the whole path of a program that it found itself.
-    if shutil.which(name := os.path.basename(program)) == program:
-        program = name
-    return [program, *sys.argv[1:]]
+    return shlex.join([*typed_command(), *more])
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from flyte_ddp.config.extras import require
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
+from flyte_ddp.config.typed_command import own_command
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import (
     Event,
@@ -201,7 +202,8 @@ class Mlflow(Recorder):
             self.experiment,
             self.run_id,
         )
-        return f"; to upload the rest later: flyte-ddp mlflow {shlex.join(filter(None, words))}"
+        command = f"{own_command()} mlflow {shlex.join(filter(None, words))}"
+        return f"; to upload the rest later: {command}"
 
 
 def find_server() -> str:

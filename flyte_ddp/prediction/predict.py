@@ -180,7 +180,14 @@ def _run(job: PredictionJob, gang: Gang, name: str, directory: str, progress: bo
         program = _make_program(job)
         with gang.open_place(program, name) as place, shown.name_part():
             # The same name for all calls: the manifest says whether they are alike.
-            run = Job(program, storage.join(RUN), time.time(), "predictions", is_kept=False)
+            run = Job(
+                program,
+                storage.join(RUN),
+                time.time(),
+                "predictions",
+                is_kept=False,
+                output=storage.url,
+            )
             driver.run(
                 run, place, lambda: directory, [shown], lambda line: bar.write(line, sys.stderr)
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from flyte_ddp.checkpoints.assembly import BoxOf
 from flyte_ddp.checkpoints.state import count_bytes
 from flyte_ddp.config.by_value import is_by_value
+from flyte_ddp.config.typed_command import own_command
 from flyte_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -540,8 +541,11 @@ class Trainer:
         if is_shared:  # the first rank that ends would end one that tells no more
             self.world.all_reduce(0.0)
         place = shlex.quote(redact_url(self.store.storage.url))
-        command = f"flyte-ddp replay {place} --step {bad.step}"
-        raise NonFiniteLoss(f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}; {command} shows it")
+        command = f"{own_command()} replay {place} --step {bad.step}"
+        # a line of its own, because long lines of an error are cut
+        raise NonFiniteLoss(
+            f"{bad.describe(MAX_NAMED)}{why}; {REMEDY}\nto build the step once more: {command}"
+        )
 
     def _rewind(self, bad_step: int) -> str:
         """Go back to the newest state, and leave out the batches up to that of a step. Every rank

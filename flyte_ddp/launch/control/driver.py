@@ -27,6 +27,7 @@ from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.ownership import Ownership
 from flyte_ddp.config.background import call_in_background
 from flyte_ddp.config.source_code import describe_commit
+from flyte_ddp.config.typed_command import COMMAND_VARIABLE, own_command
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
@@ -133,15 +134,18 @@ def run(
     open_standard_streams()
     place.check(job)
     program, storage = job.program, None
+    variables = {**program.variables, COMMAND_VARIABLE: own_command()}
     if any(isinstance(each, Wandb) for each in listeners):
-        variables = {**program.variables, WANDB_VARIABLE: "1"}
-        program = dataclasses.replace(program, variables=variables)
+        variables[WANDB_VARIABLE] = "1"
+    program = dataclasses.replace(program, variables=variables)
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
         if job.checkpoints:
-            storage = Storage(job.checkpoints, timeout=program.store_timeout)
+            name = "output" if job.output else "checkpoints"
+            storage = Storage(job.checkpoints, name, program.store_timeout)
             storage.check_access()
-            owner = stack.enter_context(Ownership(storage.url, job.run, program.store_timeout))
+            ownership = Ownership(storage.url, job.run, program.store_timeout, job.output)
+            owner = stack.enter_context(ownership)
             job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token)
             if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
                 modules = (*program.slow_imports, type(storage.file_system).__module__)

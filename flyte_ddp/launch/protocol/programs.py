@@ -154,6 +154,8 @@ class Job:
     # token of the driver that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     owner: str = ""
     is_kept: bool = True  # the checkpoints outlive the run
+    # that a person gave, where the checkpoints are the run's own notes below it; errors name it
+    output: str = ""
     # steps of checkpoints after the last attempt, as far as the driver knows
     stored: tuple[int, ...] = ()
     # the nodes have a state from which to go on that is newer than the store's

@@ -1,0 +1,43 @@
+"""The command by which a person started this process, for lines that name another one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+
+PROGRAM = "flyte-ddp"
+POD = "FLYTE_INTERNAL_EXECUTION_ID"  # variable of a task's pod, which Flyte starts again itself
+# of the ranks' environment: `own_command` of the process that drives them
+COMMAND_VARIABLE = "FLYTE_DDP_COMMAND"
+
+
+def typed_command() -> list[str]:
+    """Return the words that this process was started by: they start it again in its directory."""
+    program = sys.argv[0]
+    # such as `python script.py`, `python -m flyte_ddp`
+    is_argument = program in sys.orig_argv and not os.access(program, os.X_OK)
+    if is_argument or program.endswith(".py"):
+        return sys.orig_argv
+    # The shell has given the whole path of a program that it found itself.
+    if shutil.which(name := os.path.basename(program)) == program:
+        program = name
+    return [program, *sys.argv[1:]]
+
+
+def own_command() -> str:
+    """Return how a person starts a command of this package where this process was started, such as
+    `.venv/bin/flyte-ddp`.
+
+    A rank returns what its driver does. In a pod it is the bare name, because the person is
+    somewhere else.
+    """
+    if command := os.environ.get(COMMAND_VARIABLE):
+        return command
+    program = typed_command()[0]
+    if POD in os.environ or program == PROGRAM:
+        return PROGRAM
+    if os.path.basename(program) == PROGRAM:
+        return shlex.quote(program)
+    return shlex.join([sys.orig_argv[0], "-m", "flyte_ddp"])
