@@ -22,7 +22,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.recipes.prepare import describe_data
 from flyte_ddp.storage import redact_url
-from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin
+from flyte_ddp.storage.weights import is_same_state, pin_state, split_pin, with_class_names
 from flyte_ddp.studies.results import FINISHED
 from flyte_ddp.studies.runner import TrialRunner
 from flyte_ddp.studies.search import build_trials
@@ -120,10 +120,12 @@ def test_a_state_of_another_model_is_refused_with_its_wrong_keys(tmp_path, conte
 
 @pytest.mark.parametrize("form", FOREIGN)
 def test_a_state_that_another_program_has_saved_is_read(form, tmp_path):
-    (tmp_path / "given.pt").write_bytes(FOREIGN[form](state_of(7)))
+    (tmp_path / "given.pt").write_bytes(FOREIGN[form](with_class_names(state_of(7), "abc")))
     model = get_recipe("tests.support.recipes.Tiny").model()
-    load_initial_state(model, str(tmp_path / "given.pt"))
+    load_initial_state(model, str(tmp_path / "given.pt"), class_names=[*"abc"])
     torch.testing.assert_close(model.state_dict(), state_of(7), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="its classes are a, b, c, those of the data are a, c, b"):
+        load_initial_state(model, str(tmp_path / "given.pt"), class_names=[*"acb"])
 
 
 @pytest.mark.parametrize(

@@ -383,12 +383,13 @@ def test_predictions_of_data_that_have_grown_are_refused_and_of_the_same_nothing
         call()
 
 
-def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_files(tmp_path):
+@pytest.mark.parametrize("form", ["own", "ddp", "script"])
+def test_images_without_classes_get_those_of_the_model_and_the_names_of_their_files(form, tmp_path):
     write_tree(image_tree(count=3), tmp_path / "images")
     recipe, options = get_recipe("image_folder", {"image_size": 64}), {"image_size": 64}
     recipe.class_names, recipe._image_size = ["cat", "dog"], 64
     state = with_class_names(recipe.model().state_dict(), recipe.class_names)
-    torch.save(state, tmp_path / "state.pt")
+    (tmp_path / "state.pt").write_bytes(FOREIGN[form](state))
     predictor = open_predictor(
         tmp_path, "image_folder", str(tmp_path / "state.pt"), str(tmp_path / "images"), **options
     )

@@ -1,4 +1,4 @@
-"""The commands that a run prints to resume it, or to replay a step: they run as they are printed."""
+"""Commands that a run prints, to resume it or to replay a step: they run as they are printed."""
 
 from __future__ import annotations
 

@@ -25,9 +25,8 @@ from flyte_ddp.rank.nested import map_tensors
 from flyte_ddp.recipes import get_recipe, list_class_names, locate
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.storage import Storage
-from flyte_ddp.storage.weights import class_names_of
 from flyte_ddp.training.evaluation import open_trained_model
-from flyte_ddp.training.initial_state import read_state
+from flyte_ddp.training.initial_state import find_class_names, read_state
 from flyte_ddp.training.inspection import on_cpu
 from flyte_ddp.training.parallel import MEMORY_SHARE, Parallelism
 from flyte_ddp.training.passes import evaluating, forward
@@ -59,7 +58,7 @@ class Predictor:
         self.recipe = recipe = get_recipe(job.recipe, config.recipe_options)
         if not list_class_names(recipe):
             # not by assignment, because it may be a frozen dataclass
-            object.__setattr__(recipe, "class_names", class_names_of(state))
+            object.__setattr__(recipe, "class_names", find_class_names(state))
         with isolate_draws([]):  # as `open_datasets` does, for the same split of the data
             seed_generators(derived_seed(config.seed, *b"datasets"))
             self.dataset = recipe.predict_dataset(Path(directory))

@@ -242,8 +242,18 @@ def find_state(found: Any, keys: Set[str], field: str) -> Any:
 def _strip_prefixes(state: Mapping[Any, Any], keys: Set[str]) -> Mapping[Any, Any]:
     for prefix in PREFIXES * 2:  # in either order
         if not keys & state.keys() and all(str(key).startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
+            plain = {key.removeprefix(prefix): value for key, value in state.items()}
+            state = with_class_names(plain, class_names_of(state))
     return state
+
+
+def find_class_names(found: Any) -> list[str]:
+    """Return the class names of the state dict in what a program has saved, as of `find_state`;
+    none where they are not known, or where several states have others.
+    """
+    values = found.values() if isinstance(found, Mapping) else ()
+    named = [names for each in (found, *values) if (names := class_names_of(each))]
+    return named[0] if all(names == named[0] for names in named) and named else []
 
 
 def freeze_layers(model: nn.Module, layers: Sequence[str]) -> None:

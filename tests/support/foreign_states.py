@@ -7,6 +7,8 @@ import pickle
 
 import torch
 
+from flyte_ddp.storage.weights import class_names_of, with_class_names
+
 
 def given_state(contents):
     torch.save(contents, buffer := io.BytesIO())
@@ -14,7 +16,8 @@ def given_state(contents):
 
 
 def prefixed(state, prefix):
-    return {f"{prefix}{key}": value for key, value in state.items()}
+    found = {f"{prefix}{key}": value for key, value in state.items()}
+    return with_class_names(found, class_names_of(state))  # as DDP's state dict keeps attributes
 
 
 def of_script(state):
@@ -25,6 +28,7 @@ def of_script(state):
 
 # the contents of a file with a state, by the name of their form
 FOREIGN = {
+    "own": given_state,
     "ddp": lambda state: given_state(prefixed(state, "module.")),
     "compiled": lambda state: given_state(prefixed(state, "_orig_mod.")),
     "both": lambda state: given_state(prefixed(state, "_orig_mod.module.")),
