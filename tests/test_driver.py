@@ -106,7 +106,7 @@ class OwnPlace(Nodes):
         self.storage.write(
             f"step-{self.step:010d}.json", json.dumps([self.step, self.weight]).encode()
         )
-        yield node, Emitted(events.CheckpointWritten(self.step, "", best=False))
+        yield node, Emitted(events.CheckpointWritten(self.step, "address", best=False))
         yield node, Beat(self.step, is_stoppable=True)
         if self.step == NUM_STEPS:
             self.weights.append(self.weight)
@@ -126,6 +126,17 @@ def test_a_kind_of_node_of_ones_own_trains_and_resumes_to_the_same_weight(tmp_pa
     assert disturbed.weights == undisturbed.weights
     assert disturbed.faults == []
     assert undisturbed.weights[0] == pytest.approx(3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("is_kept", "expected"), [(True, {"address"}), (False, {""})])
+def test_a_checkpoint_that_goes_with_its_run_has_no_address(is_kept, expected, tmp_path):
+    seen = []
+    driver.run(
+        Job(Program("minimum", b""), str(tmp_path), 0.0, is_kept=is_kept),
+        OwnPlace(),
+        listeners=[SimpleNamespace(handle=seen.append, close=lambda error: None)],
+    )
+    assert {each.url for each in seen if isinstance(each, events.CheckpointWritten)} == expected
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_report_shows_values_restarts_checkpoints_and_the_last_lines():
 
     assert report.status == "running"
     assert "4 ranks on 2 nodes" in shown
-    for text in ("val accuracy", "0.875", "epoch 2.5", "s3://bucket/step-5", "Resumed at step"):
+    for text in ("Val accuracy", "0.875", "epoch 2.5", "s3://bucket/step-5", "Resumed at step"):
         assert text in shown
     assert shown.count("<svg") == 2
     assert f"&lt;line {2 * MAX_LINES - 1}&gt;" in shown

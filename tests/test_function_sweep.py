@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import html
 import os
 import re
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -24,6 +26,7 @@ from tests.support.swept_functions import (
     find_torch,
     leave,
     misbehave,
+    report_apart,
     train,
 )
 
@@ -98,6 +101,42 @@ def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path
         assert len(swept.trials[2].results) < 600
     called = sorted(file.name.partition("-")[0] for file in tmp_path.iterdir() if file.is_file())
     assert called == sorted([*kinds, "bad"])
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_page_lines_and_table_of_a_sweep_name_a_trial_and_its_figures_alike(
+    is_kept, client, tmp_path, capfd
+):
+    place = str(tmp_path / "the place") if is_kept else None
+    swept = flyte_ddp.sweep(
+        report_apart, {"lr": [0.5, 0.25, 10]}, metric="test_loss", client=client, checkpoints=place
+    )
+    lines = "".join(capfd.readouterr())
+    page = html.unescape(swept._repr_html_())
+    rows = re.findall(r"<tr[^>]*>(<td.*?)</tr>", page, re.S)
+    on_page = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in rows]
+    heads = re.findall(r'<th scope="col"><button type="button">(.*?)</button>', page)
+    shown = [dict(zip(heads, cells, strict=True)) for cells in on_page if len(cells) == len(heads)]
+    for number, lr, best in ((1, "0.5", "0.5"), (2, "0.25", "0.25")):
+        assert f"trial {number}/3 (lr {lr}) started" in lines
+        end = (
+            f"trial {number}/3 (lr {lr}) finished, after step 6, best at step 4: test loss {best},"
+        )
+        assert f"trial {number}/3 (lr {lr}) {end}" in lines
+        assert f"trial {number} (lr {lr})" in page
+        assert shown[number - 1]["trial"] == str(number)
+        # with the newest of the other figure until then
+        figures = [shown[number - 1][name] for name in ("lr", "test loss", "train loss")]
+        assert figures == [lr, best, "0.5"]
+        of_trial = swept.table[swept.table["trial"] == number]
+        assert set(of_trial["lr"]) == {float(lr)}
+        assert of_trial["test_loss"].min() == float(best)
+    assert "trial 3/3 (lr 10) failed: ValueError: diverges with 10" in lines
+    assert "trial 3 (lr 10)" in page
+    assert repr(swept).startswith("<Swept report_apart: trial 2 (lr 0.25) is best, test loss 0.25,")
+    # the caller's files, and none of a machine's that are gone after the sweep
+    paths = set(re.findall(r"/(?:tmp|work|home|root)/[^\s\"<,:)]+", f"{lines} {page}"))
+    assert {path for path in paths if not Path(path).exists()} == set()
 
 
 def test_a_trial_may_take_several_nodes_and_return_a_number(client):

@@ -129,7 +129,7 @@ def test_a_failed_model_is_a_row_with_its_error_and_stops_no_other(four, record)
     assert "in _raise" in runs[2].details
     assert runs[3].error.startswith("NonFiniteLoss: the loss is nan at step 3 (epoch 1)")
     table = build_table(runs)
-    assert list(table["model"]) == [1, 1, 1, 2, 2, 2, 3, 4]
+    assert list(table["trial"]) == [1, 1, 1, 2, 2, 2, 3, 4]
     assert list(table["epoch"].fillna(0)) == [1, 2, 3, 1, 2, 3, 0, 0]
     assert list(table["test_loss"][:3]) == [epoch.test_loss for epoch in runs[0].epochs]
     assert table["error"][6] == "ValueError: broken on purpose"
@@ -295,7 +295,7 @@ def outputs(tmp_path_factory):
 def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     returned, _, _ = outputs
     table = returned.results.open(pandas.DataFrame).all()
-    assert list(table["model"]) == [1, 1, 2, 2]
+    assert list(table["trial"]) == [1, 1, 2, 2]
     assert list(table["learning_rate"]) == [0.0001, 0.0001, 0.01, 0.01]
     of_csv = pandas.read_csv(returned.csv.path)
     assert list(of_csv) == list(table)
@@ -303,7 +303,7 @@ def test_the_workflow_returns_the_table_and_the_best_model(outputs):
     pandas.testing.assert_frame_equal(
         of_csv.drop(columns="error"), table.drop(columns="error"), check_dtype=False
     )
-    best = table[table["model"] == 2]
+    best = table[table["trial"] == 2]
     assert best["test_loss"].iloc[-1] < table["test_loss"][1]
     assert returned.best_accuracies == list(best["accuracy"])
     assert given(returned.best_config) == {"epochs": 2, "learning_rate": 0.01}

@@ -18,6 +18,13 @@ def format_figure(name: str, value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def title_of(name: str) -> str:
+    """Return a figure's name as a heading, such as "Test loss"; "lr" and "mAP" stay as they are."""
+    words = name.replace("_", " ")
+    is_word = len(words) > 2 and words.partition(" ")[0].islower()
+    return words[:1].upper() + words[1:] if is_word else words
+
+
 def percent(share: float) -> str:
     """Format a share in [0, 1], with enough decimals to distinguish 99.95 % from 100 %."""
     return f"{100 * share:.2f} %"

@@ -274,8 +274,8 @@ def _compare(
         )
         return PromotionResult(Outcome.NOT_BETTER, reason, measured.values, champion.values)
     reason = (
-        f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; by more than "
-        f"{needed:.6g} it would be promoted (margin {criteria.margin:g})"
+        f"{figures}, so with 95 % confidence it is better by {low:.6g} to {high:.6g}; a promotion "
+        f"needs more than {needed:.6g} (margin {criteria.margin:g})"
     )
     outcome = Outcome.PROMOTED if low > needed else Outcome.NOT_BETTER
     return PromotionResult(outcome, reason, measured.values, champion.values, (low, high))

@@ -13,14 +13,15 @@ from flyte_ddp.promotion.policy import PromotionResult
 from flyte_ddp.storage import redact_url
 
 MAX_VERSIONS = 20  # that are listed
-MAX_TEXT = 40  # characters
+MAX_TEXT = 80  # characters
 ORIGIN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a version's manifest, by its head
     "trained on": ("num_train_samples", "{:,}".format),
     "data": ("data", lambda text: shorten(text, MAX_TEXT)),
-    "fingerprint": ("data_fingerprint", lambda text: text[:12]),
-    "code": ("code_version", str),
-    "kickoff": ("kickoff_time", str),
+    "fingerprint": ("data_fingerprint", lambda text: text[:8]),
+    "code": ("code_version", lambda text: text[:10]),
+    "kickoff": ("kickoff_time", lambda text: text[:16].replace("T", " ")),
 }
+WRAPPED = ("data", "kickoff_time")  # texts that may take several lines
 
 
 class RetrainingReport(Page):
@@ -50,7 +51,7 @@ class RetrainingReport(Page):
             (
                 who == in_use,
                 {
-                    "": cell(who),
+                    "version": cell(who),
                     **{
                         name.replace("_", " "): cell(
                             metrics.get(name), functools.partial(format_figure, name)
@@ -58,7 +59,10 @@ class RetrainingReport(Page):
                         for name in names
                     },
                     **{
-                        head: cell(form(getattr(manifest, name)) if manifest else None)
+                        head: cell(
+                            form(getattr(manifest, name)) if manifest else None,
+                            kind="words" if name in WRAPPED else "",
+                        )
                         for head, (name, form) in ORIGIN.items()
                     },
                 },

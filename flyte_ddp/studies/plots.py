@@ -14,7 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.events import Reported
-from flyte_ddp.observers.formats import format_count, format_figure, format_rounded, format_value
+from flyte_ddp.observers.formats import (
+    format_count,
+    format_figure,
+    format_rounded,
+    format_value,
+    title_of,
+)
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
@@ -58,7 +64,7 @@ def metric_panels(runs: Sequence[TrialRun]) -> tuple[str, str, list[Panel]]:
         if len({repr(run.trial.values[name]) for run in ranked}) > 1:
             panels.append(_by_value(f"metric-by-{index}", name, ranked, figures, ends[0]))
     trials = "; ".join(str(run.trial) for run in best)
-    return heading, f"colored: the best so far, {trials}", panels
+    return heading, f"in color, from the best on: {trials}", panels
 
 
 def _over_epochs(heading: str, ranked: Sequence[TrialRun], ends: Sequence[str]) -> Panel:
@@ -126,10 +132,9 @@ def name_metric(run: TrialRun) -> str:
     """Return the heading of the figure that trials are compared by, such as "Test loss" of a recipe
     and "Loss" of a function.
     """
-    name = run.metric.replace("_", " ")
     if run.trial.counted is Reported:
-        return name[:1].upper() + name[1:]
-    return f"Test {name.removeprefix('test ')}"
+        return title_of(run.metric)
+    return f"Test {run.metric.replace('_', ' ').removeprefix('test ')}"
 
 
 # --- Scaling

@@ -19,6 +19,7 @@ from flyte_ddp.studies.results import (
     STOPPED_EARLY,
     WAITING,
     TrialRun,
+    counted_figures,
     figures_of,
     find_best,
     place_of,
@@ -194,11 +195,14 @@ def _table(runs: Sequence[TrialRun], best: TrialRun | None, study: Study) -> Tab
         if has_errors:
             cells["error"] = cell(shorten(run.error, MAX_ERROR), kind="note")
         rows.append((run is best, cells))
-    return Table("Trials", "click a column's head to sort", rows)
+    note = "of a finished trial the figures that count; click a column's head to sort"
+    return Table("Trials", note, rows)
 
 
 def _cells(run: TrialRun, names: Sequence[str], is_recipe: bool) -> dict[str, dict[str, Any]]:
-    """Return the cells of a trial: what it tried, how far it is, and its newest figures."""
+    """Return the cells of a trial: what it tried, how far it is, and its figures, as of
+    `counted_figures`.
+    """
     cells = {"status": cell(run.status, kind=run.status.replace(" ", "-"))}
     for name, value in run.trial.shown.items():
         cells[name] = cell(value, format_value)
@@ -207,7 +211,7 @@ def _cells(run: TrialRun, names: Sequence[str], is_recipe: bool) -> dict[str, di
         cells["epochs"] = cell(num_epochs, f"{{:g}} / {run.trial.num_epochs}".format)
     else:
         cells["reports"] = cell(len(run.results))
-    figures = figures_of(run.results[-1]) if run.results else {}
+    figures = counted_figures(run)
     for name in names:
         form = functools.partial(format_figure, name)
         cells[name.replace("_", " ")] = cell(figures.get(name), form)

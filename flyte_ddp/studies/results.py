@@ -173,6 +173,8 @@ class TrialLines:
         elif event is None and run.status in (FINISHED, STOPPED_EARLY):
             earlier = "" if run.trial.number in self.started else " in an earlier attempt"
             end = f"{run.status}{earlier}, after {place_of(run.results[-1])}"
+            if run.kept and run.kept is not run.results[-1]:
+                end += f", best at {place_of(run.kept)}"
             self.tell(run, f"{end}: {describe_kept(run)}")
         elif event is None and run.error:
             self.tell(run, f"failed: {run.error}")
@@ -198,6 +200,22 @@ def place_of(result: Result) -> str:
     """Return the epoch or the step of a result, such as "epoch 3"."""
     figures = result.figures()
     return f"step {figures.step}" if figures.epoch is None else f"epoch {figures.epoch:g}"
+
+
+def counted_figures(run: TrialRun) -> dict[str, float]:
+    """Return the figures of the result that counts, as the trial's line has them; of a trial that
+    runs the newest.
+
+    A function may report some alone: they are as they were reported last until then.
+    """
+    is_over = run.status in (FINISHED, STOPPED_EARLY)
+    counted = run.kept if is_over and run.kept else run.results[-1] if run.results else None
+    figures: dict[str, float] = {}
+    for result in run.results:
+        figures |= figures_of(result)
+        if result is counted:
+            break
+    return figures
 
 
 def figures_of(result: Result) -> dict[str, float]:
@@ -249,7 +267,7 @@ def choose_best(runs: Sequence[TrialRun]) -> TrialRun:
 def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     """Build the table with a row for every result of every trial; a trial without any has one row.
 
-    Columns: model (the trial's number), status, epoch, of a function step, one per swept value, one
+    Columns: trial (its number), status, epoch, of a function step, one per swept value, one
     per figure or text, error. Figures of a recipe are train_loss, test_loss, its metrics,
     last_learning_rate (at the epoch's last step), seconds (training time of the epoch) and
     elapsed_seconds (training and evaluation time up to the end of the epoch). Missing values are
@@ -263,14 +281,14 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
         {
             **run.trial.shown,
             **result,
-            "model": run.trial.number,
+            "trial": run.trial.number,
             "status": run.status,
             "error": run.error or None,
         }
         for run in runs
         for result in _rows(run) or [{}]
     ]
-    first = ["model", "status", *places, *names]
+    first = ["trial", "status", *places, *names]
     numbers = list(
         dict.fromkeys(each for row in rows for each in row if each not in (*first, "error"))
     )

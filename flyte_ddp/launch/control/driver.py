@@ -268,6 +268,8 @@ class Run:
             case events.CheckpointWritten(step):
                 # later ones that were saved before are replaced by it
                 self.stored = {*(each for each in stored if each < step), step}
+                if not self.job.is_kept:  # nobody finds it there when the run has ended
+                    event = dataclasses.replace(event, url="")
         self.emit(event)
 
     def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:

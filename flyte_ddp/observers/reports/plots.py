@@ -18,7 +18,7 @@ from flyte_ddp.config.fields import suggest
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events import RunState, read_history
-from flyte_ddp.observers.formats import format_figure, format_rounded
+from flyte_ddp.observers.formats import format_figure, format_rounded, title_of
 from flyte_ddp.observers.reports.drawing import (
     FAINT,
     INK,
@@ -146,7 +146,7 @@ def _prediction_panels(curves: _Curves) -> list[Panel]:
 def _other_panels(curves: _Curves) -> Iterator[Panel]:
     others = [name for name in curves.reported if name not in KNOWN]
     for index, name in enumerate(others[:MAX_REPORTED]):
-        yield from curves.panel(f"reported-{index}", name.replace("_", " "), name, {})
+        yield from curves.panel(f"reported-{index}", title_of(name), name, {})
 
 
 def _node_panels(curves: _Curves) -> Iterator[Panel]:

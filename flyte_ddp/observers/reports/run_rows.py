@@ -24,6 +24,7 @@ from flyte_ddp.observers.formats import (
     format_rounded,
     format_value,
     percent,
+    title_of,
 )
 from flyte_ddp.observers.reports.page import Row, Section, Tile
 
@@ -130,11 +131,11 @@ def _reported_tiles(state: RunState, latest: Mapping[str, float]) -> list[Tile]:
     for name, value in list(latest.items())[:MAX_TILES]:
         others, note = _values_of_others(state, name), "last reported"
         if others:
-            note = f"other ranks: {statistics.fmean(others):.4g}"
+            note = f"other ranks: {format_figure(name, statistics.fmean(others))}"
         if len(others) > 1:
-            note += f", {min(others):.4g} to {max(others):.4g}"
+            note += f", {format_figure(name, min(others))} to {format_figure(name, max(others))}"
         if name != SPEED:
-            tiles.append(Tile(name.replace("_", " "), f"{value:.4g}", note))
+            tiles.append(Tile(title_of(name), format_figure(name, value), note))
     return tiles
 
 

@@ -41,11 +41,12 @@ STYLE = """
 .training-report .card {
   background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem 1.1rem; min-width: 0;
 }
-.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.3rem, 1fr)); gap: .7rem; }
+.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.7rem, 1fr)); gap: .7rem; }
 .training-report .tiles .card { padding: .65rem .85rem; }
 .training-report .tile-name { color: var(--soft); font-size: .8rem; }
 .training-report .tile-value {
   font-size: clamp(1.15rem, 5vw, 1.4rem); line-height: 1.3; font-weight: 650; font-variant-numeric: tabular-nums;
+  white-space: nowrap; letter-spacing: -.02em;
 }
 .training-report .tile-note { color: var(--soft); font-size: .8rem; }
 .training-report .panels .card { padding: .7rem .6rem .4rem; }
@@ -112,6 +113,7 @@ STYLE = """
 .training-report .table th[aria-sort="descending"] button::after { content: " \\25bc"; }
 .training-report .table .note { text-align: left !important; }
 .training-report .table td.note { white-space: normal; min-width: 16rem; color: var(--bad); }
+.training-report .table td.words { white-space: normal; min-width: 6rem; }
 .training-report .table .stopped-early { color: var(--warn); }
 .training-report .charts > h2 { margin: 1.4rem 0 .6rem; }
 .training-report footer { color: var(--soft); font-size: .8rem; margin-top: 1.2rem; }
