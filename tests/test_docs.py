@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ import flyte_ddp
 from flyte_ddp.__main__ import COMMANDS
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.flyte.settings import Settings, Size
-from flyte_ddp.recipes import Recipe
+from flyte_ddp.recipes import Recipe, get_recipe
 from tests.support.checkout import copy_repository
 from tests.support.image_store import image_tree, write_tree
 
@@ -296,6 +297,28 @@ def test_every_setting_is_in_the_table_of_its_page():
     known = re.sub(r"(wandb|mlflow|tensorboard)\.", r"\1_", text)
     known = known.replace("`allowed.", "`")
     assert [name for name in names if f"`{name}`" not in known and name != "allowed"] == []
+
+
+@pytest.mark.parametrize("recipe", ["image_folder", "text"])
+def test_the_table_of_a_recipes_options_has_each_with_its_default(recipe):
+    page = (REPOSITORY / "docs/recipes.md").read_text()
+    tables = re.findall(r"\| option \| default \| \|\n\|---.*\n((?:\|.*\n)+)", page)
+    found = {}
+    for line in tables[["image_folder", "text"].index(recipe)].splitlines():
+        names, defaults = line.split("|")[1:3]
+        names = re.findall(r"`(\w+)`", names)
+        values = [each.strip(" `") for each in defaults.split(",")]
+        found |= dict(zip(names, values, strict=True))
+    made = get_recipe(recipe)
+    expected = {
+        each.name: {"True": "on", "False": "off"}.get(str(value), f"{value}".removesuffix(".0"))
+        for each in dataclasses.fields(made)
+        for value in [getattr(made, each.name)]
+        if not isinstance(value, Mapping)
+    }
+    assert found.pop("architecture") == ("resnet18" if recipe == "image_folder" else "")
+    expected.pop("architecture", None)
+    assert found == expected
 
 
 def test_each_walk_through_the_code_names_what_is_there():
