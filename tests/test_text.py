@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import math
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,26 @@ def test_a_single_document_is_cut_and_few_documents_are_not(tmp_path, texts, tra
     assert documents_of(tmp_path, HELD_OUT) == held_out
     assert documents_of(tmp_path, TRAIN) == train
     assert how in description
+
+
+def test_a_write_to_a_window_stays_in_the_process(tmp_path):
+    _, (train, held_out), _ = prepared_from(tmp_path, DOCUMENTS)
+    file = tmp_path / "data" / TRAIN
+    before = file.read_bytes()
+
+    def write():
+        for dataset in (train, held_out):
+            inputs, targets = dataset[0]
+            inputs.fill_(7)
+            targets[-1] = 7
+            assert dataset[0][0].tolist() == inputs.tolist() == [7] * len(inputs)
+
+    writer = multiprocessing.get_context("fork").Process(target=write)
+    writer.start()
+    writer.join()
+    assert writer.exitcode == 0
+    assert train[0][0].tolist() == list(before[: len(train[0][0])])
+    assert file.read_bytes() == before
 
 
 # Tokens

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,10 +192,7 @@ class Text(Recipe):
 
         def load(file: str) -> TensorDataset:
             windows = read_windows(directory / file, self._tokenizer, self.context)
-            with warnings.catch_warnings():
-                # nobody writes
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                return TensorDataset(*map(torch.from_numpy, windows))
+            return TensorDataset(*map(torch.from_numpy, windows))
 
         return load(TRAIN), load(HELD_OUT)
 

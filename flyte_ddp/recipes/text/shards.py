@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -168,7 +169,13 @@ def _count_tokens(files: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
 
 
 def _map_tokens(file: Path, tokenizer: Tokenizer) -> NDArray[Any]:
-    """Map `file` into memory, read-only: what may be written counts as memory of the process's
-    own.
+    """Map `file` into memory. What is written there stays in the process: windows go to a recipe's
+    own methods, and a write to a read-only map would end the process.
     """
-    return np.memmap(file, dtype=tokenizer.dtype, mode="r")
+    if not file.stat().st_size:
+        return np.empty(0, tokenizer.dtype)
+    # without a reserve, for which a file larger than the memory would be refused
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    with open(file, "rb") as opened:
+        contents = mmap.mmap(opened.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(contents, tokenizer.dtype)
