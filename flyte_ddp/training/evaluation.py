@@ -83,6 +83,8 @@ def evaluate(
     shard = evaluation_shard(samples, config, world)
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
+    # before the first pass, which another rank would take for this exchange
+    num_more = parallelism.count_passes(len(shard)) - len(shard)
     with evaluating(model):
         for number, (index, (inputs, targets, *stand_in)) in enumerate(
             zip(shard, samples.batches(shard, epoch=0), strict=True)
@@ -99,7 +101,7 @@ def evaluate(
             if number < num_common:
                 on_batch()
         # the others may need this rank's part of the weights
-        if num_more := parallelism.count_passes(len(shard)) - len(shard):
+        if num_more:
             first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
             for inputs, *_ in samples.batches(num_more * [first], epoch=0):
                 forward(model, parallelism, inputs)
