@@ -82,9 +82,7 @@ class DdpParallelism(Parallelism):
                     f"that the ranks can send each other, got {name}, {problem}"
                 )
 
-    def watch_buffers(
-        self, replica: Any, model: nn.Module, open_store: Callable[[], Store]
-    ) -> None:
+    def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
         if self.config.broadcast_buffers and has_own_buffers(model):
             place = locate(self.recipe, "model")
             shapes = BufferShapes(model, self.world, open_store().clone(), place)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.checkpoints.assembly import slices
@@ -30,6 +31,7 @@ from flyte_ddp.training.parallel import (
     count_parameters,
     is_expanded,
 )
+from flyte_ddp.training.pass_layers import PassLayers
 from flyte_ddp.world import World
 
 
@@ -130,6 +132,11 @@ class FsdpParallelism(Parallelism):
     def watch(self, timer: StepTimer, model: nn.Module) -> None:
         # elsewhere Python sees the waits
         timer.waiting = [FORWARD, BACKWARD] if self.world.device.type == "cuda" else []
+
+    def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
+        if not self.config.compile:  # hooks would break the compiled graph
+            place = locate(self.recipe, "model")
+            PassLayers(model, self.world, open_store().clone(), place).watch()
 
     def count_passes(self, own: int) -> int:
         return int(max(self.world.all_gather(own)))

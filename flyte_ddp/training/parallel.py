@@ -187,9 +187,7 @@ class Parallelism:
         else:
             timer.watch(model)
 
-    def watch_buffers(
-        self, replica: Any, model: nn.Module, open_store: Callable[[], Store]
-    ) -> None:
+    def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
         """Let each forward pass of `replica` check what the ranks send each other before it.
 
         Args:

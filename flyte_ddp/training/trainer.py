@@ -121,7 +121,7 @@ class Trainer:
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.evaluated_model, self.replica = parallelism.shard(model)
-        parallelism.watch_buffers(self.replica, model, self.session.open_store)
+        parallelism.watch_passes(self.replica, model, self.session.open_store)
         self.optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
         self.schedule = Schedule(recipe, self.optimizer, config, self.num_steps)
         self.average = WeightAverage(model, config.ema_decay, self.optimizer)

@@ -1,0 +1,129 @@
+"""The layers that each rank's forward pass uses, where the ranks hold one model together (fsdp). A
+rank that leaves out a layer would else end the others without its name, or train on a mixture of
+two layers of one shape.
+
+Each rank compares a pass with its own last one. Only where they differ it notes the layer in the
+store, and waits until all ranks have noted the same. So a usual pass needs no message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.rank.sharding import is_sharded
+from flyte_ddp.world import World
+
+KEY = "flyte_ddp/layers"  # with the numbers of a note and its rank after it
+MAX_WAIT = 60.0  # seconds for the note of another rank, which may load its batch until then
+
+
+@dataclass(eq=False)
+class PassLayers:
+    """One rank's record of the layers that a forward pass has used.
+
+    Args:
+        place: where the model is defined, for the error.
+    """
+
+    model: nn.Module
+    world: World
+    store: Store
+    place: str
+    _number: int = 0  # of the forward passes
+    _num_notes: int = 0
+    _is_in_pass: bool = False  # False where the backward pass computes activations again
+    # of this pass: the parts that are gathered, in their order, and the layers with weights
+    _parts: list[str] = field(default_factory=list)
+    _layers: set[str] = field(default_factory=set)
+    # of the last training pass and the last evaluation
+    _last_parts: dict[bool, list[str]] = field(default_factory=dict)
+    _last_layers: set[str] = field(default_factory=set)
+
+    def watch(self) -> None:
+        """Let each forward pass of the model check the layers that it uses."""
+        for name, module in self.model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_, name=name: self._layers.add(name))
+            if is_sharded(module) and module is not self.model:
+                # before the hook that gathers its weights
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: self._begin_part(name), prepend=True
+                )
+        self.model.register_forward_pre_hook(self._begin, prepend=True)
+        self.model.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._number += 1
+        self._is_in_pass = True
+        self._parts, self._layers = [], set()
+
+    def _begin_part(self, name: str) -> None:
+        """Note the part of the model that is gathered next, if another one was in the last pass.
+
+        Raises:
+            ConfigError: other ranks gather another one.
+        """
+        if not self._is_in_pass:
+            return
+        number = len(self._parts)
+        self._parts.append(name)
+        last = self._last_parts.get(self.model.training, [])
+        if last[number : number + 1] != [name]:
+            self._compare(name)
+
+    def _end(self, *_: Any) -> None:
+        """Note the layers of the pass, before the gradients of theirs are exchanged.
+
+        Raises:
+            ConfigError: other ranks have used other layers.
+        """
+        self._is_in_pass = False
+        last_parts = self._last_parts.get(self.model.training, [])
+        self._last_parts[self.model.training] = self._parts
+        changed = last_parts[len(self._parts) :]
+        if torch.is_grad_enabled():
+            changed += sorted(self._layers ^ self._last_layers)
+            self._last_layers = self._layers
+        if changed:
+            self._compare(changed[0], sorted(self._layers) if torch.is_grad_enabled() else ())
+
+    def _compare(self, name: str, layers: Sequence[str] = ()) -> None:
+        """Wait until all ranks have noted the same.
+
+        Args:
+            name: of the next part, or of the first one that the last pass has used otherwise.
+            layers: that the whole pass has used.
+
+        Raises:
+            ConfigError: a rank has noted something else, or nothing within `MAX_WAIT`.
+        """
+        own = [self._number, len(self._parts), name, list(layers)]
+        world, number = self.world, self._num_notes
+        keys = [f"{KEY}-{number}-{rank}" for rank in range(world.world_size)]
+        self.store.set(keys[world.rank], json.dumps(own))
+        try:
+            self.store.wait(keys, timedelta(seconds=MAX_WAIT))
+        except RuntimeError:
+            self._refuse(name)
+        for each in self.store.multi_get(keys):
+            other = json.loads(each)
+            if other != own:
+                self._refuse(min({*other[3]} ^ {*layers}, default=name))
+        self._num_notes += 1
+        if number:  # all ranks have read the one before
+            self.store.delete_key(f"{KEY}-{number - 1}-{world.rank}")
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ConfigError(
+            f'{self.place}: expected with "parallel": "fsdp" the same layers in the forward passes '
+            f"of all ranks, got {name} on some of them alone: use all in each pass"
+        )
