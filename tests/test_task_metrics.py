@@ -305,6 +305,30 @@ def test_a_metric_that_only_a_part_of_can_be_merged_is_one_line_before_the_first
     contract._check_state("metrics: mixed", mixed, given)  # alone
 
 
+class Grown(Numbers):
+    """Its one metric has states of the kinds that `add_state` makes and does not make."""
+
+    def metrics(self):
+        return {"own": Seen(), "mixed": Mixed()}
+
+
+class GrownAlone(Numbers):
+    def metrics(self):
+        return {"own": Seen()}
+
+
+def test_more_ranks_at_a_resume_count_all_samples_or_refuse_a_metric(tmp_path):
+    expected = "Grown.metrics: mixed: expected states made by add_state alone.* got num_seen"
+    run = new_run(tmp_path / "mixed", HERE + "Grown").train(1, epochs=1)
+    assert run.result.epochs[-1].metrics["own"] == Numbers.num_test
+    with pytest.raises(RankFailure, match=expected):
+        run.train(3, epochs=2)
+    assert not any(isinstance(each, Reported) and each.epoch > 1 for each in run.events)
+    run = new_run(tmp_path / "own", HERE + "GrownAlone").train(1, epochs=1)
+    run.train(3, epochs=2)
+    assert [each.metrics["own"] for each in run.result.epochs] == [Numbers.num_test] * 2
+
+
 def test_a_metric_without_a_value_of_so_few_samples_is_one_line():
     metrics = HeldOutMetrics(Numbers(), torch.device("cpu"))
     metrics.update(torch.zeros(1, 2), torch.zeros(1, 2))

@@ -121,8 +121,8 @@ def check_contract(
     parallelism: Parallelism,
     held_out: Samples | None = None,
 ) -> None:
-    """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at a new
-    run's start.
+    """Check what the recipe's methods return for a first micro-batch. Every rank calls it, at the
+    start of a new run and of one with another number of ranks.
 
     What the methods, the model and the data change is put back: see `unchanged`.
 

@@ -158,7 +158,8 @@ def train(parallelism: Parallelism, current: Session) -> None:
     # Where to start: at the newest checkpoint, if there is one
     with keep_beating(trainer.beat):  # a large checkpoint takes its time
         url, skipped = trainer.resume()
-    if trainer.progress.step == 0:
+    # What one rank may do, such as a metric that counts for itself, several may not.
+    if trainer.progress.step == 0 or trainer.num_ranks_before != world.world_size:
         check_contract(model, trainer.train, parallelism, test)
         with keep_beating(trainer.beat):
             check_resuming(model, parallelism, trainer.num_steps)

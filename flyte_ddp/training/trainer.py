@@ -103,6 +103,8 @@ class Trainer:
     # and "num_threads" of each
     origin: dict[str, Any] = dataclasses.field(default_factory=dict)
     progress: Progress = dataclasses.field(default_factory=Progress)
+    # of the run that this one goes on from; 0 where there is none
+    num_ranks_before: int = 0
     first_step_at: float = 0.0  # seconds since the epoch
     # the run goes on from the state of the best epoch, which the store lacks
     _best_is_unsaved: bool = False
@@ -415,6 +417,7 @@ class Trainer:
         if state is not None:
             self._check(state, url)
             self._load(state)
+            self.num_ranks_before = state.get("origin", {}).get("num_ranks", 0)
             self._best_is_unsaved = (
                 loaded.is_in_memory and self._needed_step(state) == state["progress"]["step"]
             )
