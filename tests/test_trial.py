@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import (
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, StopRequested
-from flyte_ddp.rank.sharding import load_optimizer
+from flyte_ddp.rank.sharding import find_changed_value, load_optimizer
 from flyte_ddp.training.optim import Schedule, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
-from flyte_ddp.training.trial import check_resuming, check_schedule, find_difference
+from flyte_ddp.training.trial import check_resuming, check_schedule
 from flyte_ddp.world import ALONE
 from tests.support.own_optimizers import FreeSgd, Slow
 from tests.support.recipes import Restarting
@@ -169,6 +169,17 @@ def test_a_run_resumes_exactly_with_what_an_optimizer_adds_to_its_state(
     torch.testing.assert_close(*saved, rtol=0, atol=0)
 
 
+@pytest.mark.long
+def test_a_split_model_resumes_exactly_with_an_optimizer_around_another_one(tmp_path):
+    options = {"parallel": "fsdp", "optimizer": "own"}
+    whole = new_run(tmp_path / "whole", "tests.support.own_optimizers.LookAhead")
+    whole.train(2, epochs=2, **options)
+    resumed = new_run(tmp_path / "resumed", whole.recipe)
+    for epochs in (1, 2):
+        resumed.train(2, epochs=epochs, **options)
+    torch.testing.assert_close(resumed.state(), whole.state(), rtol=0, atol=0)
+
+
 def test_a_state_of_an_optimizer_within_keeps_the_kernels_of_this_machine():
     model = torch.nn.Linear(2, 2)
     first = Slow(model.parameters(), lr=0.1, fused=True)
@@ -282,7 +293,7 @@ def test_a_schedule_that_lasts_is_left_as_it_was(make, kind):
     check_schedule(model, parallelism, optimizer, schedule, 0)
     check_resuming(model, parallelism, 50)
     after = [schedule.state_dict(), optimizer.state_dict()]
-    assert not find_difference(after, before)
+    assert not find_changed_value(after, before)
 
 
 @pytest.mark.parametrize(

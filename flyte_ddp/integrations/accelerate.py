@@ -12,7 +12,8 @@ same at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -112,11 +113,12 @@ class _Training:
         self._model = accelerator.unwrap_model(
             next(each for each in prepared if isinstance(each, nn.Module))
         )
-        optimizers = [each for each in prepared if isinstance(each, Optimizer)]
+        optimizers: list[Any] = [each for each in prepared if isinstance(each, Optimizer)]
         self._optimizers = [getattr(each, "optimizer", each) for each in optimizers]
         self._has_stepped = False  # an optimizer has, since the last batch was given
-        for each in self._optimizers:
-            each.register_step_post_hook(self._note_step)
+        for each in optimizers:
+            # not by a hook, which an optimizer has only if it is made by torch's own
+            each.step = self._noting(each.step)
         # The batch that the loop's body has: epoch, number, state of the order's generator. It is
         # the last one of a pass that was left.
         self._given: tuple[int, int, torch.Tensor] | None = None
@@ -167,8 +169,13 @@ class _Training:
             self._given = None
             self._end_step(epoch, number, order, number == len(self.loader))
 
-    def _note_step(self, *arguments: Any) -> None:
-        self._has_stepped = True
+    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def take_step(*arguments: Any, **options: Any) -> Any:
+            self._has_stepped = True
+            return step(*arguments, **options)
+
+        return take_step
 
     def _end_left_pass(self) -> None:
         """End the last step of a pass that its loop left, which is over. Its last batch may have

@@ -17,9 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flyte_ddp import session
-from flyte_ddp.errors import ConfigError, StopRequested
+from flyte_ddp.errors import ConfigError, StopRequested, in_one_line
 from flyte_ddp.rank.batches import rank_and_world_size
-from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
+from flyte_ddp.rank.sharding import (
+    find_changed_value,
+    keep_kernels,
+    load_model,
+    load_optimizer,
+    own_boxes,
+)
 
 
 def begin(call: str) -> None:
@@ -75,6 +81,10 @@ def load(
 
     The model may be split where the one that was saved was not, and the other way round: one rank
     alone splits none.
+
+    Raises:
+        ConfigError: an optimizer does not bring back what its `state_dict` has returned. The
+            checkpoint has all of it: once `load_state_dict` is mended, the training goes on.
     """
     places = {("optimizers", number): each for number, each in enumerate(optimizers)}
     found = session.current().load_state(own_boxes(model, places))
@@ -82,11 +92,33 @@ def load(
         return None
     load_model(model, found["model"])
     for optimizer, each in zip(optimizers, found["optimizers"], strict=True):
-        load_optimizer(optimizer, each)
+        _load_exactly(optimizer, each)
     for other, each in zip(others, found["others"], strict=True):
         if each:
             other.load_state_dict(each)
     return {key: each for key, each in found.items() if key not in ("model", "optimizers")}
+
+
+def _load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer and check that it is back.
+
+    At a restart, and not before: a trial would need a second optimizer like this one, which only
+    the framework's own code could make, and a second state on the device.
+    """
+    place = f"optimizer: {type(optimizer).__name__}"
+    try:
+        load_optimizer(optimizer, state)
+    except Exception as error:  # any error is possible: it may be the user's class
+        raise ConfigError(
+            f"{place}: expected one that loads what its state_dict() returns, got "
+            f"{in_one_line(error)}"
+        ) from error
+    found = optimizer.state_dict()
+    if difference := find_changed_value(found, keep_kernels(state, found)):
+        raise ConfigError(
+            f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
+            f"value of {difference} than the checkpoint has"
+        )
 
 
 def beat() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -102,7 +103,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     `state_dict` has returned, whatever the form. How it computes stays its own.
     """
     parts = _split_as(state, _parameters(optimizer), ())
-    optimizer.load_state_dict(_keep_kernels(parts, optimizer.state_dict()))
+    optimizer.load_state_dict(keep_kernels(parts, optimizer.state_dict()))
 
 
 def _split_as(state: Any, parameters: Sequence[Tensor], place: Place) -> Any:
@@ -134,19 +135,52 @@ def _numbered(place: Place, parameters: Sequence[Tensor]) -> Tensor | None:
     return None
 
 
-def _keep_kernels(state: Any, own: Any) -> Any:
+def keep_kernels(state: Any, own: Any) -> Any:
     """Return an optimizer's state with the `KERNELS` of `own` in its groups, also those of an
     optimizer within.
     """
     if not isinstance(state, Mapping) or not isinstance(own, Mapping):
         return state
-    found = {key: _keep_kernels(value, own.get(key)) for key, value in state.items()}
+    found = {key: keep_kernels(value, own.get(key)) for key, value in state.items()}
     groups, own_groups = found.get("param_groups"), own.get("param_groups")
     if isinstance(groups, list) and isinstance(own_groups, list):
         # torch refuses another number of them
         for group, own_group in zip(groups, own_groups, strict=False):
             group |= {name: own_group[name] for name in KERNELS if name in own_group}
     return found
+
+
+def find_changed_value(found: Any, saved: Any, place: str = "state_dict()") -> str:
+    """Return the place of the first value that is another one than what was saved; "" for none."""
+    if isinstance(found, Mapping) and isinstance(saved, Mapping):
+        for key in [*saved, *found]:
+            inner = f"{place}[{key!r}]"
+            if key not in found or key not in saved:
+                return inner
+            if difference := find_changed_value(found[key], saved[key], inner):
+                return difference
+        return ""
+    if isinstance(found, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for number, pair in enumerate(zip(found, saved, strict=False)):
+            if difference := find_changed_value(*pair, f"{place}[{number}]"):
+                return difference
+        return "" if len(found) == len(saved) else place
+    if isinstance(found, Tensor) and isinstance(saved, Tensor):
+        return "" if _is_same_tensor(found, saved) else place
+    is_same = found == saved or (found != found and saved != saved)
+    return "" if is_same else place
+
+
+def _is_same_tensor(found: Any, saved: Tensor) -> bool:
+    if is_split(found):
+        if saved.shape == found.shape:
+            saved = saved[slices(own_box(found))]
+        found = found.to_local()
+    found = found.detach().cpu()
+    saved = saved.detach().cpu()
+    if found.shape != saved.shape or found.dtype != saved.dtype:
+        return False
+    return torch.allclose(found, saved, rtol=0, atol=0, equal_nan=found.is_floating_point())
 
 
 def count_own_parameters(model: nn.Module) -> int:

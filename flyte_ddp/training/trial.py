@@ -10,18 +10,18 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.checkpoints.assembly import assemble, slices
-from flyte_ddp.checkpoints.state import collect, is_split, map_tensors, own_box
+from flyte_ddp.checkpoints.assembly import assemble
+from flyte_ddp.checkpoints.state import collect, is_split, map_tensors
 from flyte_ddp.config import OWN
 from flyte_ddp.errors import ConfigError, in_one_line
-from flyte_ddp.rank.sharding import load_optimizer, own_boxes
+from flyte_ddp.rank.sharding import find_changed_value, load_optimizer, own_boxes
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import locate
 from flyte_ddp.training.optim import Schedule, open_optimizer
@@ -36,7 +36,8 @@ Update = tuple[float, float]  # size and sum of what a step has changed of a par
 
 def check_resuming(model: nn.Module, parallelism: Parallelism, num_steps: int) -> None:
     """Check that the recipe's own optimizer and schedule go on from what they save as they would
-    without it. Every rank calls it, at a new run's start.
+    without it. Every rank calls it, at the start of a new run and of one with another number of
+    ranks.
 
     Two steps of the optimizer are put back, with all that they change: see `unchanged`.
 
@@ -139,7 +140,7 @@ def check_length(
             optimizer = open_optimizer(recipe, model, given)
             length = num_steps * each // config.epochs
             states.append(Schedule(recipe, optimizer, given, length).state_dict())
-    if find_difference(states[0], states[1]):
+    if find_changed_value(states[0], states[1]):
         raise ConfigError(
             f"epochs: expected {epochs}, with which {url} was written, got {config.epochs}: "
             f"{locate(recipe, 'schedule')} made a scheduler for that many; other epochs need a "
@@ -224,41 +225,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _check_equal(found: Any, saved: Any, place: str) -> None:
-    if difference := find_difference(found, saved):
+    if difference := find_changed_value(found, saved):
         raise ConfigError(
             f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
             f"value of {difference} after a save and a load"
         )
-
-
-def find_difference(found: Any, saved: Any, place: str = "state_dict()") -> str:
-    """Return the place of the first value that is another one than what was saved; "" for none."""
-    if isinstance(found, Mapping) and isinstance(saved, Mapping):
-        for key in [*saved, *found]:
-            inner = f"{place}[{key!r}]"
-            if key not in found or key not in saved:
-                return inner
-            if difference := find_difference(found[key], saved[key], inner):
-                return difference
-        return ""
-    if isinstance(found, (list, tuple)) and isinstance(saved, (list, tuple)):
-        for number, pair in enumerate(zip(found, saved, strict=False)):
-            if difference := find_difference(*pair, f"{place}[{number}]"):
-                return difference
-        return "" if len(found) == len(saved) else place
-    if isinstance(found, Tensor) and isinstance(saved, Tensor):
-        return "" if _is_same_tensor(found, saved) else place
-    is_same = found == saved or (found != found and saved != saved)
-    return "" if is_same else place
-
-
-def _is_same_tensor(found: Any, saved: Tensor) -> bool:
-    if is_split(found):
-        if saved.shape == found.shape:
-            saved = saved[slices(own_box(found))]
-        found = found.to_local()
-    found = found.detach().cpu()
-    saved = saved.detach().cpu()
-    if found.shape != saved.shape or found.dtype != saved.dtype:
-        return False
-    return torch.allclose(found, saved, rtol=0, atol=0, equal_nan=found.is_floating_point())
