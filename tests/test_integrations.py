@@ -5,6 +5,7 @@ once an epoch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import time
 from types import SimpleNamespace
@@ -17,14 +18,18 @@ from torch.utils.data import DataLoader
 import flyte_ddp
 from flyte_ddp import events, session
 from flyte_ddp.errors import ConfigError, RankFailure, TrainingStopped
-from flyte_ddp.integrations import loaders
+from flyte_ddp.integrations import loaders, training
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
+from flyte_ddp.rank.sharding import find_changed_value
+from tests.support.errors import raises_one_line
 from tests.support.frameworks import PROGRAMS, Task
 from tests.support.gang import session_of
+from tests.support.own_optimizers import FreeSgd, Slow
+from tests.test_trial import Counting, Forgetful, Hooked, Unloadable
 
 SLOW = pytest.mark.slow
 FRAMEWORKS = (  # of which importing takes ten seconds for each rank; `make test-docs` has all
@@ -77,18 +82,21 @@ def test_a_kill_in_mid_epoch_loses_and_doubles_no_sample(framework, tmp_path):
         "accelerate",
         pytest.param("lightning", marks=SLOW),
         pytest.param("lightning data module", marks=SLOW),
+        pytest.param("transformers", marks=SLOW),
     ],
 )
 def test_a_limit_of_steps_ends_an_epoch_also_after_a_kill(framework, tmp_path):
     pytest.importorskip(framework.split()[0])
     train, task = PROGRAMS[framework], Task(str(tmp_path), limit=6)
-    fault = tmp_path / "step-6-0-9"  # before the second epoch's first step
+    # At the second epoch's first step: before it Accelerate and Lightning have saved, in it the
+    # Trainer saves.
+    fault = tmp_path / f"step-{7 if framework == 'transformers' else 6}-0-9"
     fault.touch()
     options = {"checkpoints": str(tmp_path / "checkpoints"), "max_restarts": 1}
     listener = Listener()
     result = flyte_ddp.run(train, task, listeners=[listener], **options)
     assert not fault.exists()
-    assert [each.step for each in listener.loaded] == [0, 6]
+    assert [listener.loaded[0].step, listener.loaded[-1].step] == [0, 6]
     plain = dataclasses.replace(task, directory=str(tmp_path / "plain"))
     expected = flyte_ddp.run(train, plain)
     assert expected["counts"][0].sum() == task.epochs * task.limit * task.batch_size
@@ -124,12 +132,133 @@ def test_a_stop_loses_no_step(framework, tmp_path):
 
 
 @SLOW
+@pytest.mark.parametrize("num_missing", [0, 4])
+def test_a_trainer_of_data_without_a_length_goes_on_in_a_later_epoch(num_missing, tmp_path):
+    pytest.importorskip("transformers")
+    # Four samples fewer end each epoch with one batch of two of an optimizer step.
+    task = Task(str(tmp_path), num_missing=num_missing, save_steps=1)
+    train = functools.partial(PROGRAMS["transformers"], streams=True, num_batches=2)
+    fault = tmp_path / "step-17-0-9"
+    fault.touch()
+    listener = Listener()
+    result = flyte_ddp.run(
+        train,
+        task,
+        checkpoints=str(tmp_path / "checkpoints"),
+        max_restarts=1,
+        listeners=[listener],
+    )
+    assert not fault.exists()
+    assert listener.loaded[-1].step == 16
+    plain = Task(str(tmp_path / "plain"), num_missing=num_missing, save_steps=0)
+    expected = flyte_ddp.run(train, plain)
+    assert result["counts"][0].tolist() == expected["counts"][0].tolist()
+    torch.testing.assert_close(result["weights"], expected["weights"])
+
+
+@SLOW
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_trainer_at_its_last_step_trains_no_other_one(streams, tmp_path):
+    pytest.importorskip("transformers")
+
+    def train(max_steps):
+        function = functools.partial(PROGRAMS["transformers"], streams=streams, max_steps=max_steps)
+        return flyte_ddp.run(function, Task(str(tmp_path)), checkpoints=str(tmp_path / "saved"))
+
+    first, second = train(18), train(18)
+    assert first["counts"][0].sum() == 18 * 8
+    assert second["counts"][0].tolist() == first["counts"][0].tolist()
+    longer = train(24)
+    assert longer["counts"][0].tolist() == [2] * 96
+
+
+@SLOW
 def test_a_data_modules_last_batch_has_its_weight_at_any_number_of_ranks(tmp_path):
     pytest.importorskip("lightning")
     task = Task(str(tmp_path), num_missing=5)  # 11 batches of 8 samples and one of 3
     train = PROGRAMS["lightning data module"]
     found = [flyte_ddp.run(train, task, nproc_per_node=num_ranks) for num_ranks in (1, 2)]
     torch.testing.assert_close(found[0]["weights"], found[1]["weights"])
+
+
+def in_training_mode(parameters, lr):
+    optimizer = FreeSgd(parameters, lr)
+    optimizer.train()
+    return optimizer
+
+
+def take_steps(kind, count, place, monkeypatch):
+    """Load what is saved, take steps, and save; return the optimizer's state."""
+    current, _ = session_of(checkpoints=place)
+    monkeypatch.setattr(session, "_current", current)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    first = (training.load(model, [optimizer], []) or {"step": 0})["step"]
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    step = first + count
+    training.save(model, [optimizer], [], step, {"step": step})
+    current.wait()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Counting, Hooked, Slow, in_training_mode, torch.optim.AdamW])
+def test_all_that_an_optimizer_saves_in_a_frameworks_training_comes_back(
+    kind, tmp_path, monkeypatch
+):
+    for _ in range(3):
+        found = take_steps(kind, 1, tmp_path / "resumed", monkeypatch)
+    whole = take_steps(kind, 3, tmp_path / "whole", monkeypatch)
+    assert not find_changed_value(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Forgetful, r"Forgetful: expected a state_dict\(\) that .* value of .*\['count'\]"),
+        (
+            Unloadable,
+            "Unloadable: expected one that loads what its .* got AttributeError: ",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_come_back_in_a_frameworks_training_is_one_line(
+    kind, expected, tmp_path, monkeypatch
+):
+    take_steps(kind, 1, tmp_path, monkeypatch)
+    with raises_one_line(ConfigError, match=f"optimizer: {expected}"):
+        take_steps(kind, 1, tmp_path, monkeypatch)
+
+
+def train_with_a_wrapper():
+    """Train two epochs of two steps with an optimizer around another one; return its steps, and
+    the steps that have ended.
+    """
+    from accelerate import Accelerator
+
+    from flyte_ddp.integrations.accelerate import prepare
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = Slow(model.parameters(), lr=0.1)
+    objects = model, optimizer, DataLoader(torch.ones(3, 1))
+    model, prepared, loader = prepare(Accelerator(cpu=True), *objects)
+    for _ in range(2):
+        for number, batch in enumerate(loader, 1):
+            model(batch).mean().backward()
+            prepared.step()
+            prepared.zero_grad()
+            if number == 2:
+                break
+    return optimizer.count, session.current().step
+
+
+def test_accelerate_counts_the_steps_of_an_optimizer_around_another_one(tmp_path):
+    pytest.importorskip("accelerate")
+    assert flyte_ddp.run(train_with_a_wrapper, checkpoints=str(tmp_path)) == (4, 3)
 
 
 def train_twice():

@@ -6,16 +6,19 @@
     trainer.add_callback(SessionCallback(trainer))
 
 The Trainer draws the samples itself, and skips those that are done as it does for
-`resume_from_checkpoint`. The global batch, and with it the samples of each optimizer step, stay the
+`resume_from_checkpoint`. A limit of steps may end an epoch, and the data may have no length. The
+global batch, and with it the samples of each optimizer step, stay the
 same at any number of ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     global_batch_size: int | None = None
     # of the checkpoint that the training goes on from
     _found: dict[str, Any] | None = None
+    _saved_step: int = 0
+    _epoch: int = 0
+    _num_steps: int = 0  # of the epoch
+    _is_in_step: bool = False  # batches have added to the gradients, and no step has used them
 
     def __post_init__(self) -> None:
         self._train = self.trainer.train
@@ -88,8 +95,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         # The one private name: a directory without weights, which `on_train_begin` loads, is
         # refused otherwise.
         trainer._load_from_checkpoint = lambda *arguments: None
-        with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "trainer_state.json").write_text(found["trainer"], encoding="utf-8")
+        self._epoch, self._num_steps = found["epoch"], found["num_steps"]
+        self._saved_step = json.loads(found["trainer"])["global_step"]
+        with _resuming(trainer, found) as directory:
             return self._train(directory, **options)
 
     def on_train_begin(self, *arguments: Any, **given: Any) -> None:
@@ -102,18 +110,32 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if self._found is not None:
             training.set_generators(self._found)
             self._found = None
+        elif self._is_in_step:
+            return  # data without a length ended in a step, whose gradients no checkpoint has
         # here also what an evaluation has changed is done
-        elif state.global_step and state.global_step % self.save_steps == 0:
+        elif state.global_step - self._saved_step >= self.save_steps:
             self.save()
         training.end_if_stopped(self.save)
 
-    def on_train_end(self, *arguments: Any, **given: Any) -> None:
+    def on_substep_end(self, *arguments: Any, **given: Any) -> None:
+        self._is_in_step = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        if not control.should_training_stop:  # else more steps may follow in this epoch later
+            self._epoch, self._num_steps = self._epoch + 1, 0
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         if self._found is None:  # else it was at its end already
-            self.save()
+            self.save(is_stopped=control.should_training_stop)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
+        self._num_steps, self._is_in_step = self._num_steps + 1, False
         session.report(step=state.global_step, epoch=state.epoch)
 
     def on_log(
@@ -132,13 +154,21 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_prediction_step(self, *arguments: Any, **given: Any) -> None:
         training.beat()
 
-    def save(self) -> None:
-        """Save the training as it is before an optimizer step. For all ranks together."""
+    def save(self, is_stopped: bool = False) -> None:
+        """Save the training as it is before an optimizer step. For all ranks together.
+
+        Args:
+            is_stopped: no step of the training is left.
+        """
         trainer = self.trainer
+        self._saved_step = trainer.state.global_step
         objects: list[Any] = [*trainer.callback_handler.callbacks, trainer.control]
         stateful = [each for each in objects if isinstance(each, ExportableState)]
         values = {
             **self._kept,
+            "epoch": self._epoch,
+            "num_steps": self._num_steps,
+            "is_stopped": is_stopped,
             "trainer": json.dumps(
                 dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
             ),
@@ -154,3 +184,40 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     @property
     def _others(self) -> list[Any]:
         return [self.trainer.lr_scheduler, *filter(None, [self.trainer.accelerator.scaler])]
+
+
+@contextlib.contextmanager
+def _resuming(trainer: Trainer, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a directory from which the Trainer goes on in the epoch of a checkpoint.
+
+    The Trainer derives the epoch and the step in it from `global_step`, as if no epoch had ended
+    early. So the state that it reads has the step that leads there. The true step is back when the
+    Trainer makes its schedule.
+    """
+    state = json.loads(found["trainer"])
+    open_loader, create_scheduler = trainer.get_train_dataloader, trainer.create_scheduler
+
+    def get_train_dataloader() -> Any:
+        loader = open_loader()
+        num_epochs, per_epoch, *_, max_steps = trainer.set_initial_training_values(
+            trainer.args, loader
+        )
+        is_over = found["is_stopped"] and max_steps <= state["max_steps"]
+        if is_over or state["global_step"] >= max_steps:
+            step = num_epochs * per_epoch
+        else:
+            step = found["epoch"] * per_epoch + found["num_steps"]
+        path.write_text(json.dumps({**state, "global_step": step}), encoding="utf-8")
+        return loader
+
+    def create_scheduler_of_true_step(*arguments: Any, **options: Any) -> Any:
+        trainer.state.global_step = state["global_step"]
+        return create_scheduler(*arguments, **options)
+
+    trainer.get_train_dataloader = get_train_dataloader
+    trainer.create_scheduler = create_scheduler_of_true_step
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "trainer_state.json")
+        path.write_text(found["trainer"], encoding="utf-8")
+        yield directory
+    trainer.get_train_dataloader, trainer.create_scheduler = open_loader, create_scheduler

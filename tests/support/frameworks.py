@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from flyte_ddp import session
 
@@ -90,6 +91,22 @@ class Samples(Dataset[Any]):
         return {"inputs": inputs, "number": torch.tensor(index), "labels": torch.tensor(index % 3)}
 
 
+class Stream(IterableDataset[Any]):
+    """The samples without a length, in another order in each epoch."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = torch.Generator().manual_seed(self.epoch)
+        for index in torch.randperm(len(self.samples), generator=order).tolist():
+            yield self.samples[index]
+
+
 class Counting(nn.Module):
     """A classifier with a number for each sample, which grows by `RATE / batch_size` each time it
     is seen.
@@ -111,23 +128,45 @@ def _whole(parameter: Tensor) -> Tensor:
     return whole.detach()
 
 
-def train_transformers(task: Task, splits: bool = False) -> Any:
+def train_transformers(
+    task: Task,
+    splits: bool = False,
+    streams: bool = False,
+    num_batches: int = 1,
+    max_steps: int = -1,
+) -> Any:
     """Train with Hugging Face's Trainer.
 
     Args:
         splits: the model over the ranks, by FSDP2.
+        streams: samples of data without a length.
+        num_batches: of a rank in an optimizer step.
+        max_steps: of all epochs; with `streams` by default those of `task.epochs`.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Steps(TrainerCallback):  # type: ignore[misc]
+        num_steps = 0  # of the epoch in this process
+
+        def on_epoch_begin(self, *arguments: Any, **given: Any) -> None:
+            self.num_steps = 0
+
         def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             task.begin_step(state.global_step)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.num_steps += 1
+            control.should_epoch_stop = self.num_steps == task.limit
+
     model = Counting(task.num_samples)
+    if streams and max_steps < 0:
+        max_steps = task.epochs * task.num_samples // task.batch_size
     arguments = TrainingArguments(
         output_dir=f"{task.directory}/output",
         num_train_epochs=task.epochs,
-        per_device_train_batch_size=task.batch_size_per_rank,
+        max_steps=max_steps,
+        gradient_accumulation_steps=num_batches,
+        per_device_train_batch_size=task.batch_size_per_rank // num_batches,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         optim="sgd",
@@ -139,7 +178,8 @@ def train_transformers(task: Task, splits: bool = False) -> Any:
         report_to="none",
         ddp_find_unused_parameters=False,
     )
-    trainer = Trainer(model, arguments, train_dataset=task.samples, callbacks=[Steps()])
+    samples = Stream(task.samples) if streams else task.samples
+    trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[Steps()])
     if splits:
         _split(trainer.accelerator)
         trainer.is_fsdp_enabled = True
