@@ -25,6 +25,7 @@ from tests.support.swept_functions import (
     describe,
     find_torch,
     leave,
+    meet,
     misbehave,
     report_apart,
     train,
@@ -79,6 +80,12 @@ def test_each_trial_runs_at_each_world_size_for_a_scaling_study(client):
     assert "By world_size" in swept._repr_html_()
     with pytest.raises(ConfigError, match="expected at most 2, the nodes of the cluster, got 3"):
         flyte_ddp.sweep(count_ranks, [3], world_sizes=[1, 3], client=client)
+
+
+def test_trials_run_on_all_workers_of_a_client_at_once(client, tmp_path):
+    grid = {"number": [1, 2], "directory": [str(tmp_path)]}
+    swept = flyte_ddp.sweep(meet, grid, client=client)
+    assert [run.status for run in swept.trials] == [FINISHED] * 2
 
 
 def test_trials_are_compared_by_reports_and_fail_and_stop_alone(client, tmp_path):

@@ -677,6 +677,21 @@ def test_a_clients_workers_are_all_used_and_what_ranks_print_is_in_their_logs(cl
             assert has_own_terminal(own, config)
 
 
+def test_a_recipe_is_trained_on_all_workers_of_a_client(client, tmp_path):
+    listener = new_run(tmp_path)
+    with Client(client.scheduler.address) as other:
+        trained = flyte_ddp.train(
+            listener.recipe,
+            {"epochs": 1},
+            nproc_per_node=1,
+            client=other,
+            checkpoints=str(listener.checkpoints),
+            listeners=[listener],
+        )
+    assert len(trained.epochs) == 1
+    assert (listener.started.world_size, listener.started.num_nodes) == (2, 2)
+
+
 def test_a_clients_cluster_without_workers_needs_a_number_of_them(scheduler):
     with Client(scheduler, timeout=60) as client:
         for call in (
