@@ -46,6 +46,10 @@ def double_in_a_child(number: int) -> int:
         return int(pool.apply(abs, (-2 * number,)))
 
 
+def find_level() -> int:
+    return logging.getLogger("distributed.worker.state_machine").level
+
+
 def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_children_and_survive_ctrl_c() -> (  # noqa: E501
     None
 ):
@@ -60,6 +64,8 @@ def test_a_local_cluster_has_one_thread_per_node_and_workers_that_may_have_child
         ]
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.allowed_failures) == 0
         assert client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl) == 20
+        # of a task in hand when a worker is closed
+        assert set(client.run(find_level).values()) == {logging.ERROR}
         # to which a terminal sends SIGINT
         assert os.getpgrp() not in client.run(os.getpgrp).values()
         futures = [

@@ -25,8 +25,13 @@ if typing.TYPE_CHECKING:
     from distributed import Client, LocalCluster, Security
 
 # Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be
-# the driver alone: it asks the ranks for a last checkpoint.
-LEAVE_PROCESS_GROUP = "import os\nos.setpgrp()\n"
+# the driver alone: it asks the ranks for a last checkpoint. A worker that is closed with a task in
+# hand warns of that alone by this logger.
+WORKER_PRELOAD = """
+import logging, os
+os.setpgrp()
+logging.getLogger("distributed.worker.state_machine").setLevel(logging.ERROR)
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +110,7 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
             # one. By default others on the network reach it.
             scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
             silence_logs=logging.WARNING,
-            preload=[*dask.config.get("distributed.worker.preload", []), LEAVE_PROCESS_GROUP],
+            preload=[*dask.config.get("distributed.worker.preload", []), WORKER_PRELOAD],
         )
 
 
