@@ -28,11 +28,11 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import UserError
 from flyte_ddp.flyte.inputs import ClusterInput, TrainingOverrides
 from flyte_ddp.flyte.retraining import Retraining
-from flyte_ddp.flyte.settings import load_settings
 from flyte_ddp.flyte.task import check_cluster, check_config, check_urls
 from flyte_ddp.flytekit_plugin import Distributed
 from flyte_ddp.promotion.policy import PromotionCriteria
 from flyte_ddp.storage import check_places
+from flyte_ddp.task_run.settings import load_settings
 from tasks.retrain import keep_champion
 from tasks.script import run_script
 from tasks.train import prepare, train_on_one_node

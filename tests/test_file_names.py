@@ -14,9 +14,9 @@ from flyte_ddp.data.index import read_index
 from flyte_ddp.data.source import Source
 from flyte_ddp.errors import ChampionError, ConfigError, DataError
 from flyte_ddp.events import RunFinished
-from flyte_ddp.flyte.frame import Frame
 from flyte_ddp.promotion.champion import ChampionStore
 from flyte_ddp.storage import Storage, file_below
+from flyte_ddp.task_run.run import TaskRun
 
 OUTSIDE = ("../victim.txt", "a/../../victim.txt", "..", "", "/etc/hostname", "a\0b", None, 3)
 EXPECTED = "expected the name of a file below a directory, got "
@@ -63,14 +63,12 @@ def test_an_export_neither_deletes_nor_writes_a_file_elsewhere(place, name):
     (export / "old.bin").touch()
     card = {"model": {"files": ["old.bin", name, "../../victim.txt"]}}
     (export / "run_card.json").write_text(json.dumps(card))
-    frame = SimpleNamespace(
-        output_directory=place, directory=place, output_url=lambda name: None, say=print
-    )
+    run = SimpleNamespace(output_directory=place, directory=place, say=print)
     store = place / "store"
     store.mkdir()
     (store / "model.bin").write_bytes(b"weights")
     finished = RunFinished(1, 1.0, export_url=str(store), exported=["model.bin", name])
-    Frame.exported(frame, finished, {"model": {"files": []}})
+    TaskRun.collect_export(run, finished, {"model": {"files": []}})
     assert not (export / "old.bin").exists()
     assert (export / "model.bin").read_bytes() == b"weights"
 

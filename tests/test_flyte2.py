@@ -394,8 +394,8 @@ plain = flyte.TaskEnvironment("plain")
 
 @plain.task
 def outside() -> str:
-    import dataclasses, flyte_ddp.flyte2.frame as frame
-    frame.is_local = lambda: False  # as in a pod
+    import dataclasses, flyte_ddp.flyte2.task as task
+    task.is_local = lambda: False  # as in a pod
     flyte2.train("digits")
     return ""
 
@@ -403,16 +403,17 @@ env = flyte2.environment("env", SIZE)
 
 @env.task
 def elsewhere() -> str:
-    import flyte_ddp.flyte2.training as training, flyte_ddp.flyte2.frame as frame
+    import flyte_ddp.flyte2.training as training, flyte_ddp.flyte2.task as task
     training.is_local = lambda: False
     flyte2.train("digits", data="ftp://else/where")
     return ""
 
 @env.task(retries=1)
 def late() -> str:
-    import time, flyte_ddp.flyte2.frame as frame
+    import time, flyte_ddp.flyte2.task as task
+    from flyte_ddp.observers.reports.run import Report
     try:
-        with frame.open_frame(None, max_hours=0.3 / 3600):
+        with task.open_task_run(Report(), max_hours=0.3 / 3600):
             raise flyte.errors.RuntimeUserError("Lost", "again")
     finally:
         time.sleep(0.4)

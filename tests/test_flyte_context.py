@@ -8,7 +8,8 @@ from flytekit.core.context_manager import ExecutionParameters, ExecutionState
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
 from flyte_ddp.cluster.kubernetes.manifest import cluster_name
-from flyte_ddp.flyte.flyte_context import Execution, current_execution
+from flyte_ddp.flyte.flyte_context import current_execution
+from flyte_ddp.task_run.execution import Execution
 
 EXECUTION = "f33b0c1d2e3f4a5b6c7d"
 # Every place that a task can have in a workflow, as (end of the raw output prefix, end of the

@@ -25,6 +25,7 @@ LAYERS = {
     "tasks": 11,
     "flyte_ddp.flyte2": 11,  # which only its user imports
     "flyte_ddp": 10,
+    "flyte_ddp.task_run": 10,
     "flyte_ddp.studies": 10,
     "flyte_ddp.promotion": 10,
     "flyte_ddp.prediction": 10,
@@ -69,7 +70,7 @@ DOES_IO = ("mmap", "multiprocessing", "shutil", "socket", "subprocess", "tempfil
 MAY_DO_IO = ("signals", "programs")
 # Packages and files directly below flyte_ddp, tasks and workflows, and the pairs of them of which
 # one imports another.
-MAX_ROOMS, MAX_ARROWS = 25, 135
+MAX_ROOMS, MAX_ARROWS = 26, 146
 # What a program may be: a recipe's training, its predictions, a call, a script, another program, a
 # task of Flyte's.
 PROGRAMS = ("_Training", "PredictionJob", "_Call", "_Script", "_Command", "TaskCall")

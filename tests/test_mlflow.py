@@ -26,11 +26,11 @@ from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.events.history import to_line
 from flyte_ddp.flyte import Distributed
 from flyte_ddp.flyte.failures import UserError
-from flyte_ddp.flyte.settings import load_settings
 from flyte_ddp.launch import distributed
 from flyte_ddp.observers import mlflow, recorder
 from flyte_ddp.observers.mlflow import Mlflow
 from flyte_ddp.storage import read_file
+from flyte_ddp.task_run.settings import load_settings
 from tests.support.ports import free_port
 from tests.support.runs import fork_functions
 from tests.support.short_run import (

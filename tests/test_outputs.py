@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import flyte_ddp
 from flyte_ddp.events import RunState
-from flyte_ddp.flyte.frame import open_frame
+from flyte_ddp.flyte.task import open_task_run
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import get_recipe
@@ -184,12 +184,10 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
         # the second run with the same output
         for files in (results["exported"], ["model_state.safetensors"]):
             finished = replace(state.finished, exported=files)
-            with open_frame(
-                Report(), TINY, str(tmp_path / "c"), output_directory=tmp_path / "out"
-            ) as frame:
+            with open_task_run(Report(), TINY, str(tmp_path / "c"), str(tmp_path / "out")) as run:
                 (tmp_path / "out" / "export").mkdir(parents=True, exist_ok=True)
                 (tmp_path / "out" / "export" / "mine.txt").touch()
-                frame.exported(
+                run.collect_export(
                     finished,
                     {**run_card(state), "model": {**run_card(state)["model"], "files": files}},
                 )

@@ -364,7 +364,8 @@ def test_flytekits_remote_commands_can_build_the_options_of_every_launch_plan(pa
     ],
 )
 def test_bad_settings_fail_the_registration_and_no_import(name, value, expected, monkeypatch):
-    from flyte_ddp.flyte import registration, settings
+    from flyte_ddp.flyte import registration
+    from flyte_ddp.task_run import settings
     from workflows.retrain import retrain_wf
 
     monkeypatch.setattr(settings, "_problems", [])

@@ -31,9 +31,10 @@ from flyte_ddp.events import (
     Straggler,
     StragglersFound,
 )
-from flyte_ddp.flyte.deck import DeckPublisher
+from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.observers.formats import duration
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from tests.support import sample_run
 
@@ -465,7 +466,7 @@ def test_the_deck_is_published_while_the_run_goes_on_and_at_its_end(sandbox: Pat
     @task(enable_deck=True, deck_fields=())
     def train() -> None:
         clock, made = Clock(), Report()
-        publisher = DeckPublisher(made, interval=15, clock=clock)
+        publisher = PagePublisher(made, open_deck(), interval=15, clock=clock)
 
         def run() -> None:
             for event, at in (
@@ -512,7 +513,7 @@ def test_a_store_that_hangs_keeps_no_event_from_the_listeners_behind_the_deck(
     @task(enable_deck=True, deck_fields=())
     def train() -> None:
         clock, made = Clock(), Report()
-        publisher = DeckPublisher(made, interval=15, clock=clock)
+        publisher = PagePublisher(made, open_deck(), interval=15, clock=clock)
 
         def handle() -> None:
             for event in (sample_run.started(), sample_run.epoch(1), sample_run.epoch(2)):
@@ -543,7 +544,7 @@ def test_a_deck_that_cannot_be_published_is_logged(
 
     @task(enable_deck=True, deck_fields=())
     def train() -> None:
-        publisher = DeckPublisher(Report())
+        publisher = PagePublisher(Report(), open_deck())
         with monkeypatch.context() as patched:
             patched.setattr(FileAccessProvider, "get_random_local_directory", fail)
             publisher.handle(sample_run.started())

@@ -19,12 +19,14 @@ from flyte_ddp.errors import ConfigError, StorageUnavailable
 from flyte_ddp.flyte.failures import RecoverableError
 from flyte_ddp.flyte.inputs import make_overrides
 from flyte_ddp.flyte.retraining import Retraining
-from flyte_ddp.flyte.task import open_task_frame
+from flyte_ddp.flyte.task import open_task_run
+from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.promotion import policy as challenges
 from flyte_ddp.promotion.champion import ChampionStore, load_champion
 from flyte_ddp.promotion.policy import Challenge, Outcome, PromotionCriteria, judge, plan
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.storage.weights import from_bytes, pin_state
+from flyte_ddp.task_run.execution import Execution, champions_of
 from tasks.retrain import keep_champion, plan_retraining
 from tests.support.emulators import s3, s3_bucket  # noqa: F401 - fixtures
 from tests.support.runs import new_run
@@ -634,13 +636,11 @@ def test_on_flyte_the_outputs_belong_to_flyte(store, make, monkeypatch):
     with pytest.raises(
         Exception, match="output: expected none in a run on Flyte, .* got 'runs/second'"
     ):
-        open_task_frame(None, "digits", "", "runs/second")
+        open_task_run(Report(), "digits", "", "runs/second").__enter__()
 
 
 def test_the_default_champion_is_shared_and_outside_the_raw_output_prefix(bucket):
-    from flyte_ddp.flyte.flyte_context import Execution
-    from flyte_ddp.flyte.retraining import _default_champion
-
-    checkpoints = f"{bucket}/data/checkpoints/project/production/f1/n2-n0-n0"
-    execution = Execution(checkpoints, "f1-n2-n0-n0", "f1-n2-n0-n0-0", "")
-    assert _default_champion(execution, "digits") == f"{bucket}/champions/project/production/digits"
+    champions = champions_of(f"{bucket}/data", "project", "production")
+    execution = Execution(f"{bucket}/data/checkpoints", "f1-n2", False, champions)
+    place = execution.default_champion("digits")
+    assert place == f"{bucket}/champions/project/production/digits"

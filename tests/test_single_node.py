@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.events import EpochFinished, Listener
-from flyte_ddp.flyte.frame import Frame
+from flyte_ddp.task_run.run import TaskRun
 from tests.support.commands import run_command
 
 REPOSITORY = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_with_the_step_and_the_command_that_resumes(tmp_path, monkey
         str(tmp_path / ("out put")),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(Frame, "figures", lambda self, **labels: [InterruptAfterEpoch()])
+        patch.setattr(TaskRun, "figures", lambda self, **labels: [InterruptAfterEpoch()])
         code, output = pyflyte_run(*flags)
     assert code == 1
     step = int(re.search(r"SIGINT: the run was stopped at step (\d+)", output)[1])

@@ -19,33 +19,33 @@ from typing import Any
 
 # by the module that has them
 _HOMES = {
-    "distributed": ("Distributed",),
-    "generation": ("generate_names", "generate_text"),
-    "inputs": (
+    "flyte_ddp.flyte.distributed": ("Distributed",),
+    "flyte_ddp.flyte.generation": ("generate_names", "generate_text"),
+    "flyte_ddp.flyte.inputs": (
         *("ClusterInput", "Grid", "OptionalCluster", "OptionalOverrides", "OptionalSource"),
         *("TrainingOverrides", "make_overrides"),
     ),
-    "outputs": ("RetrainingOutputs", "TrainingOutputs"),
-    "prediction": ("PredictionOutputs", "predict"),
-    "preparation": ("Prepared", "PreparedData", "prepare"),
-    "registration": ("inner_branch", "launch_plan"),
-    "resources": ("TRAINING_CACHE", "pod", "wandb_link"),
-    "retraining": (
+    "flyte_ddp.flyte.outputs": ("RetrainingOutputs", "TrainingOutputs"),
+    "flyte_ddp.flyte.prediction": ("PredictionOutputs", "predict"),
+    "flyte_ddp.flyte.preparation": ("Prepared", "PreparedData", "prepare"),
+    "flyte_ddp.flyte.registration": ("inner_branch", "launch_plan"),
+    "flyte_ddp.flyte.resources": ("TRAINING_CACHE", "pod", "wandb_link"),
+    "flyte_ddp.flyte.retraining": (
         *("CLUSTER", "NOTHING", "NOW", "ONE_NODE", "Retraining", "RetrainingPlan"),
         *("judge_challenger", "keep_champion", "plan_retraining"),
     ),
-    "scripts": ("ScriptOutputs", "ScriptSource", "run_script"),
-    "settings": ("SETTINGS",),
-    "study": (
+    "flyte_ddp.flyte.scripts": ("ScriptOutputs", "ScriptSource", "run_script"),
+    "flyte_ddp.task_run.settings": ("SETTINGS",),
+    "flyte_ddp.flyte.study": (
         *("CheckedStudy", "ScalingOutputs", "SweepOutputs"),
         *("check_scaling", "check_sweep", "train_at_world_sizes", "train_sweep"),
     ),
-    "training": ("train_on_cluster", "train_on_one_node"),
+    "flyte_ddp.flyte.training": ("train_on_cluster", "train_on_one_node"),
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

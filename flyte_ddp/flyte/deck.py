@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from flytekit import Deck
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.loggers import logger as flytekit_logger
 
-from flyte_ddp.observers.reports.page import Page
-from flyte_ddp.observers.reports.publisher import PagePublisher
-
 DECK_NAME = "Training"
 
 
-class DeckPublisher(PagePublisher):
-    """Publishes `report` as the Deck "Training" of the current Flyte task. Outside a task with
-    Decks it does nothing. The `options` are those of `PagePublisher`.
+def open_deck() -> Callable[[str], None] | None:
+    """Return the function that shows a fragment of HTML as the Deck "Training" of the current task;
+    None outside a task with Decks.
     """
+    parameters = FlyteContextManager.current_context().user_space_params
+    if parameters is None or not parameters.enable_deck:
+        return None
+    deck = Deck(DECK_NAME)
 
-    def __init__(self, report: Page, **options: Any) -> None:
-        parameters = FlyteContextManager.current_context().user_space_params
-        has_deck = parameters is not None and parameters.enable_deck
-        self._deck = Deck(DECK_NAME) if has_deck else None
-        super().__init__(report, self._publish_deck if has_deck else None, **options)
-
-    def _publish_deck(self, html: str) -> None:
-        assert self._deck is not None
-        self._deck._html = html
+    def publish(html: str) -> None:
+        deck._html = html
         try:
             Deck.publish()  # which logs most errors
         except OSError as error:  # of a full or unwritable local disk
             flytekit_logger.error("The report could not be published: %s", error)
+
+    return publish

@@ -29,10 +29,9 @@ from flyte_ddp.config.source_code import find_project, find_root, packages_besid
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.pods import describe_pods, fit_driver_pod, fit_own_pod
 from flyte_ddp.flyte.rank_call import TaskCall, unpack
-from flyte_ddp.flyte.task import limited_urls
+from flyte_ddp.flyte.task import limited_urls, open_task_run
 from flyte_ddp.launch.distributed import Distributed as Distributed
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
 from flyte_ddp.launch.protocol.programs import Program
@@ -107,17 +106,23 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         limits: AbstractContextManager[None] = contextlib.nullcontext()
         if has_limits:
             limits = limited_urls(allowed.urls, config.tensorboard, config.results)
-        # A function may call W&B itself, so its ranks get that key where MLflow does not record the
-        # run.
-        hides_key = bool(config.mlflow)
-        with limits, open_frame(report, name, tracking=tracking, hides_key=hides_key) as frame:
-            frame.receivers.append(report.add_line)
+        opened = open_task_run(
+            report,
+            name,
+            tracking=tracking,
+            # A function may call W&B itself, so its ranks get that key where MLflow does not
+            # record the run.
+            hides_keys=bool(config.mlflow),
+            has_outputs=False,
+        )
+        with limits, opened as run:
+            run.receivers.append(report.add_line)
             gang = config.gang(self._pods)
             self.check_allowed(gang, inputs)
-            self._say_what_is_ignored(frame.say)
+            self._say_what_is_ignored(run.say)
             prefix = context.file_access.raw_output_prefix
             _check_places(gang, inputs, self.interface.outputs, prefix)
-            frame.limit_time(config.max_hours)
+            run.limit_time(config.max_hours)
             program = self._program(inputs, prefix, parameters)
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
@@ -125,17 +130,16 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             root = str(find_root(package) or os.getcwd())
             if root not in sys.path:  # where `pyflyte run` had it while it loaded the module
                 sys.path.append(root)
-            with gang.open_place(program, frame.name) as place:
-                state = frame.run(
-                    report,
-                    program,
-                    place,
-                    labels={"task": name},
-                    checkpoints=checkpoints,
-                    is_kept=not is_local,
-                    results=config.results,
-                )
-                frame.keep_history(report)
+            state = run.run(
+                report,
+                program,
+                gang,
+                labels={"task": name},
+                checkpoints=checkpoints,
+                is_kept=not is_local,
+                results=config.results,
+            )
+            run.keep_history(report)
         outputs, decks = unpack(returned_value(state))
         for title, html in decks:
             Deck(title, html)

@@ -21,8 +21,8 @@ from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntime
 
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.flyte.flyte_context import is_flyte_task
-from flyte_ddp.flyte.outcome import Outcome, Retry, judge_failure
 from flyte_ddp.storage import redact_errors
+from flyte_ddp.task_run.outcome import Outcome, Retry, judge_failure
 
 
 def _frames(error: Any) -> TracebackType | None:

@@ -7,27 +7,12 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import flytekit
 from flytekit.core.context_manager import FlyteContextManager
 
 from flyte_ddp.storage import storage_environment
-
-
-@dataclass(frozen=True)
-class Execution:
-    """The node of an execution that a task runs as. All attempts share the fields up to `run_id`,
-    and `url`.
-    """
-
-    checkpoints: str  # URL at which every attempt finds the checkpoints of those before it
-    run_id: str  # names the W&B run; "" in a local run, where nothing names it
-    attempt_id: str  # names what belongs to this attempt alone; "" in a local run
-    url: str  # the execution in Flyte's console; "" if unknown
-    attempt: int = 0  # from 0
-    previous_pod: str = ""  # name of the pod of the attempt before; "" for the first attempt
+from flyte_ddp.task_run.execution import Execution, champions_of
 
 
 def current_execution() -> Execution:
@@ -45,9 +30,8 @@ def current_execution() -> Execution:
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.is_local_execution():
         os.makedirs(parameters.working_directory, exist_ok=True)
-        return Execution(
-            tempfile.mkdtemp(prefix="checkpoints-", dir=parameters.working_directory), "", "", ""
-        )
+        checkpoints = tempfile.mkdtemp(prefix="checkpoints-", dir=parameters.working_directory)
+        return Execution(checkpoints, run_id="", is_local=True)
     execution = parameters.execution_id
     node, attempt = node_and_attempt(
         execution.name, parameters.raw_output_prefix, parameters.output_metadata_prefix
@@ -59,6 +43,8 @@ def current_execution() -> Execution:
             [root, "checkpoints", execution.project, execution.domain, execution.name, node]
         ),
         run_id=f"{execution.name}-{node}",
+        is_local=False,
+        champions=champions_of(root, execution.project, execution.domain),
         attempt_id=f"{execution.name}-{node}-{attempt}",
         url=os.environ.get("FLYTE_EXECUTION_URL", ""),
         attempt=attempt,
@@ -71,30 +57,12 @@ def list_own_places() -> list[str]:
     registration allows.
     """
     parameters, execution = flytekit.current_context(), current_execution()
-    node = execution.checkpoints.rstrip("/")
     return [
         str(parameters.working_directory),
         parameters.raw_output_prefix,
-        node.rpartition("/")[0],  # the checkpoints of all nodes of the execution
-        champions_beside(node),
+        execution.checkpoints.rpartition("/")[0],  # those of all nodes of the execution
+        execution.champions,
     ]
-
-
-def champions_beside(checkpoints: str) -> str:
-    """Return a place in the bucket of Flyte's raw outputs that all executions of a project and
-    domain share.
-
-    At the bucket's top: a lifecycle rule for the raw outputs must not delete the model in use.
-
-    Args:
-        checkpoints: those of an execution, whose URL ends in
-            checkpoints/PROJECT/DOMAIN/EXECUTION/NODE.
-    """
-    root, _, place = checkpoints.rpartition("/checkpoints/")
-    project, domain, *_ = place.split("/")
-    parts = urlsplit(root)
-    bucket = f"{parts.scheme}://{parts.netloc}" if parts.netloc else root  # a path has none
-    return f"{bucket}/champions/{project}/{domain}"
 
 
 def store_of_outputs() -> str:

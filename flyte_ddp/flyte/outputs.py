@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +22,11 @@ from flyte_ddp.flyte.flyte_context import is_flyte_task
 from flyte_ddp.flyte.inputs import given
 from flyte_ddp.observers.command_line import make_run_directory
 from flyte_ddp.observers.streams import print_line
+from flyte_ddp.storage import fetch_file
+from flyte_ddp.task_run.run import EXPORT, TaskRun
+from flyte_ddp.task_run.training import Trained
 
+OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
 # The beginnings of the outputs that a summary on the terminal has said.
 SUMMARIZED = tuple(
     f"{name}Outputs(" for name in ("Training", "Retraining", "Sweep", "Scaling", "Script")
@@ -58,6 +64,51 @@ class RetrainingOutputs(NamedTuple):
     report: FlyteFile  # the HTML page that the Deck shows too
     # of the challenger, as of `TrainingOutputs`; none where nothing was trained
     export: FlyteDirectory | None
+
+
+def output_file(run: TaskRun, name: str) -> FlyteFile:
+    """Return file `name` of the task's directory as an output, in a pod with a URL that is known
+    already.
+    """
+    with log_failures(name):
+        if run.output_directory:
+            return FlyteFile(shutil.copy(run.directory / name, run.output_directory / name))
+    return FlyteFile(str(run.directory / name), remote_path=run.output_url(name))
+
+
+def output_model_state(run: TaskRun, name: str, url: str) -> PythonPickledFile:
+    """Return the state dict at `url`, as `output_file`."""
+    file = (run.output_directory or run.directory) / name
+    fetch_file(url, file)
+    return PythonPickledFile(str(file), remote_path=run.output_url(name))
+
+
+def output_export(run: TaskRun, trained: Trained) -> FlyteDirectory:
+    """Return the files that other programs load, with the run card, as `output_file`."""
+    directory = run.collect_export(trained.finished, trained.card)
+    return FlyteDirectory(str(directory), remote_directory=run.output_url(EXPORT))
+
+
+def output_report(run: TaskRun) -> FlyteFile:
+    """Complete the report, write it to a file and return it, as `output_file`."""
+    run.report.close(None)
+    run.report.write(run.directory / "report.html")
+    return output_file(run, "report.html")
+
+
+def say_outputs(run: TaskRun, outputs: Any) -> None:
+    """Print where the files among the outputs are: their URLs in a pod, their paths in a local run.
+    Keep the others beside them.
+    """
+    keep_values(run.output_directory, OUTPUTS, outputs)
+    for name, file in outputs._asdict().items():
+        if isinstance(file, (FlyteFile, FlyteDirectory)):
+            url = getattr(file, "remote_directory", None) or getattr(file, "remote_path", None)
+            place = url or str(file.path).removeprefix(f"{os.getcwd()}/")
+            run.say(f"{name.replace('_', ' '):<20}{place}")
+    if not run.execution.is_local:
+        page = run.execution.url or "Flyte's console"
+        run.say(f'the report is also in {page}: click this task, then "Flyte Deck"')
 
 
 def keep_values(directory: Path | None, name: str, outputs: Any) -> None:

@@ -15,9 +15,8 @@ from flyte_ddp.flyte.inputs import (
     location,
 )
 from flyte_ddp.flyte.task import check_cluster, check_urls, task_body
-from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.prediction import predict as predictions
-from flyte_ddp.storage import redact_url
+from flyte_ddp.prediction.predict import BATCH_SIZE, PART_SIZE
+from flyte_ddp.task_run import prediction
 
 
 class PredictionOutputs(NamedTuple):
@@ -32,8 +31,8 @@ def predict(
     data: OptionalSource = None,
     output: str = "",
     config: OptionalOverrides = None,
-    batch_size: int = predictions.BATCH_SIZE,
-    part_size: int = predictions.PART_SIZE,
+    batch_size: int = BATCH_SIZE,
+    part_size: int = PART_SIZE,
     num_processes: int = 0,
     cluster: OptionalCluster = None,
 ) -> PredictionOutputs:
@@ -42,24 +41,19 @@ def predict(
     An attempt after another one goes on where that ended. `output` is by default a place of the
     execution's own.
     """
-    check_requested_gpus()
     fields = given(config)
     check_cluster(cluster)
     check_urls(model_state=model_state, data=location(data), output=output)
-    execution = current_execution()
-    url = output or f"{execution.checkpoints}/predictions"
-    made = predictions.predict(
+    made, url = prediction.predict(
+        current_execution(),
         recipe,
         model_state,
         location(data),
-        url,
+        output,
+        fields,
+        cluster,
+        num_processes,
         batch_size=batch_size,
         part_size=part_size,
-        config=fields,
-        nnodes=cluster.num_nodes if cluster else 1,
-        nproc_per_node=num_processes or "auto",
-        cluster=cluster,
-        name=execution.attempt_id,
     )
-    print(f"{made.num_rows:,} predictions in {redact_url(url)}")  # noqa: T201
     return PredictionOutputs(FlyteDirectory(url, remote_directory=False), made.num_rows)

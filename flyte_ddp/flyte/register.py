@@ -23,8 +23,8 @@ from flytekit.tools.ignore import (
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.settings import Settings, load_settings
 from flyte_ddp.observers.streams import print_line
+from flyte_ddp.task_run.settings import Settings, load_settings
 
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 # what lies in a project and is no part of a registration

@@ -12,7 +12,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
-from flytekit import Cache, PodTemplate, Resources
+from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.core.utils import ClassDecorator
 from flytekit.extras.accelerators import GPUAccelerator
 
@@ -24,12 +24,11 @@ from flyte_ddp.config.source_code import (
     source_files,
 )
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.frame import MLFLOW_SECRET, WANDB_SECRET
-from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.pods import pod_with
-from flyte_ddp.flyte.settings import SETTINGS, Size, check_settings
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
 from flyte_ddp.observers.metrics import PORT_NAME, PORT_VARIABLE
+from flyte_ddp.task_run.origin import code_version
+from flyte_ddp.task_run.settings import SETTINGS, Size, check_settings
 
 # Flyte's local cache remembers outputs for longer than the temporary directory they lie in: a
 # second `pyflyte run` would return at once, with paths of files that are gone. Set it to "true" to
@@ -40,9 +39,13 @@ LIBRARY_VARIABLE = "FLYTE_DDP_LIBRARY"  # of every task: what it was registered 
 TRACKING = SETTINGS.tracking_place
 # Only W&B's mode online needs the key. Flyte mounts secrets as optional: a task whose secret is
 # missing starts, and records offline.
+KEY_SECRETS = {  # by the variable of the key
+    "WANDB_API_KEY": Secret(group="wandb", key="api_key"),
+    "MLFLOW_TRACKING_TOKEN": Secret(group="mlflow", key="token"),
+}
 SECRETS = {
-    "wandb": [WANDB_SECRET] if SETTINGS.wandb_mode == "online" else [],
-    "mlflow": [MLFLOW_SECRET],
+    "wandb": [KEY_SECRETS["WANDB_API_KEY"]] if SETTINGS.wandb_mode == "online" else [],
+    "mlflow": [KEY_SECRETS["MLFLOW_TRACKING_TOKEN"]],
 }.get(SETTINGS.tracking, [])
 WANDB_ENVIRONMENT = SETTINGS.wandb_environment
 

@@ -16,8 +16,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import Limits, check
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.flyte_context import Execution, champions_beside, current_execution
+from flyte_ddp.flyte.flyte_context import current_execution
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     ConfigTransformer,
@@ -25,12 +24,11 @@ from flyte_ddp.flyte.inputs import (
     OptionalOverrides,
     OptionalSource,
 )
-from flyte_ddp.flyte.origin import code_version
 from flyte_ddp.flyte.outputs import RetrainingOutputs, keep_values, open_output_directory
 from flyte_ddp.flyte.preparation import PreparedData, prepare
 from flyte_ddp.flyte.task import check_config_places, check_files, check_urls, task_body
 from flyte_ddp.launch.agent.devices import check_requested_gpus
-from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore
+from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
     Outcome,
@@ -39,9 +37,10 @@ from flyte_ddp.promotion.policy import (
     judge,
     plan,
 )
-from flyte_ddp.promotion.report import RetrainingReport
 from flyte_ddp.recipes import pin_initial_state
-from flyte_ddp.storage import read_file, redact_url
+from flyte_ddp.storage import read_file
+from flyte_ddp.task_run.origin import code_version
+from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
 
 ONE_NODE, CLUSTER, NOTHING = "one_node", "cluster", "nothing"
 # The kickoff time that stands for the time at which the first task begins. A default has to be a
@@ -100,16 +99,14 @@ def plan_retraining(
     check_urls(champion=champion)
     execution = current_execution()
     criteria = PromotionCriteria(start_from, margin, min_samples, min_share)
-    store = ChampionStore(champion or _default_champion(execution, recipe))
-    store.storage.check_access()
+    store = open_champions(execution, recipe, champion)
     prepared = prepare(recipe, config, source, cluster)
-    begun = datetime.datetime.now() if kickoff_time == NOW else kickoff_time
     retraining = Retraining(
         recipe,
         store.url,
         store.in_use().version,
         criteria,
-        begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        format_kickoff(None if kickoff_time == NOW else kickoff_time),
         outcome="",
         reason="",
     )
@@ -164,13 +161,6 @@ def keep_champion(retraining: Retraining, output: str = "") -> RetrainingOutputs
     return _outputs(retraining, result, output)
 
 
-def _default_champion(execution: Execution, recipe: str) -> str:
-    """Return the place of `champions_beside` for a recipe."""
-    if not execution.run_id:
-        raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
-    return f"{champions_beside(execution.checkpoints)}/{recipe}"
-
-
 def _challenge(retraining: Retraining, config: TrainingConfig, data: FlyteDirectory) -> Challenge:
     return Challenge(
         recipe=retraining.recipe,
@@ -178,7 +168,7 @@ def _challenge(retraining: Retraining, config: TrainingConfig, data: FlyteDirect
         directory=Path(data.download() or data.path),
         kickoff_time=retraining.kickoff_time,
         code_version=code_version(),
-        execution=current_execution().run_id,
+        execution=current_execution().name,
     )
 
 
@@ -189,15 +179,8 @@ def _outputs(
     export: FlyteDirectory | None = None,
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, print the outcome and show the report in the Deck."""
-    store, execution = ChampionStore(retraining.champion), current_execution()
-    outcome = result.outcome.value
-    store.record(LAST_RUN, outcome, execution.run_id)
-    print(  # noqa: T201
-        f"{outcome}: {result.reason}\nchampion  {store.in_use().version or 'none'} in "
-        f"{redact_url(store.url)}"
-    )
-    page = RetrainingReport(store, retraining.recipe, result, execution.url)
-    page.close(None)
+    store = ChampionStore(retraining.champion)
+    page = record_outcome(store, retraining.recipe, result, current_execution())
     Deck(DECK_NAME, page.render_fragment())
     kept_in = open_output_directory(output, retraining.recipe)
     directory = kept_in or Path(flytekit.current_context().working_directory)
@@ -205,7 +188,7 @@ def _outputs(
     report = directory / "retraining.html"
     page.write(report)
     outputs = RetrainingOutputs(
-        outcome,
+        result.outcome.value,
         result.reason,
         store.in_use().version,
         result.figures,

@@ -21,11 +21,12 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config.source_code import MAX_SIZE, files_below
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import InputError
-from flyte_ddp.flyte.frame import HISTORY
 from flyte_ddp.flyte.inputs import ClusterInput, OptionalCluster, OptionalTransformer, location
-from flyte_ddp.flyte.task import check_cluster, check_urls, open_task_frame, task_body
+from flyte_ddp.flyte.outputs import output_file, output_report, say_outputs
+from flyte_ddp.flyte.task import check_cluster, check_urls, open_task_run, task_body
 from flyte_ddp.launch.run import Gang, script_program
 from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.task_run.run import HISTORY
 
 ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script, or a directory or archive with one
 
@@ -54,33 +55,32 @@ def run_script(
     """
     name = Path(entry_point or location(script)).stem
     report = Report(name)
-    with open_task_frame(report, name, checkpoints, output) as frame:
+    with open_task_run(report, name, checkpoints, output) as run:
         config = cluster or ClusterInput()
         check_urls(script=location(script))
-        file = unpack_script(script, entry_point, frame.directory / "script")
-        directory = (frame.output_directory or frame.directory) / "outputs"
+        file = unpack_script(script, entry_point, run.directory / "script")
+        directory = (run.output_directory or run.directory) / "outputs"
         directory.mkdir(exist_ok=True)
-        outputs = frame.output_url("outputs") or str(directory)
+        outputs = run.output_url("outputs") or str(directory)
         program = script_program(str(file), list(arguments), outputs=outputs)
         check_cluster(config)
         gang = Gang(config.num_nodes, cluster=config)
-        with open(frame.directory / "log.txt", "w", encoding="utf-8") as log:
+        with open(run.directory / "log.txt", "w", encoding="utf-8") as log:
 
             def relay(line: str) -> None:
                 log.write(f"{line}\n")
-                frame.say(line)
+                run.say(line)
                 report.add_line(line)
 
-            with gang.open_place(program, frame.name) as place:
-                frame.run(report, program, place, labels={"script": name}, relay=relay)
+            run.run(report, program, gang, labels={"script": name}, relay=relay)
         report.outputs["outputs"] = outputs
         made = ScriptOutputs(
             outputs=FlyteDirectory(outputs, remote_directory=False),
-            log=frame.output("log.txt"),
-            history=frame.output(HISTORY),
-            report=frame.saved_report(),
+            log=output_file(run, "log.txt"),
+            history=output_file(run, HISTORY),
+            report=output_report(run),
         )
-        frame.say_outputs(made)
+        say_outputs(run, made)
         return made
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
@@ -12,9 +11,7 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.structured import StructuredDataset
 
 from flyte_ddp.cluster.config import ClusterConfig
-from flyte_ddp.errors import log_failures
-from flyte_ddp.events import EpochFinished, Event, Listener, list_accuracies, list_metrics
-from flyte_ddp.flyte.frame import HISTORY, Frame
+from flyte_ddp.events import list_accuracies, list_metrics
 from flyte_ddp.flyte.inputs import (
     ClusterInput,
     OptionalCluster,
@@ -23,28 +20,27 @@ from flyte_ddp.flyte.inputs import (
     given,
     make_overrides,
 )
-from flyte_ddp.flyte.origin import describe_origin
+from flyte_ddp.flyte.outputs import (
+    output_export,
+    output_file,
+    output_model_state,
+    output_report,
+    say_outputs,
+)
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
     check_files,
-    open_task_frame,
+    open_task_run,
     task_body,
 )
-from flyte_ddp.observers.formats import format_count
-from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.recipes import config_of
 from flyte_ddp.studies.report import StudyReport
-from flyte_ddp.studies.results import (
-    OUTCOME,
-    TrialLines,
-    TrialRun,
-    build_table,
-    choose_best,
-    describe_kept,
-)
-from flyte_ddp.studies.scaling import build_scaling_table, by_world_size, estimate
+from flyte_ddp.studies.results import build_table
+from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
+from flyte_ddp.task_run import study
+from flyte_ddp.task_run.run import HISTORY, TaskRun
 
 
 class CheckedStudy(NamedTuple):
@@ -157,9 +153,24 @@ def train_sweep(
     others from their checkpoints.
     """
     report, search = StudyReport(recipe), Search(stop_early, sampler, grid, seed)
-    return _train(  # type: ignore[no-any-return]
-        report, config, trials, data, cluster, checkpoints, output, search
-    )
+    with _trained(report, config, trials, data, cluster, checkpoints, output, search) as run:
+        results, csv = _save_table(run, build_table(report.runs))
+        best, trained = study.best_of(run, report)
+        outputs = SweepOutputs(
+            results=results,
+            csv=csv,
+            best_config=make_overrides(best.trial.overrides),
+            best_accuracies=list_accuracies(best.epochs),
+            best_metrics=list_metrics(best.epochs),
+            best_model_state=output_model_state(
+                run, "best_model_state.pt", trained.finished.model_state_url
+            ),
+            report=output_report(run),
+            best_export=output_export(run, trained),
+            history=output_file(run, HISTORY),
+        )
+        say_outputs(run, outputs)
+        return outputs
 
 
 @task_body
@@ -179,12 +190,16 @@ def train_at_world_sizes(
     A retry of this task continues the interrupted trial; finished trials are not repeated.
     """
     report = StudyReport(recipe, target_loss=target_loss)
-    return _train(  # type: ignore[no-any-return]
-        report, config, trials, data, cluster, checkpoints, output
-    )
+    with _trained(report, config, trials, data, cluster, checkpoints, output) as run:
+        table, csv = _save_table(run, build_scaling_table(report.study))
+        study.say_scaling(run, report)
+        outputs = ScalingOutputs(table, csv, output_file(run, HISTORY), output_report(run))
+        say_outputs(run, outputs)
+        return outputs
 
 
-def _train(
+@contextlib.contextmanager
+def _trained(
     report: StudyReport,
     config: TrainingOverrides,
     choices: Sequence[Mapping[str, Any]],
@@ -193,133 +208,26 @@ def _train(
     checkpoints: str,
     output: str,
     search: Search | None = None,
-) -> Any:
-    """Train the trials, and return the outputs of the current task. Without a `search` they are
-    timed, one after another.
-    """
-    from flyte_ddp.cluster import connect
-    from flyte_ddp.studies.runner import TrialRunner, resize_cluster
-
+) -> Iterator[TaskRun]:
+    """Train the trials, and yield the run of the current task for its outputs."""
     recipe = report.recipe
     purpose = "scaling" if report.is_scaling else "sweep"
-    with open_task_frame(
-        report, f"{recipe.rpartition('.')[2]}-{purpose}", checkpoints, output
-    ) as frame:
-        frame.limit_time(check_config(config_of(recipe, given(config))).max_hours)
+    name = f"{recipe.rpartition('.')[2]}-{purpose}"
+    with open_task_run(report, name, checkpoints, output) as run:
+        run.limit_time(check_config(config_of(recipe, given(config))).max_hours)
         trials = build_trials(recipe, given(config), choices)
         check_files(data=data)
         data.download()
-        observer = _Observer(frame, report)
         if report.is_scaling:
+            from flyte_ddp.studies.runner import resize_cluster
+
             cluster = resize_cluster(cluster, max(trial.world_size for trial in trials))
         check_cluster(cluster)
-        with connect.open_cluster(cluster, frame.name) as client:
-            TrialRunner(
-                frame.storage.url,
-                data.path,
-                client,
-                cluster,
-                observe=observer.observe,
-                make_listeners=observer.make_listeners,
-                relay=frame.say,
-                run_name=frame.name,
-                run=frame.execution.run_id,
-                runs=report.runs,
-                one_at_a_time=report.is_scaling,
-                search=search or Search(),
-            ).train(trials)
-        return observer.scaling_outputs() if report.is_scaling else observer.sweep_outputs()
+        study.train_trials(run, report, trials, data.path, cluster, search)
+        study.save_history(run, report)
+        yield run
 
 
-@dataclass(eq=False)
-class _Observer:
-    """Shows a study: a line for each start and end of a trial, the report, and one group in W&B."""
-
-    frame: Frame
-    report: StudyReport
-
-    def __post_init__(self) -> None:
-        self.group = self.frame.run_id()
-        self.lines = TrialLines(self.frame.say, self.report.runs)
-
-    def observe(self, run: TrialRun, event: Event | None) -> None:
-        """Take note of what happened to a trial; see `flyte_ddp.studies.runner.TrialRunner`."""
-        self.lines.observe(run, event)
-        if event is not None and (self.report.is_scaling or isinstance(event, EpochFinished)):
-            self.frame.publisher.handle(event)
-
-    def make_listeners(self, run: TrialRun) -> list[Listener]:
-        """Return the listeners of one trial: W&B, Prometheus' if a port was asked for, the bar for
-        one at a time.
-        """
-        return [
-            *([self.frame.bar] if self.report.is_scaling else []),
-            *self.frame.figures(recipe=self.report.recipe, trial=str(run.trial.number)),
-            self.frame.tracker(
-                f"{self.group}-{run.key}",
-                origin=describe_origin(self.frame.execution.run_id),
-                history=f"{run.url}/{OUTCOME}",
-                name=str(run.trial),
-                group=self.group,
-                config={"sweep": run.trial.shown},
-                say=functools.partial(self.lines.tell, run),
-            ),
-        ]
-
-    def sweep_outputs(self) -> SweepOutputs:
-        """Return the outputs of a sweep, and print where they are."""
-        best = choose_best(self.report.runs)
-        assert best.state.finished is not None
-        results, csv = self._save_table(build_table(self.report.runs))
-        finished = best.state.finished
-        card = run_card(best.state, **describe_origin(self.frame.execution.run_id))
-        outputs = SweepOutputs(
-            results=results,
-            csv=csv,
-            best_config=make_overrides(best.trial.overrides),
-            best_accuracies=list_accuracies(best.epochs),
-            best_metrics=list_metrics(best.epochs),
-            best_model_state=self.frame.model_state(
-                "best_model_state.pt", finished.model_state_url
-            ),
-            report=self.frame.saved_report(),
-            best_export=self.frame.exported(finished, card),
-            history=self._save_history(),
-        )
-        self.frame.say(f"the best is {best.trial}: {describe_kept(best)}")
-        self.frame.say_outputs(outputs)
-        return outputs
-
-    def scaling_outputs(self) -> ScalingOutputs:
-        """Return the outputs of a scaling study, and print the results and where the outputs
-        are.
-        """
-        study = self.report.study
-        table, csv = self._save_table(build_scaling_table(study))
-        for values, rows in study.series.items():
-            for world_size, repeats in by_world_size(rows).items():
-                name = ", ".join(
-                    [
-                        format_count(world_size, "rank"),
-                        *([study.describe(values)] if values else []),
-                    ]
-                )
-                self.frame.say(
-                    f"{name}: {estimate([row.samples_per_second for row in repeats]):,.0f} "
-                    "samples/s, "
-                    f"speed-up {estimate([row.speed_up for row in repeats]):.2f}, "
-                    f"efficiency {estimate([100 * row.efficiency for row in repeats]):.0f} %"
-                )
-        outputs = ScalingOutputs(table, csv, self._save_history(), self.frame.saved_report())
-        self.frame.say_outputs(outputs)
-        return outputs
-
-    def _save_table(self, table: Any) -> tuple[StructuredDataset, FlyteFile]:
-        table.to_csv(self.frame.directory / "results.csv", index=False)
-        return StructuredDataset(dataframe=table), self.frame.output("results.csv")
-
-    def _save_history(self) -> FlyteFile:
-        with open(self.frame.directory / HISTORY, "wb") as history:
-            with log_failures("history"):
-                history.writelines(run.history() for run in self.report.runs)
-        return self.frame.output(HISTORY)
+def _save_table(run: TaskRun, table: Any) -> tuple[StructuredDataset, FlyteFile]:
+    table.to_csv(run.directory / "results.csv", index=False)
+    return StructuredDataset(dataframe=table), output_file(run, "results.csv")

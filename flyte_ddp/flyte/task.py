@@ -1,33 +1,41 @@
-"""The errors, the checks by the project's settings and the frame that the functions of tasks
-share.
-"""
+"""What the functions of tasks share: errors, checks by the project's settings, and the run."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+import click
+import flytekit
 
 from flyte_ddp.cluster import admission
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.source_code import extend_path
-from flyte_ddp.errors import ConfigError
+from flyte_ddp.errors import ConfigError, TrainingStopped
+from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.flyte.failures import flyte_errors
-from flyte_ddp.flyte.flyte_context import is_flyte_task, list_own_places, store_of_outputs
-from flyte_ddp.flyte.frame import Frame, open_frame
+from flyte_ddp.flyte.flyte_context import (
+    current_execution,
+    is_flyte_task,
+    list_own_places,
+    store_of_outputs,
+)
 from flyte_ddp.flyte.inputs import location
 from flyte_ddp.flyte.outputs import open_output_directory
-from flyte_ddp.flyte.resources import (
-    TRACKING,
-    check_library,
-)
-from flyte_ddp.flyte.settings import SETTINGS, check_settings
+from flyte_ddp.flyte.resources import KEY_SECRETS, TRACKING, check_library
+from flyte_ddp.observers.command_line import resume_command
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import check_place, check_places, limit_urls
+from flyte_ddp.task_run.run import TaskRun, open_run
+from flyte_ddp.task_run.settings import SETTINGS, check_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,15 +68,72 @@ def task_body(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def open_task_frame(
-    report: Page, name: str, checkpoints: str, output: str = ""
-) -> AbstractContextManager[Frame]:
-    """Check the places that the user gave, and open the frame of the current task as `open_frame`
-    does.
+@contextlib.contextmanager
+def open_task_run(
+    report: Page,
+    name: str,
+    checkpoints: str = "",
+    output: str = "",
+    tracking: tuple[str, ...] = TRACKING,
+    hides_keys: bool = True,
+    has_outputs: bool = True,
+) -> Iterator[TaskRun]:
+    """Check the places that the user gave, and open the run of the current task.
+
+    Args:
+        name: of the attempt in a local run, where Flyte gives none.
+        checkpoints: URL that the user gave; "" for the execution's own.
+        output: directory of a local run's outputs; "" for one that is made.
+        tracking: see `make_tracker`; empty for runs that nothing records.
+        hides_keys: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
+        has_outputs: the outputs are files, so a local run has a directory for them.
+
+    Raises:
+        UserError, RecoverableError, TaskFailed, KeyboardInterrupt: see `flyte_errors`.
     """
-    check_urls(checkpoints=checkpoints)
-    directory = open_output_directory(output, name)
-    return open_frame(report, name, checkpoints, TRACKING, output_directory=directory)
+    with flyte_errors():
+        check_urls(checkpoints=checkpoints)
+        directory = open_output_directory(output, name) if has_outputs else None
+        context, execution = flytekit.current_context(), current_execution()
+        opened = open_run(
+            report,
+            execution,
+            Path(context.working_directory),
+            name=name.rpartition(".")[2],
+            checkpoints=checkpoints,
+            secrets=_read_secrets(),
+            hides_keys=hides_keys,
+            tracking=tracking,
+            publish=open_deck(),
+            outputs="" if execution.is_local else context.raw_output_prefix.rstrip("/"),
+            output_directory=directory,
+        )
+        with opened as run:
+            try:
+                yield run
+            except TrainingStopped as stopped:
+                if execution.is_local:
+                    _say_how_to_resume(run, stopped)
+                raise
+
+
+def _read_secrets() -> dict[str, str]:
+    """Return the keys of trackers among Flyte's secrets, by their variables."""
+    found = {}
+    for name, secret in KEY_SECRETS.items():
+        with contextlib.suppress(ValueError):  # Flyte has no such secret
+            found[name] = flytekit.current_context().secrets.get(secret.group, secret.key)
+    return found
+
+
+def _say_how_to_resume(run: TaskRun, stopped: TrainingStopped) -> None:
+    """Print how a local run has stopped, and the command of `pyflyte run` that resumes it."""
+    command = click.get_current_context(silent=True)
+    if stopped.reason == signal.SIGINT.name:  # of which click prints nothing but "Aborted"
+        run.say(str(stopped))
+    if command is not None and "checkpoints" in command.params:
+        checkpoints = "" if command.params["checkpoints"] else run.storage.url
+        run.say(f"to resume: {resume_command(checkpoints)}")
 
 
 def check_cluster(config: ClusterConfig | None) -> None:

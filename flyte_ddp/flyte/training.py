@@ -1,32 +1,30 @@
-"""Train one model in a task: a launcher inside the task's frame."""
+"""Train one model in a task, and return typed outputs."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
 
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import OUT_OF_MEMORY, FailureKind, RankFailure
 from flyte_ddp.events import list_accuracies, list_metrics
-from flyte_ddp.flyte.frame import HISTORY
-from flyte_ddp.flyte.origin import describe_origin
-from flyte_ddp.flyte.outputs import TrainingOutputs
+from flyte_ddp.flyte.outputs import (
+    TrainingOutputs,
+    output_export,
+    output_file,
+    output_model_state,
+    output_report,
+    say_outputs,
+)
 from flyte_ddp.flyte.task import (
     check_cluster,
     check_config,
     check_files,
-    open_task_frame,
+    open_task_run,
     task_body,
 )
-from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.nodes.local import LocalPlace
-from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.launch.run import Gang
-from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.observers.reports.run_card import run_card
+from flyte_ddp.task_run.run import HISTORY
+from flyte_ddp.task_run.training import say_figures, train
 
 
 @task_body
@@ -69,26 +67,6 @@ def train_on_cluster(
     return _train(recipe, config, data, checkpoints, output, parent_champion, cluster=cluster)
 
 
-def pod_failure(pod: str) -> RankFailure | None:
-    """Return the failure of the attempt before this one, if its pod was killed for its memory.
-
-    Kubernetes kills all of a container (cgroup v2), so only the next attempt can see it.
-
-    Args:
-        pod: its name; "" where there was none.
-    """
-    from flyte_ddp.cluster.kubernetes.api import pod_end
-
-    if not pod or not pod_end(ClusterConfig(kind="kubernetes"), pod, began_at=0.0).is_out_of_memory:
-        return None
-    return RankFailure(
-        f"The pod of the attempt before, {pod}, ended with {OUT_OF_MEMORY}",
-        -1,
-        FailureKind.SIGNAL,
-        OUT_OF_MEMORY,
-    )
-
-
 def _train(
     recipe: str,
     config: TrainingConfig,
@@ -100,43 +78,31 @@ def _train(
     cluster: ClusterConfig | None = None,
 ) -> TrainingOutputs:
     """Train here or on `cluster`; return the task's outputs, and print where they are."""
-    report, failure = Report(), None
-    with open_task_frame(report, recipe, checkpoints, output) as frame:
-        frame.limit_time(config.max_hours)
-        program = recipe_program(recipe, check_config(config))
+    report = Report()
+    with open_task_run(report, recipe, checkpoints, output) as run:
+        run.limit_time(config.max_hours)
+        checked = check_config(config)
         check_files(data=data)
-        origin = {**describe_origin(frame.execution.run_id), "parent_champion": parent_champion}
         check_cluster(cluster)
-        opened: AbstractContextManager[driver.Place]
-        if cluster:
-            opened = Gang(cluster.num_nodes, cluster=cluster).open_place(program, frame.name)
-        else:
-            opened = nullcontext(LocalPlace(num_processes, ClusterConfig.max_restarts))
-            failure = pod_failure(frame.execution.previous_pod)
-        with opened as place:
-            result = frame.run(
-                report,
-                program,
-                place,
-                lambda: data.download() or data.path,
-                labels={"recipe": program.name},
-                earlier_failure=failure,
-                origin=origin,
-            )
-        assert result.finished is not None  # else it has raised
-        metrics = list_metrics(result.epochs)
-        outputs = TrainingOutputs(
-            epoch_accuracies=list_accuracies(result.epochs),
-            epoch_metrics=metrics,
-            model_state=frame.model_state("model_state.pt", result.finished.model_state_url),
-            report=frame.saved_report(),
-            history=frame.output(HISTORY),
-            export=frame.exported(result.finished, run_card(result, **origin)),
+        trained = train(
+            run,
+            report,
+            recipe,
+            checked,
+            lambda: data.download() or data.path,
+            cluster,
+            num_processes,
+            parent_champion,
         )
-        shown = result.monitor.metric
-        if shown == "test_loss":  # a metric says more
-            shown = next((name for name in metrics if name != shown), shown)
-        values = "  ".join(format_figure(shown, value) for value in metrics[shown])
-        frame.say(f"{shown.replace('_', ' ')} per epoch  {values}")
-        frame.say_outputs(outputs)
+        epochs = trained.state.epochs
+        outputs = TrainingOutputs(
+            epoch_accuracies=list_accuracies(epochs),
+            epoch_metrics=list_metrics(epochs),
+            model_state=output_model_state(run, "model_state.pt", trained.finished.model_state_url),
+            report=output_report(run),
+            history=output_file(run, HISTORY),
+            export=output_export(run, trained),
+        )
+        say_figures(run, trained.state)
+        say_outputs(run, outputs)
         return outputs

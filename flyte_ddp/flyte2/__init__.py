@@ -24,7 +24,7 @@ from flyte_ddp.errors import ConfigError
 MIN_VERSION = (2, 12)  # of the SDK
 # by the module that has them
 _HOMES = {
-    "flyte_ddp.flyte.settings": ("SETTINGS",),
+    "flyte_ddp.task_run.settings": ("SETTINGS",),
     "flyte_ddp.flyte2.distributed": ("Distributed",),
     "flyte_ddp.flyte2.environments": ("environment", "schedule"),
     "flyte_ddp.flyte2.prediction": ("PredictionOutputs", "predict"),

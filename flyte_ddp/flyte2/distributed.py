@@ -22,10 +22,9 @@ from flyte_ddp.cluster.admission import check_allowed, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.source_code import find_project, packages_beside
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import RunState
-from flyte_ddp.flyte2.frame import MainThreadTask, flyte_errors, limited_urls, open_frame
+from flyte_ddp.flyte2.task import MainThreadTask, flyte_errors, limited_urls, open_task_run
 from flyte_ddp.launch import distributed
-from flyte_ddp.launch.run import function_program, returned_value, run_program
+from flyte_ddp.launch.run import function_program, returned_value
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.streams import print_line
 
@@ -108,9 +107,9 @@ class DistributedTask(MainThreadTask):
         with (
             flyte_errors(),
             limits,
-            open_frame(
+            open_task_run(
                 report, "", config.max_hours, config.tracking(), bool(config.mlflow)
-            ) as frame,
+            ) as run,
         ):
             gang = config.gang(self.pods)
             if gang.needs_cluster:
@@ -129,17 +128,9 @@ class DistributedTask(MainThreadTask):
                 packages=packages_beside(self.func.__module__),
                 variables={**own, **(self.env_vars or {})},
             )
-            state = RunState(keep_reports=False)
-
-            def relay(line: str) -> None:
-                print_line(line)
-                report.add_line(line)
-
-            run_program(
-                *(program, gang, frame.storage.url, [state, *frame.listeners], relay),
-                run_id=frame.run_id,
-                results=config.results or None,
-            )
+            run.receivers.append(report.add_line)
+            state = run.run(report, program, gang, labels={"task": name}, results=config.results)
+            run.keep_history(report)
             return cloudpickle.loads(returned_value(state))
 
 

@@ -11,10 +11,10 @@ from flyte_ddp.cluster.admission import IMAGE_VARIABLE
 from flyte_ddp.cluster.config import GRACE_VARIABLE
 from flyte_ddp.config.source_code import find_project
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.settings import SETTINGS, VARIABLES, Size
 from flyte_ddp.flyte2.distributed import Distributed
-from flyte_ddp.flyte2.frame import OnMainThread
+from flyte_ddp.flyte2.task import OnMainThread
 from flyte_ddp.launch.agent.devices import REQUESTED_VARIABLE
+from flyte_ddp.task_run.settings import SETTINGS, VARIABLES, Size
 
 OVERRIDES = ("SANDBOX", *VARIABLES)  # of the settings
 

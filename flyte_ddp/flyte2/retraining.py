@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 
 import flyte
 
-from flyte_ddp.errors import ConfigError
-from flyte_ddp.flyte.origin import code_version
-from flyte_ddp.flyte.settings import SETTINGS
-from flyte_ddp.flyte2.frame import (
+from flyte_ddp.flyte2.task import (
     check_cluster,
     current_execution,
-    default_champions,
     flyte_errors,
-    is_local,
     limited,
-    open_frame,
+    open_task_run,
     project_tracking,
     publish,
 )
@@ -35,7 +30,7 @@ from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.promotion.champion import CARD, LAST_RUN, ChampionStore
+from flyte_ddp.promotion.champion import CARD, ChampionStore
 from flyte_ddp.promotion.policy import (
     Challenge,
     Outcome,
@@ -44,11 +39,13 @@ from flyte_ddp.promotion.policy import (
     judge,
     plan,
 )
-from flyte_ddp.promotion.report import RetrainingReport
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import check_places, read_file
 from flyte_ddp.storage.weights import pin_state
+from flyte_ddp.task_run.origin import code_version
+from flyte_ddp.task_run.retraining import format_kickoff, open_champions, record_outcome
+from flyte_ddp.task_run.settings import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -93,17 +90,16 @@ def plan_retraining(
         resolved, terms = check_inputs(recipe, config, data), PromotionCriteria(**criteria)
         # its contents decide if there is something new, and a file may be replaced meanwhile
         given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
-        begun = kickoff_time or flyte.ctx().run_start_time
-        if not begun.timestamp():  # what Flyte 2.0.43 tells a task with a pod template
-            begun = datetime.datetime.now()
-        text = begun.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        if not is_local():
+        begun: datetime.datetime | None = kickoff_time or flyte.ctx().run_start_time
+        if begun and not begun.timestamp():  # what Flyte 2.0.43 tells a task with a pod template
+            begun = None
+        execution = current_execution()
+        if not execution.is_local:
             check_places([("champion", champion)], SETTINGS.allowed.urls)
-        store = ChampionStore(champion or _default_champion(recipe))
-        store.storage.check_access()
+        store = open_champions(execution, recipe, champion)
         retraining = Retraining(
             *(recipe, json.dumps(given), data, store.url),
-            *(json.dumps(dataclasses.asdict(terms)), text, "", ""),
+            *(json.dumps(dataclasses.asdict(terms)), format_kickoff(begun), "", ""),
         )
         with _prepare(retraining) as prepared:
             planned = plan(store, prepared, terms)
@@ -130,22 +126,24 @@ def challenge(
     check_requested_gpus()
     config, nodes = json.loads(retraining.config), check_cluster(cluster)
     resolved = check_inputs(retraining.recipe, config, retraining.data)
+    report = Report()
     with (
-        open_frame(Report(), checkpoints, resolved.max_hours, project_tracking()) as frame,
+        open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run,
         # once: the data that are recorded are those of the training
         _prepare(retraining) as prepared,
     ):
         trained = run_training(
-            *(frame, retraining.recipe, config, retraining.data, num_processes, nodes),
+            *(run, report, retraining.recipe, resolved, retraining.data, num_processes, nodes),
             prepared=str(prepared.directory),
         )
         result = judge(
             ChampionStore(retraining.champion),
-            dataclasses.replace(prepared, card=read_file(f"{trained.export_url}/{CARD}")),
+            dataclasses.replace(prepared, card=read_file(f"{trained.finished.export_url}/{CARD}")),
             PromotionCriteria(**json.loads(retraining.criteria)),
-            read_file(trained.model_state_url),
+            read_file(trained.finished.model_state_url),
         )
-    return _list_outputs(retraining, result, trained.export_url)
+        run.keep_history(report)
+    return _list_outputs(retraining, result, trained.finished.export_url)
 
 
 @limited
@@ -154,13 +152,6 @@ def keep_champion(retraining: Retraining) -> RetrainingOutputs:
     result = PromotionResult(Outcome(retraining.outcome), retraining.reason)
     with flyte_errors():
         return _list_outputs(retraining, result)
-
-
-def _default_champion(recipe: str) -> str:
-    """Return the place of `default_champions` for a recipe."""
-    if is_local():
-        raise ConfigError("champion: expected a directory or a URL in a local run, got ''")
-    return f"{default_champions()}/{recipe}"
 
 
 @contextlib.contextmanager
@@ -176,7 +167,7 @@ def _prepare(retraining: Retraining) -> Iterator[Challenge]:
             directory=Path(directory),
             kickoff_time=retraining.kickoff_time,
             code_version=code_version(),
-            execution=current_execution(),
+            execution=current_execution().name,
         )
 
 
@@ -184,10 +175,8 @@ def _list_outputs(
     retraining: Retraining, result: PromotionResult, export: str = ""
 ) -> RetrainingOutputs:
     """Return the outputs of the last task, and make the retraining's report its own."""
-    store, outcome = ChampionStore(retraining.champion), result.outcome.value
-    store.record(LAST_RUN, outcome, current_execution())
-    page = RetrainingReport(store, retraining.recipe, result, "")
-    page.close(None)
+    store = ChampionStore(retraining.champion)
+    page = record_outcome(store, retraining.recipe, result, current_execution())
     PagePublisher(page, publish).close(None)
-    version = store.in_use().version
+    outcome, version = result.outcome.value, store.in_use().version
     return RetrainingOutputs(version, export, result.figures, outcome, result.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,34 +10,32 @@ from typing import Any, NamedTuple
 
 from flyte.io import Dir, File
 
-from flyte_ddp.cluster import connect
 from flyte_ddp.cluster.admission import places_of_config
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.events import EpochFinished, Event, list_accuracies, list_metrics
-from flyte_ddp.flyte.origin import describe_origin
-from flyte_ddp.flyte.settings import SETTINGS
-from flyte_ddp.flyte2.frame import (
-    HISTORY,
-    Frame,
+from flyte_ddp.events import list_accuracies, list_metrics
+from flyte_ddp.flyte2.task import (
     check_cluster,
-    current_execution,
     is_local,
     limited,
-    open_frame,
+    open_task_run,
     project_tracking,
 )
-from flyte_ddp.launch import train as training
 from flyte_ddp.launch.agent.devices import check_requested_gpus
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.observers.streams import print_line
+from flyte_ddp.observers.reports.run_card import write_card
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
 from flyte_ddp.storage import check_places
 from flyte_ddp.studies.report import StudyReport
-from flyte_ddp.studies.results import TrialLines, TrialRun, build_table, choose_best
-from flyte_ddp.studies.runner import TrialRunner, check_trials
+from flyte_ddp.studies.results import build_table
+from flyte_ddp.studies.runner import check_trials
 from flyte_ddp.studies.search import Search, build_trials, expand_grid
+from flyte_ddp.task_run import study
+from flyte_ddp.task_run.run import HISTORY, TaskRun
+from flyte_ddp.task_run.settings import SETTINGS
+from flyte_ddp.task_run.training import Trained, say_figures
+from flyte_ddp.task_run.training import train as train_recipe
 
 
 class TrainingOutputs(NamedTuple):
@@ -58,8 +57,10 @@ class SweepOutputs(NamedTuple):
 
     best_accuracies: list[float]
     best_config: str  # as JSON
+    best_export: Dir  # its weights as safetensors, and its run card: docs/outputs.md
     best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
     best_model_state: File
+    history: File  # every event of every trial, as JSON lines, one trial after the other
     results: File  # a CSV file, a row for every epoch of every trial
 
 
@@ -95,43 +96,49 @@ def train(
     """
     check_requested_gpus()
     resolved, nodes = check_inputs(recipe, config, data), check_cluster(cluster)
-    with open_frame(Report(), checkpoints, resolved.max_hours, project_tracking()) as frame:
-        trained = run_training(frame, recipe, config, data, num_processes, nodes)
-    return list_outputs(frame, trained)
+    report = Report()
+    with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
+        trained = run_training(run, report, recipe, resolved, data, num_processes, nodes)
+        return TrainingOutputs(
+            epoch_accuracies=list_accuracies(trained.state.epochs),
+            epoch_metrics=list_metrics(trained.state.epochs),
+            model_state=File.from_existing_remote(trained.finished.model_state_url),
+            history=File.from_existing_remote(run.upload(HISTORY)),
+            export=Dir.from_existing_remote(trained.finished.export_url),
+        )
 
 
 def run_training(
-    frame: Frame,
+    run: TaskRun,
+    report: Report,
     recipe: str,
-    config: Mapping[str, Any] | None,
+    config: TrainingConfig,
     data: str,
     num_processes: int,
     cluster: ClusterConfig | None,
     prepared: str = "",
-) -> training.Trained:
-    return training.train(
-        recipe,
-        config,
-        data=data,
-        prepared=prepared,
-        nnodes=cluster.num_nodes if cluster else 1,
-        nproc_per_node=num_processes or "auto",
-        cluster=cluster,
-        checkpoints=frame.storage.url,
-        run_id=frame.run_id,
-        listeners=frame.listeners,
-        origin=describe_origin(current_execution()),
-    )
+) -> Trained:
+    """Train in the run of the current task. The data are prepared while the ranks start, and before
+    a cluster does.
 
+    Args:
+        prepared: directory of data that are prepared already.
+    """
+    directory = Path(prepared or run.directory / "data")
 
-def list_outputs(frame: Frame, trained: training.Trained) -> TrainingOutputs:
-    return TrainingOutputs(
-        epoch_accuracies=list_accuracies(trained.epochs),
-        epoch_metrics=list_metrics(trained.epochs),
-        model_state=File.from_existing_remote(trained.model_state_url),
-        history=File.from_existing_remote(f"{frame.outputs}/{HISTORY}"),
-        export=Dir.from_existing_remote(trained.export_url),
-    )
+    @functools.cache
+    def prepare() -> str:
+        if not prepared:
+            directory.mkdir()
+            prepare_data(get_recipe(recipe, config.recipe_options), data, directory)
+        return str(directory)
+
+    if cluster:
+        prepare()
+    trained = train_recipe(run, report, recipe, config, prepare, cluster, num_processes)
+    write_card(trained.finished.export_url, trained.card)
+    say_figures(run, trained.state)
+    return trained
 
 
 @limited
@@ -156,34 +163,21 @@ def sweep(
     search = Search(stop_early, sampler, grid, seed)
     check_trials(trials, nodes)
     report = StudyReport(recipe)
-    with open_frame(report, checkpoints, resolved.max_hours) as frame:
-        lines = TrialLines(print_line, report.runs)
-
-        def observe(run: TrialRun, event: Event | None) -> None:
-            lines.observe(run, event)
-            if isinstance(event, EpochFinished):
-                frame.publisher.handle(event)
-
-        directory = frame.directory / "data"
+    with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
+        directory = run.directory / "data"
         directory.mkdir()
-        prepare_data(get_recipe(recipe, resolved.recipe_options), data, Path(directory))
-        with connect.open_cluster(nodes, frame.pod_id) as client:
-            runner = TrialRunner(
-                *(frame.storage.url, str(directory), client, nodes),
-                search=search,
-                observe=observe,
-                run_name=frame.pod_id,
-                run=frame.run_id,
-                runs=report.runs,
-            )
-            runner.train(trials)
-        best = choose_best(report.runs)
-        assert best.state.finished is not None
-        build_table(report.runs).to_csv(frame.directory / "results.csv", index=False)
+        prepare_data(get_recipe(recipe, resolved.recipe_options), data, directory)
+        study.train_trials(run, report, trials, str(directory), nodes, search)
+        study.save_history(run, report)
+        build_table(report.runs).to_csv(run.directory / "results.csv", index=False)
+        best, trained = study.best_of(run, report)
+        write_card(trained.finished.export_url, trained.card)
         return SweepOutputs(
-            results=File.from_existing_remote(frame.upload("results.csv")),
-            best_config=json.dumps(dict(best.trial.overrides)),
             best_accuracies=list_accuracies(best.epochs),
+            best_config=json.dumps(dict(best.trial.overrides)),
+            best_export=Dir.from_existing_remote(trained.finished.export_url),
             best_metrics=list_metrics(best.epochs),
-            best_model_state=File.from_existing_remote(best.state.finished.model_state_url),
+            best_model_state=File.from_existing_remote(trained.finished.model_state_url),
+            history=File.from_existing_remote(run.upload(HISTORY)),
+            results=File.from_existing_remote(run.upload("results.csv")),
         )

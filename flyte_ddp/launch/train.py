@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import events
 from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.errors import ConfigError, log_failures
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.scratch import own_directory
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, check_run_id
@@ -24,10 +24,10 @@ from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.command_line import show_resume_command
 from flyte_ddp.observers.progress_bar import ProgressBar
-from flyte_ddp.observers.reports.run_card import card_files, run_card
+from flyte_ddp.observers.reports.run_card import run_card, write_card
 from flyte_ddp.recipes import Recipe, config_of, get_recipe, load_anew
 from flyte_ddp.recipes.prepare import prepare_data
-from flyte_ddp.storage import read_file, redact_errors, write_file
+from flyte_ddp.storage import read_file, redact_errors
 from flyte_ddp.storage.weights import from_bytes
 
 if TYPE_CHECKING:
@@ -181,7 +181,5 @@ def train_recipe(
         assert state.finished is not None  # else it has raised
         card = run_card(state, **origin)
         if is_kept:
-            with log_failures("run card"):
-                for name, contents in card_files(card).items():
-                    write_file(f"{state.finished.export_url}/{name}", contents, "checkpoints")
+            write_card(state.finished.export_url, card)
         return card

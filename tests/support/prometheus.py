@@ -9,8 +9,8 @@ import urllib.request
 
 import pytest
 
-from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.observers.metrics import PORT_VARIABLE
+from flyte_ddp.observers.reports.publisher import PagePublisher
 from tests.support.ports import free_port
 
 needs_prometheus = pytest.mark.skipif(
@@ -43,5 +43,5 @@ def record_figures(patch):
             figures.append("")
 
     patch.setenv(PORT_VARIABLE, str(port))
-    patch.setattr(DeckPublisher, "_publish", scrape)
+    patch.setattr(PagePublisher, "_publish", scrape)
     return figures

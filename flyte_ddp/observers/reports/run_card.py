@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from flyte_ddp.errors import log_failures
 from flyte_ddp.events import RunState, plain
 from flyte_ddp.events.kinds import shorten_label
 from flyte_ddp.observers.formats import duration, format_figure
-from flyte_ddp.storage import redact_values
+from flyte_ddp.storage import redact_values, write_file
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
 UNKNOWN = "not known"
@@ -85,6 +86,13 @@ def card_files(card: Mapping[str, Any]) -> dict[str, bytes]:
     text = json.dumps(card, indent=1, ensure_ascii=False, default=repr, allow_nan=False)
     pages = {CARD_JSON: f"{text}\n", CARD_PAGE: card_page(card)}
     return {name: page.encode(errors="backslashreplace") for name, page in pages.items()}
+
+
+def write_card(url: str, card: Mapping[str, Any]) -> None:
+    """Write the card into the directory at `url`. Does not raise: the run has ended."""
+    with log_failures("run card"):
+        for name, contents in card_files(card).items():
+            write_file(f"{url}/{name}", contents, "checkpoints")
 
 
 def card_page(card: Mapping[str, Any]) -> str:

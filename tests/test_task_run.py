@@ -1,4 +1,4 @@
-"""The frame of the tasks that train: how errors reach Flyte, how a report ends, and who has W&B's
+"""The run of a task: how errors reach Flyte, how a report ends, and who has W&B's
 key.
 """
 
@@ -19,10 +19,9 @@ from torch._utils import ExceptionWrapper
 
 from flyte_ddp import errors, flyte
 from flyte_ddp.cluster import connect
-from flyte_ddp.flyte.deck import DeckPublisher
 from flyte_ddp.flyte.failures import TaskFailed, UserError, flyte_errors
-from flyte_ddp.flyte.frame import open_frame
 from flyte_ddp.flyte.inputs import ClusterInput, InputError, TrainingOverrides
+from flyte_ddp.flyte.task import open_task_run
 from flyte_ddp.launch.protocol.failures import MAX_LINES, shorten_traceback
 from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.rank import entry
@@ -172,7 +171,7 @@ def test_an_error_in_a_loader_process_ends_with_the_data_sets_own_frames():
 def test_an_unexpected_error_keeps_its_own_traceback():
     raised, text = shown_by_flyte(KeyError("a bug of ours"))
     assert type(raised) is KeyError
-    assert "test_frame.py" in text
+    assert "test_task_run.py" in text
 
 
 @pytest.mark.parametrize(
@@ -206,13 +205,13 @@ def test_only_the_task_keeps_the_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("_FSEC_WANDB_API_KEY", "key-of-wandb")
     with (
         executing(),
-        open_frame(Report(), TINY, str(tmp_path)) as frame,
+        open_task_run(Report(), TINY, str(tmp_path)) as run,
     ):
-        assert frame.keys["WANDB_API_KEY"] == "key-of-wandb"
+        assert run.keys["WANDB_API_KEY"] == "key-of-wandb"
         child = subprocess.run(
             [sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True
         )
-        assert frame.keys["MLFLOW_TRACKING_TOKEN"] == "key-of-mlflow"
+        assert run.keys["MLFLOW_TRACKING_TOKEN"] == "key-of-mlflow"
         assert "key-of-" not in child.stdout
         assert "PATH" in child.stdout
     assert os.environ["WANDB_API_KEY"] == os.environ["_FSEC_WANDB_API_KEY"] == "key-of-wandb"
@@ -262,12 +261,7 @@ TASKS = {
 def test_a_report_ends_as_failed_if_the_cluster_does_not_start(name, data, tmp_path, monkeypatch):
     shown = []
 
-    class Publisher(DeckPublisher):
-        def __init__(self, report):
-            super().__init__(report)
-            self._publish = lambda *_: shown.append(report.render())
-
-    monkeypatch.setattr("flyte_ddp.flyte.frame.DeckPublisher", Publisher)
+    monkeypatch.setattr("flyte_ddp.flyte.task.open_deck", lambda: shown.append)
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     def fail(*arguments):

@@ -1,0 +1,54 @@
+"""Predict new data in a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flyte_ddp.cluster.config import ClusterConfig
+from flyte_ddp.launch.agent.devices import check_requested_gpus
+from flyte_ddp.observers.streams import print_line
+from flyte_ddp.prediction.predict import Predictions
+from flyte_ddp.prediction.predict import predict as predict_data
+from flyte_ddp.storage import redact_url
+from flyte_ddp.task_run.execution import Execution
+from flyte_ddp.task_run.run import launcher_log
+
+
+def predict(
+    execution: Execution,
+    recipe: str,
+    model_state: str,
+    data: str,
+    output: str,
+    config: Mapping[str, Any] | None,
+    cluster: ClusterConfig | None,
+    num_processes: int,
+    batch_size: int,
+    part_size: int,
+) -> tuple[Predictions, str]:
+    """Predict `data`; return what was made, and its URL. Prints both.
+
+    Args:
+        output: URL; "" for a place of the task's own, where an attempt goes on from the last one.
+        num_processes: ranks on this machine, if there is no `cluster`; 0 is one for each GPU.
+        batch_size, part_size: as of `flyte_ddp.predict`.
+    """
+    check_requested_gpus()
+    url = output or f"{execution.checkpoints}/predictions"
+    with launcher_log(print_line):
+        made = predict_data(
+            recipe,
+            model_state,
+            data,
+            url,
+            config=config,
+            nnodes=cluster.num_nodes if cluster else 1,
+            nproc_per_node=num_processes or "auto",
+            cluster=cluster,
+            name=execution.attempt_id,
+            batch_size=batch_size,
+            part_size=part_size,
+        )
+    print(f"{made.num_rows:,} predictions in {redact_url(url)}")  # noqa: T201
+    return made, url

@@ -1,0 +1,309 @@
+"""The run of a task that trains: its observers, its report, its trackers' keys, and its time limit.
+
+A task opens a run with its report, trains inside it, and makes its outputs of it. Whatever happens
+inside, the report ends as finished, failed or interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flyte_ddp.errors import RankFailure, log_failures
+from flyte_ddp.events import Listener, RunFinished, RunState
+from flyte_ddp.launch.control import driver
+from flyte_ddp.launch.protocol.programs import Job, Program
+from flyte_ddp.launch.protocol.signals import TimeLimit
+from flyte_ddp.launch.run import Gang
+from flyte_ddp.observers.command_line import keep_first_start, keep_run_id
+from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
+from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
+from flyte_ddp.observers.progress_bar import ProgressBar
+from flyte_ddp.observers.recorder import Recorder
+from flyte_ddp.observers.reports.page import Page
+from flyte_ddp.observers.reports.publisher import PagePublisher
+from flyte_ddp.observers.reports.run import Report
+from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
+from flyte_ddp.observers.trackers import make_tracker
+from flyte_ddp.storage import Storage, fetch_file, file_below, redact_url, write_file
+from flyte_ddp.task_run.execution import Execution
+
+HISTORY = "history.jsonl"
+EXPORT = "export"  # the output's name, a directory
+KEYS = ("WANDB_API_KEY", *MLFLOW_VARIABLES)  # variables with the keys of trackers
+# copies of the keys, in a pod to which Flyte passes secrets as variables
+COPIES_OF_KEYS = ("_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN")
+
+
+@dataclass
+class TaskRun:
+    """The run of the current task."""
+
+    report: Page
+    execution: Execution
+    directory: Path  # of the task's own files, in the pod
+    storage: Storage  # of the checkpoints
+    name: str  # of this attempt, unique in a namespace
+    # Keys of W&B and MLflow, by their variables. The ranks' environment has none.
+    keys: Mapping[str, str]
+    tracking: tuple[str, ...]  # what records the runs, and where: see `make_tracker`
+    publish: Callable[[str], None] | None = None  # shows the report's HTML in Flyte's console
+    outputs: str = ""  # URL of the task's outputs; "" for outputs that stay on this machine
+    output_directory: Path | None = None  # of a local run's outputs; None for `directory`
+    opened_at: float = field(default_factory=time.time)
+    bar: ProgressBar = field(default_factory=ProgressBar)
+
+    def __post_init__(self) -> None:
+        self.publisher = PagePublisher(self.report, self.publish)
+        self.receivers: list[Callable[[str], None]] = [self.bar.write]  # of lines for people
+        self._metrics = MetricsServer(port) if (port := requested_port()) else None
+        self._time_limit = TimeLimit(0, self.opened_at)
+
+    def say(self, line: str) -> None:
+        """Print a line for people, above the progress bar if there is one. Any thread may call
+        this.
+        """
+        for receive in self.receivers:
+            receive(line)
+
+    def limit_time(self, max_hours: float) -> None:
+        """End the task as SIGTERM does after `max_hours`; 0: never. Raises ConfigError if earlier
+        attempts took it.
+        """
+        if max_hours:
+            hint = f". Its checkpoints are in {redact_url(self.storage.url)}"
+            begun_at = self.opened_at
+            if self.execution.run_id:
+                begun_at = keep_first_start(self.storage, self.execution.run_id, begun_at)
+            self._time_limit = TimeLimit(max_hours, begun_at, hint)
+
+    def run(
+        self,
+        report: Report,
+        program: Program,
+        gang: Gang,
+        data: Callable[[], str] | None = None,
+        relay: Callable[[str], None] | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        earlier_failure: RankFailure | None = None,
+        origin: Mapping[str, str] = MappingProxyType({}),
+        checkpoints: str | None = None,
+        is_kept: bool = True,
+        results: str = "",
+    ) -> RunState:
+        """Run the one program of this task in `gang`, shown by all observers. Arguments and errors
+        as of `driver.run`.
+
+        Args:
+            report: that of this task.
+            labels: of the figures for Prometheus.
+            origin: see `run_card`; for the card that MLflow gets.
+            checkpoints: their URL; "" keeps none; by default the task's own.
+            is_kept: see `Job`.
+            results: directory or URL for the files that ranks submit.
+        """
+        with gang.open_place(program, self.name) as place:
+            listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
+            if self.tracking:
+                history = self.output_url(HISTORY) or str(self.directory / HISTORY)
+                report.tracker = self.tracker(self.run_id(), origin=origin, history=history)
+                listeners.append(report.tracker)
+            listeners += [report, self.publisher, *self.figures(**labels)]
+            url = self.storage.url if checkpoints is None else checkpoints
+            job = Job(program, url, self.opened_at, run=self.execution.run_id, is_kept=is_kept)
+            try:
+                return driver.run(
+                    job,
+                    place,
+                    data,
+                    listeners,
+                    relay or self.say,
+                    earlier_failure=earlier_failure,
+                    results=results or None,
+                )
+            except BaseException:
+                self.keep_history(report)  # an attempt that fails has no outputs
+                raise
+
+    def run_id(self) -> str:
+        """Return the id by which a tracker knows this run in all of its attempts."""
+        return keep_run_id(self.storage, self.execution.run_id or f"run-{os.urandom(4).hex()}")
+
+    def tracker(self, run_id: str, **options: Any) -> Recorder:
+        """Return the tracker of a run. The `options` are those of `make_tracker`."""
+        own = {
+            "is_local": self.execution.is_local,
+            "notes": self.execution.url,
+            "keys": self.keys,
+            "say": self.say,
+        }
+        return make_tracker(
+            self.tracking, run_id, self.directory, self.storage, **{**own, **options}
+        )
+
+    def figures(self, **labels: str) -> list[RunFigures]:
+        """Return the listener that serves one more run of this task to Prometheus; none if no port
+        was asked for.
+        """
+        if self._metrics is None:
+            return []
+        return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
+
+    def output_url(self, name: str) -> str | None:
+        """Return the URL that an output will have; None if it stays on this machine."""
+        return f"{self.outputs}/{name}" if self.outputs else None
+
+    def upload(self, name: str) -> str:
+        """Copy a file of the directory to where the outputs are; return its URL."""
+        url = f"{self.outputs}/{name}"
+        write_file(url, (self.directory / name).read_bytes(), "outputs")
+        return url
+
+    def collect_export(self, finished: RunFinished, card: Mapping[str, Any]) -> Path:
+        """Fetch the files that other programs load; return their directory, with the run card."""
+        directory = (self.output_directory or self.directory) / EXPORT
+        # the files of the run before, with the same --output
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            card_before = json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))
+            for name in card_before["model"]["files"]:
+                file_below(directory, name, CARD_JSON).unlink()
+        directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
+        with log_failures(EXPORT):
+            for name in finished.exported:
+                file = file_below(directory, name, EXPORT)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fetch_file(f"{finished.export_url}/{name}", file)
+        with log_failures(CARD_JSON):
+            for name, contents in card_files(card).items():
+                (directory / name).write_bytes(contents)
+        if finished.not_exported:
+            self.say(f"not exported: {finished.not_exported}")
+        return directory
+
+    def keep_history(self, report: Report) -> None:
+        """Put the history where the task's outputs are, and name it in the report: for a task that
+        does not return it.
+
+        Does not raise: the run has ended, and the task's own outputs are what counts.
+        """
+        file = self.directory / HISTORY
+        if file.is_file():
+            with log_failures("history"):
+                url = self.upload(HISTORY) if self.outputs else ""
+                report.outputs["history"] = url or str(file)
+
+    def close(self, error: BaseException | None) -> None:
+        """Complete the report. Only the first call, and the first with an error, changes it."""
+        self._time_limit.cancel()
+        if self._metrics is not None:
+            self._metrics.close()
+        if not self.report.closed_at or (error is not None and self.report.error is None):
+            self.report.close(error)
+        self.publisher.close(error)  # with what the task has added since the run's end
+        if error is not None and self.output_directory:  # else the task saves it with its outputs
+            self.report.write(self.output_directory / "report.html")
+
+
+@contextlib.contextmanager
+def open_run(
+    report: Page,
+    execution: Execution,
+    directory: Path,
+    *,
+    name: str,
+    checkpoints: str = "",
+    secrets: Mapping[str, str] = MappingProxyType({}),
+    hides_keys: bool = True,
+    **options: Any,
+) -> Iterator[TaskRun]:
+    """Open the run of the current task.
+
+    Args:
+        directory: of the task's own files.
+        name: of the attempt, where Flyte gives none.
+        checkpoints: URL that the user gave; "" for the execution's own.
+        secrets: keys of trackers that are not in the environment, by their variables.
+        hides_keys: keep the keys out of the environment, which the ranks inherit.
+        options: of `TaskRun`.
+
+    Raises:
+        StorageUnavailable, StorageDenied: the place of the checkpoints cannot be used.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    attempt = execution.attempt_id or f"{name}-{os.urandom(4).hex()}"
+    with _keys(hides_keys) as keys:
+        storage = Storage(checkpoints or execution.checkpoints)
+        run = TaskRun(
+            report, execution, directory, storage, attempt, {**keys, **secrets}, **options
+        )
+        try:
+            storage.check_access()  # the W&B run's id is the first file there
+            with launcher_log(run.say):
+                yield run
+        except BaseException as error:
+            reason = run._time_limit.explain(error)
+            run.close(reason)
+            if reason is not error:
+                raise reason from None  # it has the text of `error`
+            raise
+        run.close(None)
+
+
+@contextlib.contextmanager
+def _keys(hides: bool) -> Iterator[dict[str, str]]:
+    """Give the keys of W&B and MLflow by their variables, and keep them out of the environment for
+    the block.
+    """
+    keys = {name: os.environ[name] for name in KEYS if name in os.environ}
+    hidden = (*KEYS, *COPIES_OF_KEYS) if hides else ()
+    removed = {name: os.environ.pop(name) for name in hidden if name in os.environ}
+    try:
+        yield keys
+    finally:
+        os.environ.update(removed)
+
+
+@contextlib.contextmanager
+def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the
+    block.
+    """
+    logger = logging.getLogger("flyte_ddp")
+    handler = _LineHandler(say)
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+class _LineHandler(logging.Handler):
+    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named
+    after it.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        thread = record.threadName or ""
+        try:
+            line = self.format(record)
+            self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)
+        except Exception:
+            self.handleError(record)
