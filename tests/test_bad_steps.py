@@ -13,7 +13,7 @@ from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import NonFiniteLoss, RankFailure
 from flyte_ddp.events import AttemptStarted, BadSample, StepFoundBad, parse_history, to_line
-from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.world import World
 from tests.support.gang import session_of
 from tests.support.planted import Planted

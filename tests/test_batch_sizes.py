@@ -13,7 +13,8 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.prediction.job import PredictionJob
 from flyte_ddp.prediction.model import Predictor
-from flyte_ddp.rank.data import epoch_order, open_samples
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.recipes import Recipe, config_of, get_recipe
 from flyte_ddp.training.contract import check_contract
 from flyte_ddp.training.parallel import Parallelism

@@ -154,7 +154,7 @@ def test_a_run_that_shrinks_and_grows_sees_each_sample_once_in_the_batches_of_an
 
     def shards_from(first_batch, world_size):
         return [
-            epoch_shards(samples, config, _world(rank, world_size), epoch, first_batch)
+            list(epoch_shards(samples, config, _world(rank, world_size), epoch).read(first_batch))
             for rank in range(world_size)
         ]
 

@@ -21,7 +21,8 @@ from examples.pulses import Pulses
 from flyte_ddp.config import Monitor, TrainingConfig
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import AttemptStarted, Reported
-from flyte_ddp.rank.data import epoch_order, open_samples
+from flyte_ddp.rank.data import open_samples
+from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.recipes import config_of
 from flyte_ddp.training.average import WeightAverage
 from flyte_ddp.training.contract import check_contract

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.rank.data import SeededDataset, epoch_order
+from flyte_ddp.rank.data import SeededDataset
 from flyte_ddp.rank.nested import collate
+from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import config_of
 from flyte_ddp.training.contract import check_contract

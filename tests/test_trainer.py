@@ -27,7 +27,7 @@ from flyte_ddp.events import (
     find_best,
 )
 from flyte_ddp.launch.recipe_program import recipe_program
-from flyte_ddp.rank.data import epoch_order
+from flyte_ddp.rank.plan import epoch_order
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.training.optim import learning_rate_factor
 from flyte_ddp.training.parallel import Parallelism

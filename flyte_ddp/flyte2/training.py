@@ -53,15 +53,18 @@ class TrainingOutputs(NamedTuple):
 
 
 class SweepOutputs(NamedTuple):
-    """The outputs of a sweep; the best trial is that by `config.monitor`."""
+    """The outputs of a sweep; the best trial is that by `config.monitor`.
+
+    Who takes them by their numbers finds new ones at the end.
+    """
 
     best_accuracies: list[float]
     best_config: str  # as JSON
-    best_export: Dir  # its weights as safetensors, and its run card: docs/outputs.md
     best_metrics: dict[str, list[float]]  # of the best trial, by name, after each epoch
     best_model_state: File
-    history: File  # every event of every trial, as JSON lines, one trial after the other
     results: File  # a CSV file, a row for every epoch of every trial
+    run_export: Dir  # the best trial's weights as safetensors, and its run card: docs/outputs.md
+    run_history: File  # every event of every trial, as JSON lines, one trial after the other
 
 
 def check_inputs(recipe: str, config: Mapping[str, Any] | None, data: str) -> TrainingConfig:
@@ -175,9 +178,9 @@ def sweep(
         return SweepOutputs(
             best_accuracies=list_accuracies(best.epochs),
             best_config=json.dumps(dict(best.trial.overrides)),
-            best_export=Dir.from_existing_remote(trained.finished.export_url),
             best_metrics=list_metrics(best.epochs),
             best_model_state=File.from_existing_remote(trained.finished.model_state_url),
-            history=File.from_existing_remote(run.upload(HISTORY)),
             results=File.from_existing_remote(run.upload("results.csv")),
+            run_export=Dir.from_existing_remote(trained.finished.export_url),
+            run_history=File.from_existing_remote(run.upload(HISTORY)),
         )

@@ -134,7 +134,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
             ),
             ("session.batches: epoch", batches.epoch, trainer.current_epoch),
             # those of strategy.device_mesh["data_parallel"]
-            ("session.batches: ranks of its mesh", batches.share[1], _num_shares(trainer)),
+            ("session.batches: ranks of its mesh", batches.share.num_shares, _num_shares(trainer)),
             # Lightning reads a batch ahead of others
             ("session.batches: dataset has a length", batches.length is not None, True),
         ):

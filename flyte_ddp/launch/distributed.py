@@ -126,7 +126,7 @@ class Distributed:
         return dataclasses.replace(gang, cluster=values)
 
     def tracking(self) -> tuple[str, ...]:
-        """Return what records the runs, as of `make_tracker`. Raises ConfigError as `find_server`."""
+        """Return what records the runs, see `make_tracker`. Raises ConfigError as `find_server`."""
         server = [find_server()] if self.mlflow else []
         found = [(name, *server, place) for name in TRACKERS if (place := getattr(self, name))]
         return found[0] if found else ()

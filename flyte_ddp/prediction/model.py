@@ -20,8 +20,9 @@ from flyte_ddp.errors import ConfigError, DataError, StorageUnavailable
 from flyte_ddp.prediction import schema
 from flyte_ddp.prediction.job import DATA, MANIFEST, PredictionJob, part_name
 from flyte_ddp.rank.agreement import compare, summarize
-from flyte_ddp.rank.data import LoadedSamples, derived_seed, isolate_draws, seed_generators
+from flyte_ddp.rank.data import LoadedSamples, isolate_draws, seed_generators
 from flyte_ddp.rank.nested import map_tensors
+from flyte_ddp.rank.plan import derived_seed
 from flyte_ddp.recipes import get_recipe, list_class_names, locate
 from flyte_ddp.recipes.base import Mapped
 from flyte_ddp.storage import Storage

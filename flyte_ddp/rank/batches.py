@@ -25,14 +25,13 @@ from flyte_ddp.rank.data import (
     as_stream,
     check_count,
     collate_by,
-    derived_seed,
-    epoch_order,
     isolate_draws,
     keep,
     message_of,
     seed_generators,
 )
 from flyte_ddp.rank.nested import collate
+from flyte_ddp.rank.plan import EpochPlan, Share, derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class EpochBatches:
                     self, name, whole_number(f"session.batches: {name}", value, minimum)
                 )
         object.__setattr__(self, "shuffle", self.shuffle and self.epoch is not None)
-        _, num_shares = self.share
+        num_shares = self.share.num_shares
         if self.global_batch_size < num_shares:
             raise ConfigError(
                 f"session.batches: global_batch_size: expected at least {num_shares}, a sample "
@@ -113,14 +112,14 @@ class EpochBatches:
         return None if root is None else sorted(root.mesh.flatten().tolist())
 
     @property
-    def share(self) -> tuple[int, int]:
-        """Return which part of a global batch this rank takes, and the number of parts."""
+    def share(self) -> Share:
+        """The share of this rank in each global batch."""
         if self.mesh is None:
-            return rank_and_world_size()
+            return Share(*rank_and_world_size())
         index = 0
         for size, place in zip(self.mesh.shape, self.mesh.get_coordinate() or (), strict=True):
             index = index * size + place
-        return index, self.mesh.size()
+        return Share(index, self.mesh.size())
 
     def __iter__(self) -> Iterator[tuple[Any, float, int]]:
         """Yield (this rank's batch, its weight, samples of the epoch that are done with it), as
@@ -138,59 +137,48 @@ class EpochBatches:
         stream = self.stream
         return stream.describe_order(self.global_batch_size, self.seed) if stream else {}
 
+    def _plan(self, length: int) -> EpochPlan:
+        return EpochPlan(
+            length,
+            self.global_batch_size,
+            self.seed,
+            self.epoch or 0,
+            self.share,
+            self.first,
+            self.shuffle,
+            self.stream,
+        )
+
     def _from_items(self, length: int) -> Iterator[tuple[Any, float, int]]:
-        # An epoch may be too long for a list.
-        shares, planned = itertools.tee(map(self._take_share, self._global_batches(length)))
-        epoch = self.epoch or 0
+        plan, share = self._plan(length), self.share
         if self.check and self.stream:
             self.check({}, dict)  # its order's values stand for the samples
         elif self.check:
             self._check_items(self.check, choose_samples(length, self.seed))
-        plan = ([(epoch, index) for index in mine] for mine, _, _ in planned)
-        loader = self._load(plan, self._make, self.num_workers)
+        places = (
+            [(plan.epoch, index) for index in share.cut(batch).tolist()] for batch in plan.batches()
+        )
         done = self.first
         try:
-            for (batch, share), (mine, weight, size) in zip(loader, shares, strict=True):
+            for number, (batch, num_read) in enumerate(
+                self._load(places, self._make, self.num_workers)
+            ):
+                size = plan.size(number)
                 done += size
-                if share:
-                    share *= self._share_kept(batch, round(share * len(mine)))
-                yield batch, weight * share, done
+                weight = share.weigh(size)
+                if weight and num_read < share.count(size):
+                    weight *= num_read / share.count(size)
+                if num_read:
+                    weight *= self._share_kept(batch, num_read)
+                yield batch, weight, done
         except DataError as error:
             raise DataError(message_of(error)) from error
 
-    def _global_batches(self, length: int) -> Iterator[list[int]]:
-        """Yield the samples of each global batch behind the first ones."""
-        size, epoch = self.global_batch_size, self.epoch or 0
-        if stream := self.stream:
-            yield from stream.batches(
-                size,
-                self.seed,
-                epoch,
-                self.first,
-                take=lambda batch: self._take_share(batch)[0],
-                num_ranks=self.share[1],
-            )
-            return
-        order = self._item_order(length)
-        for start in range(self.first, length, size):  # none where the epoch is done
-            yield order[start : start + size].tolist()
-
-    def _item_order(self, length: int) -> torch.Tensor:
-        return (
-            epoch_order(length, self.seed, self.epoch or 0)
-            if self.shuffle
-            else torch.arange(length)
-        )
-
     def list_samples(self, begin: int, end: int) -> list[int]:
         """Return the samples at places of the epoch's order; of an iterable the places."""
-        if stream := self.stream:
-            order = stream.order(self.global_batch_size, self.seed, self.epoch or 0)
-            return list(map(int, order.batch(begin, end - begin)))
-        places = range(begin, end)
-        return (
-            list(places) if self.length is None else self._item_order(self.length)[places].tolist()
-        )
+        if self.length is None:
+            return list(range(begin, end))
+        return self._plan(self.length).samples(begin, end).tolist()
 
     def _check_items(self, check: Check, chosen: list[int]) -> None:
         """Read these samples for `check`, by a loader process where there are some: what it opens
@@ -204,7 +192,8 @@ class EpochBatches:
             for _ in range(times):
                 pairs = zip(chosen, itertools.islice(loaded, len(chosen)), strict=True)
                 yield {
-                    index: samples[0] if share else UNREADABLE for index, (samples, share) in pairs
+                    index: samples[0] if num_read else UNREADABLE
+                    for index, (samples, num_read) in pairs
                 }
 
         # by one process, which goes on with what it draws by a generator without a seed
@@ -246,8 +235,8 @@ class EpochBatches:
                     dict(zip(numbers, batch, strict=False)),
                     functools.partial(self._read_again, numbers),
                 )
-            mine, weight, size = self._take_share(batch)
-            done += size
+            mine, weight = self.share.cut(batch), self.share.weigh(len(batch))
+            done += len(batch)
             made = self._make(mine)
             if made is None:
                 raise ConfigError(
@@ -294,19 +283,6 @@ class EpochBatches:
                     strict=False,
                 )
             )
-
-    def _take_share(self, batch: Sequence[Any]) -> tuple[Sequence[Any], float, int]:
-        """Return this rank's part of a global batch, the weight of its mean, and the batch's size.
-
-        The first ranks get one sample more of a batch that does not divide. A rank that gets none
-        has the first one of all with weight 0, because its forward and backward passes may be
-        collectives.
-        """
-        index, num_shares = self.share
-        least, rest = divmod(len(batch), num_shares)
-        start = index * least + min(index, rest)
-        mine = batch[start : start + least + (index < rest)]
-        return mine or batch[:1], len(mine) * num_shares / len(batch), len(batch)
 
 
 Track = Callable[[EpochBatches], Iterator[tuple[Any, float]]]

@@ -1,15 +1,9 @@
-"""From data sets to batches on the device: which rank sees which sample, and when.
-
-The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So
-it does not depend on the number of ranks, every sample is in exactly one shard, and a run can
-resume in the middle of an epoch.
-"""
+"""From data sets to batches on the device. Which rank gets which samples is in plan.py."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import pickle
 import random
@@ -26,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError, DataError
 from flyte_ddp.rank.nested import collate, describe_kind, map_tensors, tensors_in
+from flyte_ddp.rank.plan import EpochPlan, Share, derived_seed, epoch_order
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.world import World
 
@@ -285,22 +280,21 @@ class LoadedSamples:
         return self._loader.dataset[epoch, sample]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        indices, planned = itertools.tee(indices)
-        self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in planned)
+        self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in indices)
         try:
-            for (batch, share), index in zip(self._loader, indices, strict=True):
+            for batch, num_read in self._loader:
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                     raise DataError(
                         "datasets: expected (input, target) pairs as samples, got "
                         f"{describe_kind(batch)}"
                     )
-                num_samples = round(share * len(index)) if share else 1
+                num_samples = num_read or 1  # another sample stands in
                 if self.has_own_sizes:
                     place = locate(self.recipe, "num_samples")
                     kept = check_count(place, self.recipe.num_samples(*batch), num_samples)
                     self._num_unreadable[0] += num_samples - kept
                 elif self.has_own_collate:
-                    if not share and not hasattr(self.dataset, "UNREADABLE"):
+                    if not num_read and not hasattr(self.dataset, "UNREADABLE"):
                         raise ConfigError(
                             f"{locate(self.recipe, 'collate')}: expected a batch, or a recipe with "
                             "num_samples, got None"
@@ -309,7 +303,7 @@ class LoadedSamples:
                 moved = map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
-                yield moved if share else (*moved, STAND_IN)
+                yield moved if num_read else (*moved, STAND_IN)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             if "pickle" not in str(error) or str(error).startswith("Caught "):
                 raise
@@ -407,9 +401,9 @@ class SeededDataset(Dataset[Any]):
     # samples that were left out, of this process and its loader processes
     num_unreadable: Tensor | None = None
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, float]:
-        """Return a batch, and the share of its samples that could be read: 0 where another sample
-        stands in for all of them. A DataLoader calls it.
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> tuple[Any, int]:
+        """Return a batch, and how many of its samples could be read: 0 where another sample stands
+        in for all of them. A DataLoader calls it.
         """
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch([index for _, index in places])
@@ -422,7 +416,7 @@ class SeededDataset(Dataset[Any]):
             self.num_unreadable[info.id + 1 if info else 0] += len(places) - num_read
         if batch is None:
             batch = self._stand_in(*places[0])
-        return batch, num_read / len(places)
+        return batch, num_read
 
     def _read(self, places: Iterable[tuple[int, int]]) -> list[Any]:
         """Return the samples that can be read."""
@@ -485,66 +479,76 @@ def isolate_draws(draws: list[Any]) -> Iterator[None]:
             restore(state)
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of
-    every world size.
+def plan_epoch(samples: Samples, config: TrainingConfig, share: Share, epoch: int) -> EpochPlan:
+    """Return the global batches of an epoch of training samples."""
+    return EpochPlan(
+        len(samples),
+        config.global_batch_size,
+        config.seed,
+        epoch,
+        share,
+        stream=as_stream(samples.dataset),
+        weights=samples.weights,
+        device=samples.index_device,
+    )
 
-    Args:
-        weights: of the samples, for as many draws with replacement.
+
+@dataclass(eq=False)
+class EpochShards:
+    """One rank's shards of an epoch's global batches, by number, the last and smaller batch
+    included.
+
+    All ranks run as many micro-batches, because layers such as SyncBatchNorm's communicate in each.
     """
-    generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
-    if weights is None:
-        return torch.randperm(num_samples, generator=generator)
-    # by the inverse of their distribution, because torch.multinomial ends at 2^24 samples
-    sums = weights.cumsum(0)
-    ends = sums / sums[-1]
-    last = 1 - 2.0**-52  # a draw never reaches the end of them all, which is 1
-    draws = torch.rand(num_samples, generator=generator, dtype=torch.float64).clamp_(max=last)
-    return torch.searchsorted(ends, draws, right=True)
 
+    samples: Samples
+    plan: EpochPlan
+    size: int  # of a micro-batch
 
-def epoch_shards(
-    samples: Samples,
-    config: TrainingConfig,
-    world: World,
-    epoch: int,
-    first_batch: int = 0,
-    end: int | None = None,
-) -> Iterable[BatchShard]:
-    """Return this rank's shards of the epoch's global batches from `first_batch` to before `end`,
-    by default the epoch's, the last and smaller batch included.
+    def __len__(self) -> int:
+        return len(self.plan)
 
-    A batch that does not divide evenly gives the first ranks one sample more. All ranks run as many
-    micro-batches, because layers such as SyncBatchNorm's communicate in each.
-    """
-    size = config.batch.size_per_rank(world.world_size)
+    def __getitem__(self, number: int) -> BatchShard:
+        if self.plan.stream is None:
+            return self._all[number]
+        return self.make(number, self.plan.batch(number))
 
-    def share(batch: Tensor) -> BatchShard:
-        parts = batch.tensor_split(world.world_size)
-        mine = parts[world.rank]
-        micro_batches = mine.tensor_split(-(-len(parts[0]) // size))
+    @functools.cached_property
+    def _all(self) -> list[BatchShard]:
+        return [self.make(number, batch) for number, batch in enumerate(self.plan.batches())]
+
+    def __iter__(self) -> Iterator[BatchShard]:
+        return self.read()
+
+    def read(self, first: int = 0, end: int | None = None) -> Iterator[BatchShard]:
+        """Yield the shards of the batches from `first` to before `end`, by default the last one's
+        end. The files of a stream's coming batches are fetched meanwhile.
+        """
+        if self.plan.stream is None:
+            yield from self._all[first:end]
+            return
+        for number, batch in enumerate(self.plan.batches(first, end), first):
+            yield self.make(number, batch)
+
+    def make(self, number: int, batch: Tensor) -> BatchShard:
+        """Return this rank's shard of a global batch (B,)."""
+        share = self.plan.share
+        mine = share.cut(batch)[: share.count(len(batch))]
+        most = Share(0, share.num_shares).count(len(batch))
+        micro_batches = mine.tensor_split(-(-most // self.size))
         return BatchShard(
             micro_batches=[part if len(part) else batch[:1] for part in micro_batches],
             weights=[1.0 if len(part) else 0.0 for part in micro_batches],
-            own_targets=samples.num_targets(mine),
-            num_targets=samples.num_targets(batch),
+            own_targets=self.samples.num_targets(mine),
+            num_targets=self.samples.num_targets(batch),
             num_samples=len(batch),
         )
 
-    global_batch_size = config.global_batch_size
-    if stream := as_stream(samples.dataset):  # whose epoch may be too long for a list
 
-        def take(batch: list[int]) -> list[int]:
-            return list(torch.tensor(batch).tensor_split(world.world_size)[world.rank].tolist())
-
-        first = first_batch * global_batch_size
-        batches = stream.batches(
-            global_batch_size, config.seed, epoch, first, take, world.world_size
-        )
-        return map(share, map(torch.tensor, itertools.islice(batches, end and end - first_batch)))
-    order = epoch_order(len(samples), config.seed, epoch, samples.weights)
-    order = order.to(samples.index_device)
-    return [share(batch) for batch in order.split(global_batch_size)[first_batch:end]]
+def epoch_shards(samples: Samples, config: TrainingConfig, world: World, epoch: int) -> EpochShards:
+    """Return this rank's shards of an epoch."""
+    plan = plan_epoch(samples, config, Share(world.rank, world.world_size), epoch)
+    return EpochShards(samples, plan, config.batch.size_per_rank(world.world_size))
 
 
 def num_batches(samples: Samples, config: TrainingConfig) -> int:
@@ -561,11 +565,3 @@ def evaluation_shard(samples: Samples, config: TrainingConfig, world: World) -> 
     if as_stream(samples.dataset):  # so that a rank reads its part of the shards alone
         mine = all_of_them.tensor_split(world.world_size)[world.rank]
     return mine.split(config.evaluation_batch_size) if len(mine) else []
-
-
-def derived_seed(*numbers: int) -> int:
-    """Return a seed made from several numbers, none of which shows through. The same in every
-    process and Python.
-    """
-    # of ints, which unlike strings have no per-process salt
-    return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF

@@ -26,11 +26,11 @@ from flyte_ddp.events import EpochFinished
 from flyte_ddp.rank.data import (
     Samples,
     count_samples,
-    derived_seed,
     isolate_draws,
     seed_generators,
 )
 from flyte_ddp.rank.nested import describe_kind, map_tensors, tensors_in
+from flyte_ddp.rank.plan import derived_seed
 from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.recipes import Recipe, locate
 from flyte_ddp.recipes.base import check_classes

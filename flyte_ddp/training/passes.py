@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.config import TrainingConfig
-from flyte_ddp.rank.data import count_samples, derived_seed
+from flyte_ddp.rank.data import count_samples
 from flyte_ddp.rank.nested import map_tensors
+from flyte_ddp.rank.plan import derived_seed
 from flyte_ddp.rank.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.parallel import Parallelism

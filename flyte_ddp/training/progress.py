@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flyte_ddp.events import EpochFinished
@@ -67,6 +68,23 @@ class Progress:
 
 
 @dataclass
+class Stretch:
+    """The steps from one evaluation, or a restart, to the next evaluation."""
+
+    device: torch.device
+    before: Progress  # as the stretch begins: its sums are those of an earlier attempt
+
+    def __post_init__(self) -> None:
+        self.sums = MetricSums.zero(self.device)
+        self.since_log = MetricSums.zero(self.device)  # the last report of a step
+
+    def begin_log(self) -> MetricSums:
+        """Return the sums since the last report of a step, and begin anew."""
+        sums, self.since_log = self.since_log, MetricSums.zero(self.device)
+        return sums
+
+
+@dataclass
 class MetricSums:
     """Sums over the samples of a stretch of training. The loss stays on the device: reading it
     would wait for it.
@@ -78,6 +96,10 @@ class MetricSums:
     num_samples: int = 0  # of all ranks
     num_steps: int = 0
     started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def zero(cls, device: torch.device) -> MetricSums:
+        return cls(torch.zeros((), dtype=torch.float64, device=device))
 
     def add(
         self,

@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import pdb
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.events.history import plain
-from flyte_ddp.rank.data import BatchShard, epoch_shards, num_batches
+from flyte_ddp.rank.data import BatchShard, EpochShards, epoch_shards, num_batches
 from flyte_ddp.rank.nested import tensors_in
 from flyte_ddp.rank.session import Session
 from flyte_ddp.training.main import keep_beating, main, open_trainer
@@ -122,10 +121,34 @@ class ReplayCall:
 
 
 @dataclass(eq=False)
+class _ReducedShards(EpochShards):
+    """Shards, one of which has some of its samples alone. Each sample stays on its rank."""
+
+    batch: int
+    left: torch.Tensor  # (B,): the samples of that batch on all ranks
+
+    def make(self, number: int, batch: torch.Tensor) -> BatchShard:
+        shard = super().make(number, batch)
+        if number != self.batch:
+            return shard
+        left = [part[torch.isin(part, self.left)] for part in shard.micro_batches]
+        return BatchShard(
+            [part if len(part) else self.left[:1] for part in left],
+            [
+                weight if len(part) else 0.0
+                for part, weight in zip(left, shard.weights, strict=True)
+            ],
+            self.samples.num_targets(torch.cat(left)),
+            self.samples.num_targets(self.left),
+            len(self.left),
+        )
+
+
+@dataclass(eq=False)
 class Replay(Trainer):
     """A trainer that goes up to the gradient of a step, and saves nothing."""
 
-    step: int = 0
+    last_step: int = 0  # the one that is looked at
     place: tuple[int, int] = (0, 0)  # epoch and batch of the step
     # those of the step that are not left out, on all ranks
     samples: list[int] = dataclasses.field(default_factory=list)
@@ -139,21 +162,21 @@ class Replay(Trainer):
         )
         self._check(state, call.place)
         self._load(state)
-        self.step, self.watch.is_shared = call.step, self.world.world_size > 1
+        self.last_step, self.watch.is_shared = call.step, self.world.world_size > 1
         epoch, batch = divmod(call.step - 1, num_batches(self.train, self.config))
         self.place, progress = (epoch + 1, batch), self.progress
         before = [each for each in progress.left_out if each < [progress.epoch, progress.batch]]
         # what the run met between the state and a step that it left out is met again
         progress.left_out = before if [*self.place] in call.left_out else call.left_out
         alone = dataclasses.replace(self.world, rank=0, world_size=1)
-        whole = next(iter(epoch_shards(self.train, self.config, alone, *self.place, batch + 1)))
+        whole = epoch_shards(self.train, self.config, alone, self.place[0])[batch]
         keys = {each: self.watch.key(each) for each in torch.cat([*whole.micro_batches]).tolist()}
         self.samples = [each for each in keys if call.without not in (str(each), keys[each] or " ")]
         if call.without and not 0 < len(self.samples) < len(keys):
             named = ", ".join(keys[each] or str(each) for each in [*keys][:3])
             raise ConfigError(
-                f"--without: expected index or key of one of several samples of step {self.step}, "
-                f"such as {named}, got {call.without!r}"
+                f"--without: expected index or key of one of several samples of step "
+                f"{self.last_step}, such as {named}, got {call.without!r}"
             )
         # the hooks of a compiled model would change what is compiled
         for name, module in () if self.config.compile else self.model.named_modules():
@@ -163,31 +186,20 @@ class Replay(Trainer):
         return False
 
     def _check_loss(self, may_wait: bool = True) -> bool:
-        if self.watch.last and self.watch.last.step == self.step:
+        if self.watch.last and self.watch.last.step == self.last_step:
             raise _Reached
         return super()._check_loss(may_wait)
 
-    def _shards(self, end: int | None) -> Iterable[BatchShard]:
-        samples = torch.tensor(self.samples, device=self.train.index_device)
-        for batch, shard in enumerate(super()._shards(end), self.progress.batch):
-            if (self.progress.epoch, batch) == self.place:
-                # each stays on the rank where it was
-                left = [part[torch.isin(part, samples)] for part in shard.micro_batches]
-                shard = BatchShard(
-                    [part if len(part) else samples[:1] for part in left],
-                    [
-                        weight if len(part) else 0.0
-                        for part, weight in zip(left, shard.weights, strict=True)
-                    ],
-                    self.train.num_targets(torch.cat(left)),
-                    self.train.num_targets(samples),
-                    len(samples),
-                )
-            yield shard
+    def _shards(self) -> EpochShards:
+        shards, (epoch, batch) = super()._shards(), self.place
+        if self.progress.epoch != epoch:
+            return shards
+        left = torch.tensor(self.samples, device=self.train.index_device)
+        return _ReducedShards(shards.samples, shards.plan, shards.size, batch, left)
 
     def _look(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Note the first module whose output is not finite in the step: a hook of all modules."""
-        is_due = self.progress.step == self.step - 1 and torch.is_grad_enabled()
+        is_due = self.progress.step == self.last_step - 1 and torch.is_grad_enabled()
         if is_due and not self.first and not _is_finite(outputs):
             self.first = {
                 "name": name,
@@ -225,7 +237,7 @@ class Replay(Trainer):
         if terminal:
             self._debug(watched, terminal, worst[0][-1])
         return {
-            "step": self.step,
+            "step": self.last_step,
             "epoch": self.place[0],
             "num_ranks": world.world_size,
             "loss": float(watched.total or 0.0),

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ from flyte_ddp.events import (
     find_best,
 )
 from flyte_ddp.rank.agreement import Facts, check_checkpoint, describe_samples
-from flyte_ddp.rank.data import BatchShard, Samples, epoch_shards, num_batches
+from flyte_ddp.rank.data import BatchShard, EpochShards, Samples, epoch_shards, num_batches
 from flyte_ddp.rank.memory_interval import MemoryInterval
 from flyte_ddp.rank.session import Session
 from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
@@ -63,7 +62,7 @@ from flyte_ddp.training.metrics import check_monitor, read_figures
 from flyte_ddp.training.optim import Schedule, has_modes, open_optimizer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import clip_gradients, compute_gradients, gradient_norm
-from flyte_ddp.training.progress import MetricSums, Progress
+from flyte_ddp.training.progress import MetricSums, Progress, Stretch
 from flyte_ddp.training.trial import check_length, check_schedule
 from flyte_ddp.training.watch import LossWatch, WatchedStep
 from flyte_ddp.world import call_together
@@ -215,91 +214,123 @@ class Trainer:
             The sums over these steps, and the mean seconds per step that this rank spent on its own
             part of them, without its waits for the others: a straggler's are more.
         """
-        config, progress = self.config, self.progress
-        end = None
-        if config.evaluation_interval:
-            evaluated = progress.epochs[-1].step if progress.epochs else 0
-            left = evaluated + config.evaluation_interval - progress.step
-            end = progress.batch + max(0, left)
-        shards, planned = itertools.tee(self._shards(end))
-        kept = (
-            shard
-            for batch, shard in enumerate(planned, progress.batch)
-            if [progress.epoch, batch] not in progress.left_out
-        )
-        batches = self.train.batches(
-            (index for shard in kept for index in shard.micro_batches), progress.epoch
-        )
-        earlier = dataclasses.replace(progress)  # the epoch's sums as an earlier attempt left them
-        epoch_sums = self._new_sums()
-        log_sums = self._new_sums()
+        progress, shards = self.progress, self._shards()
+        end = self._find_end(len(shards))
+        batches = self._read(shards, end)
+        stretch = self.stretch = Stretch(self.world.device, dataclasses.replace(progress))
         own_seconds = sum(self.timer.seconds)
         self._num_unreadable = self.train.num_unreadable + self.test.num_unreadable
         self.replica.train()
         keep_frozen_statistics(self.model)
 
-        for shard in shards:
+        while progress.batch < end:
             if [progress.epoch, progress.batch] in progress.left_out:
-                self.schedule.end_step()
-                progress.step += 1
-                progress.batch += 1
+                self._count_step()
                 continue
-            if self._takes_back:
-                self._buffers = [each.clone() for each in self.model.buffers()]
-            self.optimizer.zero_grad()
-            watched = WatchedStep(shard, self.watch.is_shared)
-            loss_sum, own_targets, num_targets = compute_gradients(
-                self.replica,
-                self.parallelism,
-                batches,
-                progress.step,
-                self.timer,
-                watched,
-            )
-            self.watch.end(watched, num_targets, progress)
-            is_logged = (progress.step + 1) % config.log_interval == 0 or progress.step == 0
-            norm = math.nan
-            if not self._check_loss(may_wait=is_logged or self._takes_back):
-                self.scaler.unscale_(self.optimizer)
-                is_needed = is_logged or self._takes_back
-                norm = clip_gradients(self.model, self.parallelism, is_needed)
-                self._check_gradient(watched, norm)
-            if progress.left_out[-1:] != [[progress.epoch, progress.batch]]:
-                progress.learning_rate = self.schedule.begin_step(progress.step)
-                self.scaler.step(self.optimizer)  # not where a gradient overflows
-                self.scaler.update()
-                self.average.update(progress.step)
-                for sums in (log_sums, epoch_sums):
-                    sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
-            self.schedule.end_step()
-            progress.step += 1
-            progress.batch += 1
+            gradient_norm = self.step(shards[progress.batch], batches)
+            self.boundary(gradient_norm)
 
-            self.timer.end_step()
-            self.first_step_at = self.first_step_at or time.time()
-            self.beat()
-            self.store.check()
-            if is_logged and log_sums.num_steps:
-                self._report_step(log_sums, norm)
-                log_sums = self._new_sums()
-            stops = self.session.stop_requested
-            to_store = stops or self._is_checkpoint_due(is_logged)
-            is_due = self.memory_interval.is_due(progress.step)
-            if to_store or is_due:
-                self._check_loss()
-                # to wait for what is queued and for other ranks is no part of the cost
-                self.world.all_reduce(0.0)
-                started = time.perf_counter()
-                self._update_progress(epoch_sums, earlier)
-                is_kept = self.save_checkpoint(best=False, to_store=to_store)
-                if not to_store:
-                    self.memory_interval.measure(started, is_kept)
-            if stops:
-                self.session.wait()
-                raise StopRequested
         self._check_loss()
-        self._update_progress(epoch_sums, earlier)
-        return epoch_sums, (sum(self.timer.seconds) - own_seconds) / max(1, epoch_sums.num_steps)
+        self._update_progress()
+        own_seconds = sum(self.timer.seconds) - own_seconds
+        return stretch.sums, own_seconds / max(1, stretch.sums.num_steps)
+
+    def step(self, shard: BatchShard, batches: Iterator[tuple[Any, ...]]) -> float:
+        """Take an optimizer step, if neither its loss nor its gradient is bad.
+
+        Args:
+            shard: this rank's part of the step's global batch.
+            batches: yields its micro-batches next.
+
+        Returns:
+            The norm of the gradient; NaN or 0 where nobody asks for it.
+        """
+        progress = self.progress
+        is_asked_for = self._is_logged(progress.step + 1) or self._takes_back
+        if self._takes_back:
+            self._buffers = [each.clone() for each in self.model.buffers()]
+        self.optimizer.zero_grad()
+        watched = WatchedStep(shard, self.watch.is_shared)
+        loss_sum, own_targets, num_targets = compute_gradients(
+            self.replica, self.parallelism, batches, progress.step, self.timer, watched
+        )
+        self.watch.end(watched, num_targets, progress)
+        norm = math.nan
+        if not self._check_loss(may_wait=is_asked_for):
+            self.scaler.unscale_(self.optimizer)
+            norm = clip_gradients(self.model, self.parallelism, is_asked_for)
+            self._check_gradient(watched, norm)
+        if progress.left_out[-1:] != [[progress.epoch, progress.batch]]:
+            progress.learning_rate = self.schedule.begin_step(progress.step)
+            self.scaler.step(self.optimizer)  # not where a gradient overflows
+            self.scaler.update()
+            self.average.update(progress.step)
+            for sums in (self.stretch.since_log, self.stretch.sums):
+                sums.add(loss_sum, own_targets, num_targets, shard.num_samples)
+        self._count_step()
+        return norm
+
+    def boundary(self, gradient_norm: float) -> None:
+        """Do what is due between two steps: report, save, stop.
+
+        Raises:
+            StopRequested: the run is to end; a checkpoint has the progress.
+            StorageUnavailable, CheckpointError: a checkpoint could not be written.
+        """
+        step = self.progress.step
+        self.timer.end_step()
+        self.first_step_at = self.first_step_at or time.time()
+        self.beat()
+        self.store.check()
+        is_logged = self._is_logged(step)
+        if is_logged and self.stretch.since_log.num_steps:
+            self._report_step(self.stretch.begin_log(), gradient_norm)
+        stops = self.session.stop_requested
+        to_store = stops or self._is_checkpoint_due(is_logged)
+        if to_store or self.memory_interval.is_due(step):
+            self._save_between_steps(to_store)
+        if stops:
+            self.session.wait()
+            raise StopRequested
+
+    def _save_between_steps(self, to_store: bool) -> None:
+        self._check_loss()
+        # to wait for what is queued and for other ranks is no part of the cost
+        self.world.all_reduce(0.0)
+        started = time.perf_counter()
+        self._update_progress()
+        is_kept = self.save_checkpoint(best=False, to_store=to_store)
+        if not to_store:
+            self.memory_interval.measure(started, is_kept)
+
+    def _count_step(self) -> None:
+        """Note that a step is done, or left out."""
+        self.schedule.end_step()
+        self.progress.step += 1
+        self.progress.batch += 1
+
+    def _is_logged(self, step: int) -> bool:
+        """Return whether a step is reported; `step` counts from 1."""
+        return step % self.config.log_interval == 0 or step == 1
+
+    def _find_end(self, num_batches: int) -> int:
+        """Return the batch before which the next evaluation is due."""
+        progress, interval = self.progress, self.config.evaluation_interval
+        if not interval:
+            return num_batches
+        evaluated = progress.epochs[-1].step if progress.epochs else 0
+        left = evaluated + interval - progress.step
+        return min(num_batches, progress.batch + max(0, left))
+
+    def _read(self, shards: EpochShards, end: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the micro-batches up to batch `end`, without those of batches that are left out."""
+        epoch, first = self.progress.epoch, self.progress.batch
+        kept = (
+            shard
+            for batch, shard in enumerate(shards.read(first, end), first)
+            if [epoch, batch] not in self.progress.left_out
+        )
+        return self.train.batches((index for shard in kept for index in shard.micro_batches), epoch)
 
     def _is_checkpoint_due(self, is_logged: bool) -> bool:
         """Return whether the step just done is one after which the config asks for a checkpoint.
@@ -314,10 +345,9 @@ class Trainer:
         is_late = self.world.is_first and time.monotonic() - self.saved_at >= 60 * minutes
         return bool(self.world.all_reduce(float(is_late))[0])
 
-    def _shards(self, end: int | None) -> Iterable[BatchShard]:
-        """Return this rank's shards of the batches that are left of the epoch, to before `end`."""
-        epoch, batch = self.progress.epoch, self.progress.batch
-        return epoch_shards(self.train, self.config, self.world, epoch, batch, end)
+    def _shards(self) -> EpochShards:
+        """Return this rank's shards of the current epoch."""
+        return epoch_shards(self.train, self.config, self.world, self.progress.epoch)
 
     def evaluate(self) -> Evaluation:
         """Measure the model on the held-out data. What was trained before is saved if that takes
@@ -490,9 +520,6 @@ class Trainer:
         """Report that this rank makes progress."""
         self.session.beat(self.progress.step)
 
-    def _new_sums(self) -> MetricSums:
-        return MetricSums(torch.zeros((), dtype=torch.float64, device=self.world.device))
-
     def _check_loss(self, may_wait: bool = True) -> bool:
         """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`. Return
         True if the last step is skipped. Raises as `_answer`.
@@ -582,13 +609,13 @@ class Trainer:
             )
         raise _Rewound
 
-    def _update_progress(self, sums: MetricSums, earlier: Progress) -> None:
-        """Set the epoch's sums over all ranks: those of `earlier` attempts plus `sums`.
+    def _update_progress(self) -> None:
+        """Set the epoch's sums over all ranks: those of earlier attempts plus the stretch's.
 
         Raises:
             NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
         """
-        progress = self.progress
+        progress, sums, earlier = self.progress, self.stretch.sums, self.stretch.before
         progress.loss_sum = earlier.loss_sum + self.world.all_reduce(sums.loss_sum)[0]
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.num_samples = earlier.num_samples + sums.num_samples

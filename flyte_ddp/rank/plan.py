@@ -1,0 +1,146 @@
+"""Which rank gets which samples in which batch: one rule for recipes, shards and own loops.
+
+The order of an epoch is drawn once for all ranks, cut into global batches, and only then shared. So
+it does not depend on the number of ranks, every sample is in exactly one part, and a run can resume
+in the middle of an epoch. Knows no data set but by its length or its own order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flyte_ddp.data.shards import Stream
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of each global batch. The first ranks get one sample more of a batch that does
+    not divide.
+    """
+
+    index: int
+    num_shares: int
+
+    def count(self, num_samples: int) -> int:
+        """Return how many of a batch's samples are in this share."""
+        least, rest = divmod(num_samples, self.num_shares)
+        return least + (self.index < rest)
+
+    def weigh(self, num_samples: int) -> float:
+        """Return the weight of this share's mean in the mean over a batch, times the number of
+        shares.
+        """
+        return self.count(num_samples) * self.num_shares / num_samples
+
+    def cut(self, batch: Any) -> Any:
+        """Return this share of a batch, a list or a tensor (B, ...).
+
+        A share without samples gets the batch's first one, which has weight 0: its forward and
+        backward passes may be collectives.
+        """
+        least, rest = divmod(len(batch), self.num_shares)
+        start = self.index * least + min(self.index, rest)
+        own = batch[start : start + self.count(len(batch))]
+        return own if len(own) else batch[:1]
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The global batches of an epoch, by their numbers.
+
+    plan = EpochPlan(num_samples=10, global_batch_size=4, seed=0, epoch=1, share=Share(0, 2))
+    plan.batch(0)  # four samples, the same on every rank
+    plan.share.cut(plan.batch(0))  # two of them
+    """
+
+    num_samples: int
+    global_batch_size: int  # the epoch's last batch may be smaller
+    seed: int
+    epoch: int
+    share: Share
+    first: int = 0  # samples of the epoch before batch 0
+    shuffle: bool = True
+    stream: Stream | None = None  # a data set with an order of its own
+    weights: Tensor | None = None  # (N,): of the samples, for draws with replacement
+    device: torch.device | str = "cpu"  # of the indices
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.num_samples - self.first) // self.global_batch_size))
+
+    @functools.cached_property
+    def _order(self) -> Any:
+        """The order of the epoch: an index (N,), or a stream's own."""
+        if self.stream is not None:
+            return self.stream.order(self.global_batch_size, self.seed, self.epoch)
+        if not self.shuffle:
+            return torch.arange(self.num_samples, device=self.device)
+        order = epoch_order(self.num_samples, self.seed, self.epoch, self.weights)
+        return order.to(self.device)
+
+    def size(self, number: int) -> int:
+        """Return the number of samples of a batch."""
+        done = self.first + number * self.global_batch_size
+        return min(self.global_batch_size, self.num_samples - done)
+
+    def batch(self, number: int) -> Tensor:
+        """Return the samples of a batch, (B,)."""
+        begin = self.first + number * self.global_batch_size
+        return self.samples(begin, begin + self.size(number))
+
+    def samples(self, begin: int, end: int) -> Tensor:
+        """Return the samples at places of the epoch's order, (end - begin,)."""
+        if self.stream is None:
+            return self._order[begin:end]  # type: ignore[no-any-return]
+        return torch.tensor(self._order.batch(begin, end - begin).tolist())
+
+    def batches(self, first: int = 0, end: int | None = None) -> Iterator[Tensor]:
+        """Yield the samples of the batches from `first` to before `end`, by default the last one's
+        end. The files of a stream's coming batches are fetched meanwhile.
+        """
+        end = len(self) if end is None else min(end, len(self))
+        if self.stream is None:
+            yield from map(self.batch, range(first, end))
+            return
+        batches = self.stream.batches(
+            self.global_batch_size,
+            self.seed,
+            self.epoch,
+            self.first + first * self.global_batch_size,
+            self.share.cut,
+            self.share.num_shares,
+        )
+        yield from map(torch.tensor, itertools.islice(batches, max(0, end - first)))
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
+    """Return the order in which epoch `epoch` visits the samples, (N,): the same on every rank of
+    every world size.
+
+    Args:
+        weights: of the samples, for as many draws with replacement.
+    """
+    generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
+    if weights is None:
+        return torch.randperm(num_samples, generator=generator)
+    # by the inverse of their distribution, because torch.multinomial ends at 2^24 samples
+    sums = weights.cumsum(0)
+    ends = sums / sums[-1]
+    last = 1 - 2.0**-52  # a draw never reaches the end of them all, which is 1
+    draws = torch.rand(num_samples, generator=generator, dtype=torch.float64).clamp_(max=last)
+    return torch.searchsorted(ends, draws, right=True)
+
+
+def derived_seed(*numbers: int) -> int:
+    """Return a seed made from several numbers, none of which shows through. The same in every
+    process and Python.
+    """
+    # of ints, which unlike strings have no per-process salt
+    return hash(numbers) & 0x7FFF_FFFF_FFFF_FFFF
