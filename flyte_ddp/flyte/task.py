@@ -74,7 +74,7 @@ def open_task_run(
     name: str,
     checkpoints: str = "",
     output: str = "",
-    tracking: tuple[str, ...] = TRACKING,
+    tracking: tuple[str, ...] | None = None,
     hides_keys: bool = True,
     has_outputs: bool = True,
 ) -> Iterator[TaskRun]:
@@ -84,7 +84,7 @@ def open_task_run(
         name: of the attempt in a local run, where Flyte gives none.
         checkpoints: URL that the user gave; "" for the execution's own.
         output: directory of a local run's outputs; "" for one that is made.
-        tracking: see `make_tracker`; empty for runs that nothing records.
+        tracking: see `make_tracker`; empty for runs that nothing records; None for the project's.
         hides_keys: keep the keys of W&B and MLflow out of the environment, which the ranks inherit.
         has_outputs: the outputs are files, so a local run has a directory for them.
 
@@ -103,7 +103,7 @@ def open_task_run(
             checkpoints=checkpoints,
             secrets=_read_secrets(),
             hides_keys=hides_keys,
-            tracking=tracking,
+            tracking=TRACKING if tracking is None else tracking,
             publish=open_deck(),
             outputs="" if execution.is_local else context.raw_output_prefix.rstrip("/"),
             output_directory=directory,
