@@ -5,12 +5,14 @@ of them leaves out.
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from flyte_ddp.errors import RankFailure
+from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.training import pass_layers
 from tests.support.recipes import Tiny
 from tests.support.runs import new_run
@@ -88,6 +90,26 @@ class FromTheStart(Different):
         return model
 
 
+class Late(Choosing):
+    """Rank 1 is late in its first pass as a part of a split model."""
+
+    is_late = True
+
+    def forward(self, inputs):
+        if self.is_late and os.environ["RANK"] == "1" and is_sharded(self):
+            self.is_late = False
+            time.sleep(2)
+        return super().forward(inputs)
+
+
+class LateAtFirst(Alike):
+    """The first pass waits for longer than a later one may."""
+
+    def model(self):
+        pass_layers.MAX_WAIT = 0.5  # in a rank
+        return Late(self.left_out)
+
+
 @pytest.mark.parametrize(
     ("kind", "layer"),
     [
@@ -106,6 +128,7 @@ def test_a_layer_that_a_part_of_the_ranks_leaves_out_is_one_line(kind, layer, tm
     assert "ConfigError" in str(caught.value)
 
 
-def test_layers_that_all_ranks_leave_out_are_no_error(tmp_path):
-    run = new_run(tmp_path, HERE + "Alike").train(2, parallel="fsdp", epochs=2)
+@pytest.mark.parametrize("kind", ["Alike", "LateAtFirst"])
+def test_layers_that_all_ranks_leave_out_are_no_error(kind, tmp_path):
+    run = new_run(tmp_path, HERE + kind).train(2, parallel="fsdp", epochs=2)
     assert run.result.finished

@@ -23,7 +23,11 @@ from flyte_ddp.rank.sharding import is_sharded
 from flyte_ddp.world import World
 
 KEY = "flyte_ddp/layers"  # with the numbers of a note and its rank after it
-MAX_WAIT = 60.0  # seconds for the note of another rank, which may load its batch until then
+# Seconds for the note of another rank, which may load its batch until then: half of the default
+# `stall_timeout`.
+MAX_WAIT = 150.0
+# Likewise in the first pass, in which every rank writes a note: whoever is late only loads.
+MAX_FIRST_WAIT = 1800.0
 
 
 @dataclass(eq=False)
@@ -87,14 +91,13 @@ class PassLayers:
             ConfigError: other ranks have used other layers.
         """
         self._is_in_pass = False
-        last_parts = self._last_parts.get(self.model.training, [])
-        self._last_parts[self.model.training] = self._parts
-        changed = last_parts[len(self._parts) :]
+        changed = self._last_parts.get(self.model.training, [])[len(self._parts) :]
         if torch.is_grad_enabled():
             changed += sorted(self._layers ^ self._last_layers)
             self._last_layers = self._layers
         if changed:
             self._compare(changed[0], sorted(self._layers) if torch.is_grad_enabled() else ())
+        self._last_parts[self.model.training] = self._parts
 
     def _compare(self, name: str, layers: Sequence[str] = ()) -> None:
         """Wait until all ranks have noted the same.
@@ -104,14 +107,16 @@ class PassLayers:
             layers: that the whole pass has used.
 
         Raises:
-            ConfigError: a rank has noted something else, or nothing within `MAX_WAIT`.
+            ConfigError: a rank has noted something else, or nothing in time.
         """
         own = [self._number, len(self._parts), name, list(layers)]
         world, number = self.world, self._num_notes
         keys = [f"{KEY}-{number}-{rank}" for rank in range(world.world_size)]
         self.store.set(keys[world.rank], json.dumps(own))
+        is_first = self.model.training not in self._last_parts
+        max_wait = MAX_FIRST_WAIT if is_first else MAX_WAIT
         try:
-            self.store.wait(keys, timedelta(seconds=MAX_WAIT))
+            self.store.wait(keys, timedelta(seconds=max_wait))
         except RuntimeError:
             self._refuse(name)
         for each in self.store.multi_get(keys):
