@@ -61,7 +61,7 @@ def test_inputs_outputs_decks_and_environment_pass_through_ranks_that_restart(tm
     report = dict(decks)["Training"]
     assert all(
         each in report
-        for each in ("finished", "Resumed at step", "loss", "SIGKILL", "last reported")
+        for each in ("finished", "Resumed at step", "Loss", "SIGKILL", "last reported")
     )
     names = [name for name, _ in decks]
     assert {"Input", "Output", "Source Code"} <= {name.title() for name in names}

@@ -129,7 +129,7 @@ def test_page_lines_and_table_of_a_sweep_name_a_trial_and_its_figures_alike(
         end = (
             f"trial {number}/3 (lr {lr}) finished, after step 6, best at step 4: test loss {best},"
         )
-        assert f"trial {number}/3 (lr {lr}) {end}" in lines
+        assert end in lines
         assert f"trial {number} (lr {lr})" in page
         assert shown[number - 1]["trial"] == str(number)
         # with the newest of the other figure until then

@@ -41,12 +41,12 @@ from flyte_ddp.errors import (
     PreflightError,
     RankFailure,
 )
-from flyte_ddp.flyte.training import pod_failure
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask import nodes as nodes_of_dask
 from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job
 from flyte_ddp.launch.recipe_program import recipe_program
+from flyte_ddp.task_run.training import pod_failure
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -19,6 +19,7 @@ import pytest
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.events import AttemptEnded
 from flyte_ddp.launch.agent import rank_start, supervisor
+from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.control.stalls import find_culprits
 from flyte_ddp.launch.nodes import local
 from flyte_ddp.launch.protocol.messages import Collective, Group, InspectedRank
@@ -161,23 +162,38 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_told(tmp_path, monkeypatch
 # A run that hangs
 
 
-def shorten_stall_timeout(run):
+@pytest.fixture
+def driven(monkeypatch):
+    """The runs of the driver, the newest last."""
+    found, start = [], driver.Run
+
+    def keep(*arguments, **options):
+        found.append(start(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(driver, "Run", keep)
+    return found
+
+
+def shorten_stall_timeout(driven):
     """Return a relay that shortens the stall timeout when the rank hangs."""
 
     def relay(line):
         # In this process, and only now, because how long ranks take to start depends on the
         # machine.
         if line == "[rank 1] this rank hangs on purpose":
-            object.__setattr__(run.job.program, "stall_timeout", 0.5)
+            object.__setattr__(driven[-1].job.program, "stall_timeout", 0.5)
 
     return relay
 
 
-def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(tmp_path, monkeypatch, survivors):
+def test_a_stopped_rank_is_named_first_as_the_cause_of_a_stall(
+    tmp_path, monkeypatch, survivors, driven
+):
     """It can neither write its stack nor answer."""
     monkeypatch.setenv("FAULT", "stop 1 5")
     run = new_run(tmp_path)
-    run.relay = shorten_stall_timeout(run)
+    run.relay = shorten_stall_timeout(driven)
     with pytest.raises(RankFailure) as caught:
         run.train()
 
@@ -227,13 +243,15 @@ def test_the_rank_that_the_others_wait_for_is_found_by_what_each_has_entered(ran
     assert find_culprits(ranks).numbers == expected
 
 
-def test_a_long_preparation_of_data_is_no_stall(tmp_path):
+def test_a_long_preparation_of_data_is_no_stall(tmp_path, driven):
     run = new_run(tmp_path)
 
     def prepare():
-        object.__setattr__(run.job.program, "stall_timeout", 0.1)
+        while not driven:  # the data are prepared while the run is made
+            time.sleep(0.01)
+        object.__setattr__(driven[-1].job.program, "stall_timeout", 0.1)
         time.sleep(1)
-        object.__setattr__(run.job.program, "stall_timeout", 600.0)
+        object.__setattr__(driven[-1].job.program, "stall_timeout", 600.0)
         return str(run.data())
 
     run.train(1, data=prepare, epochs=1)

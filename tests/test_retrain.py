@@ -330,7 +330,7 @@ def test_a_rollback_holds_until_it_is_released(store, make):
     for source in ("5", "6"):  # the same data, and those of another night
         planned = plan(store, make(source), PromotionCriteria())
         assert planned.outcome == Outcome.HELD
-        expected = "a rollback at 20.*Z keeps its version in use; release it by flyte-ddp promotion"
+        expected = "a rollback at 20.*Z keeps its version in use; release it by .*promotion release"
         assert re.match(expected, planned.reason)
         # A training that had begun before, or the retry of the one that was rolled back.
         assert (
@@ -592,7 +592,7 @@ def test_retrainings_promote_the_first_and_then_only_better_models(retrain, capf
         "Retraining digits",
         "promoted: on the same held-out data",
         better.champion,
-        "2026-01-02T03:00:00Z",
+        "2026-01-02 03:00",
     ):
         assert expected in page
 

@@ -395,7 +395,8 @@ def test_a_step_that_goes_back_is_stored_where_others_are_in_memory(tmp_path, mo
 
 
 def test_the_driver_knows_that_a_later_step_was_replaced():
-    run = SimpleNamespace(stored={1, 100}, emit=lambda event: None, has_loaded=True)
+    job = SimpleNamespace(is_kept=True)
+    run = SimpleNamespace(stored={1, 100}, emit=lambda event: None, has_loaded=True, job=job)
     Run._take(run, CheckpointWritten(50, "", best=False))
     assert run.stored == {1, 50}
 

@@ -88,7 +88,7 @@ def test_a_script_runs_with_the_files_beside_it_and_returns_what_it_wrote(
     assert any(isinstance(event, RunStarted) and event.world_size == 2 for event in history)
     report = Path(str(results.report)).read_text()
     assert all(
-        text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "loss")
+        text in report for text in ("the value of rank 1", "finished", "Outputs", "Step", "Loss")
     )
     assert any('flyte_ddp_world_size{run="",script="train"} 2.0\n' in text for text in figures)
     left = os.listdir(own)

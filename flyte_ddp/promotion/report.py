@@ -19,7 +19,7 @@ ORIGIN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a version's manife
     "data": ("data", lambda text: shorten(text, MAX_TEXT)),
     "fingerprint": ("data_fingerprint", lambda text: text[:8]),
     "code": ("code_version", lambda text: text[:10]),
-    "kickoff": ("kickoff_time", lambda text: text[:16].replace("T", " ")),
+    "kickoff, UTC": ("kickoff_time", lambda text: text[:16].replace("T", " ")),
 }
 WRAPPED = ("data", "kickoff_time")  # texts that may take several lines
 

@@ -46,10 +46,9 @@ from flyte_ddp.launch.control.attempt import Attempt, Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.control.results import Destination, Results
 from flyte_ddp.launch.protocol.failures import first_line, program_failure
-from flyte_ddp.launch.protocol.programs import WANDB_VARIABLE, Job, Kind
+from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
-from flyte_ddp.observers.weights_and_biases import Wandb
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
 
 OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
@@ -135,8 +134,6 @@ def run(
     place.check(job)
     program, storage = job.program, None
     variables = {**program.variables, COMMAND_VARIABLE: own_command()}
-    if any(isinstance(each, Wandb) for each in listeners):
-        variables[WANDB_VARIABLE] = "1"
     program = dataclasses.replace(program, variables=variables)
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:

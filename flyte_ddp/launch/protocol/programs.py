@@ -30,8 +30,6 @@ SCRIPT_DIRECTORY = "flyte_ddp_script"  # among the source files on a node: the d
 # in ranks: the node's directory for a script's outputs, removed after the run
 OUTPUTS_VARIABLE = "FLYTE_DDP_OUTPUTS"
 MAX_RUN_ID = 256  # characters
-# of a rank's environment: set where the run itself is recorded in W&B
-WANDB_VARIABLE = "FLYTE_DDP_WANDB"
 
 
 def stop_grace() -> float:
