@@ -280,6 +280,11 @@ def test_no_code_asks_which_kind_a_program_is():
     assert asked == []
 
 
+def data_without_a_training(module, imported, in_function):
+    is_config = imported in ("flyte_ddp.config", "flyte_ddp.config.training")
+    return "data/ knows no training" if _within(module, ["flyte_ddp.data"]) and is_config else ""
+
+
 def home_of_the_library(module, imported, in_function):
     homes = HOMES.get(imported.split(".")[0])
     return f"only {', '.join(homes)} may" if homes and not _within(module, homes) else ""
@@ -325,6 +330,7 @@ def wandb_inside_functions(module, imported, in_function):
         lower_layers_only,
         process_of_the_folder,
         values_without_io,
+        data_without_a_training,
         home_of_the_library,
         wandb_inside_functions,
     ],

@@ -20,9 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyte_ddp.config import TrainingConfig
 from flyte_ddp.data import Shards, readers
 from flyte_ddp.data.contents import BLOCK, MAX_BLOCKS, compute_checksum
-from flyte_ddp.data.source import Source, version_of
+from flyte_ddp.data.source import READ_TIMEOUT, Source, version_of
 from flyte_ddp.errors import DataError
 from flyte_ddp.rank.agreement import find_difference
 from flyte_ddp.storage import Storage
@@ -442,3 +443,7 @@ def test_shards_of_other_readers_are_no_tar(tmp_path):
     Shards(url).prepare()
     assert Shards(url, transform=to_record)[0] == record(1)
     assert Shards(url, reader=read)[0] == {"number": os.path.getsize(tmp_path / "train/a.tar")}
+
+
+def test_a_store_of_samples_is_waited_for_no_longer_than_a_stall():
+    assert TrainingConfig.stall_timeout > READ_TIMEOUT

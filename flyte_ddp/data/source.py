@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import DataError
 from flyte_ddp.storage import Storage, redact_url
 
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 CONCURRENT_READS = 8  # of a process
 # seconds that a store of samples is waited for; below the default stall_timeout
-READ_TIMEOUT = 0.8 * TrainingConfig.stall_timeout
+READ_TIMEOUT = 240.0
 # Keys of what file systems report: what follows from a file's contents, and times of its change.
 VERSIONS = ("ETag", "etag", "Content-MD5", "Digest")
 TIMES = ("Last-Modified", "LastModified", "last_modified", "modified", "modify", "mtime")

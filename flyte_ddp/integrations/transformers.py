@@ -30,7 +30,6 @@ from flyte_ddp import session
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.integrations import loaders, training
 from flyte_ddp.integrations.accelerate import check_split
-from flyte_ddp.storage import redact_url
 
 SAVE_STEPS = 100  # optimizer steps
 # Of the Trainer's own time and count of work: the run measures these itself.
@@ -94,11 +93,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         if found is None:
             return self._train(resume_from_checkpoint, **options)
         if "num_steps" not in found:
-            place = redact_url(session.checkpoints)
             raise ConfigError(
                 "session.checkpoints: expected a checkpoint of this version of flyte_ddp, got one "
-                f"of an earlier version in {place}: finish the training with that version, or give "
-                "another place"
+                "of an earlier version: finish the training with that version, or give another "
+                "place"
             )
         # The one private name: a directory without weights, which `on_train_begin` loads, is
         # refused otherwise.
