@@ -9,7 +9,7 @@ import sys
 
 PROGRAM = "flyte-ddp"
 POD = "FLYTE_INTERNAL_EXECUTION_ID"  # variable of a task's pod, which Flyte starts again itself
-# of the ranks' environment: `own_command` of the process that drives them
+# A variable in the environment of ranks: the result of `own_command` in their driver.
 COMMAND_VARIABLE = "FLYTE_DDP_COMMAND"
 
 

@@ -60,7 +60,7 @@ def list_own_places() -> list[str]:
     return [
         str(parameters.working_directory),
         parameters.raw_output_prefix,
-        execution.checkpoints.rpartition("/")[0],  # those of all nodes of the execution
+        execution.checkpoints.rpartition("/")[0],  # the checkpoints of the whole execution
         execution.champions,
     ]
 

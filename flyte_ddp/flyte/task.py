@@ -1,4 +1,4 @@
-"""What the functions of tasks share: errors, checks by the project's settings, and the run."""
+"""Shared by all task functions: errors, checks against the project's settings, and the run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _read_secrets() -> dict[str, str]:
 def _say_how_to_resume(run: TaskRun, stopped: TrainingStopped) -> None:
     """Print how a local run has stopped, and the command of `pyflyte run` that resumes it."""
     command = click.get_current_context(silent=True)
-    if stopped.reason == signal.SIGINT.name:  # of which click prints nothing but "Aborted"
+    if stopped.reason == signal.SIGINT.name:  # click prints only "Aborted"
         run.say(str(stopped))
     if command is not None and "checkpoints" in command.params:
         checkpoints = "" if command.params["checkpoints"] else run.storage.url

@@ -91,7 +91,7 @@ def plan_retraining(
         # its contents decide if there is something new, and a file may be replaced meanwhile
         given = {**(config or {}), "initial_model_state": pin_state(resolved.initial_model_state)}
         begun: datetime.datetime | None = kickoff_time or flyte.ctx().run_start_time
-        if begun and not begun.timestamp():  # what Flyte 2.0.43 tells a task with a pod template
+        if begun and not begun.timestamp():  # Flyte 2.0.43 gives 1970 to a pod template
             begun = None
         execution = current_execution()
         if not execution.is_local:

@@ -1,4 +1,4 @@
-"""What the tasks of Flyte 2 share: their thread, their place, their errors, and the run.
+"""Shared by all tasks of Flyte 2: their thread, place and errors, and the run.
 
 The SDK calls a function beside the main thread, where no signal arrives. A plugin's task is
 executed on it: so each task is of a plugin here.

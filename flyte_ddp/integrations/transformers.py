@@ -64,7 +64,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     _found: dict[str, Any] | None = None
     _saved_step: int = 0
     _epoch: int = 0
-    _num_steps: int = 0  # of the epoch
+    _num_steps: int = 0  # optimizer steps of the current epoch that are done
     _is_in_step: bool = False  # batches have added to the gradients, and no step has used them
 
     def __post_init__(self) -> None:

@@ -45,10 +45,11 @@ def train(
         num_processes: ranks on this machine; 0 is one for each GPU.
         parent_champion: the version that this model is to replace, for its card.
     """
-    gang = Gang(1, num_processes or "auto", ClusterConfig.max_restarts)
-    failure = pod_failure(run.execution.previous_pod)
     if cluster:
         gang, failure = Gang(cluster.num_nodes, cluster=cluster), None
+    else:
+        gang = Gang(1, num_processes or "auto", ClusterConfig.max_restarts)
+        failure = pod_failure(run.execution.previous_pod)
     origin = {**describe_origin(run.execution.name), "parent_champion": parent_champion}
     program = recipe_program(recipe, config)
     state = run.run(

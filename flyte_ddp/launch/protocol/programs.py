@@ -152,7 +152,7 @@ class Job:
     # token of the driver that owns the checkpoints; see flyte_ddp/checkpoints/ownership.py
     owner: str = ""
     is_kept: bool = True  # the checkpoints outlive the run
-    # that a person gave, where the checkpoints are the run's own notes below it; errors name it
+    # The place that the user named, for errors, where the checkpoints lie below it; else "".
     output: str = ""
     # steps of checkpoints after the last attempt, as far as the driver knows
     stored: tuple[int, ...] = ()
