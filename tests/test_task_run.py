@@ -4,6 +4,8 @@ key.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -28,6 +30,7 @@ from flyte_ddp.rank import entry
 from flyte_ddp.rank.data import SeededDataset
 from flyte_ddp.recipes import config_of, get_recipe
 from flyte_ddp.recipes.prepare import prepare_data
+from flyte_ddp.task_run.process import launcher_log, tracker_keys
 from tasks.study import train_at_world_sizes, train_sweep
 from tasks.train import train_on_cluster, train_on_one_node
 from tests.support import mistakes
@@ -222,6 +225,27 @@ def data(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
     prepare_data(get_recipe(TINY), "", directory)
     return FlyteDirectory(str(directory))
+
+
+def test_tasks_of_one_process_give_back_its_keys_and_its_log_in_any_order(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    logger = logging.getLogger("flyte_ddp")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    first, second = [], []
+    with contextlib.ExitStack() as one, contextlib.ExitStack() as other:
+        one.enter_context(launcher_log(first.append))
+        one.enter_context(tracker_keys(hides=True))
+        other.enter_context(launcher_log(second.append))
+        keys = other.enter_context(tracker_keys(hides=True))
+        logger.info("both run")
+        one.close()
+        logger.info("the second runs")
+        assert keys["WANDB_API_KEY"]
+        assert "WANDB_API_KEY" not in os.environ  # the second task's ranks inherit it
+
+    assert (first, second) == ([], ["both run", "the second runs"])
+    assert (logger.level, logger.propagate, logger.handlers) == before
+    assert os.environ["WANDB_API_KEY"] == "k" * 40
 
 
 def test_an_attempt_that_fails_keeps_its_history(data, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from flyte_ddp.prediction.predict import Predictions
 from flyte_ddp.prediction.predict import predict as predict_data
 from flyte_ddp.storage import redact_url
 from flyte_ddp.task_run.execution import Execution
-from flyte_ddp.task_run.run import launcher_log
+from flyte_ddp.task_run.process import launcher_log
 
 
 def predict(

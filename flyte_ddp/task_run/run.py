@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.command_line import keep_first_start, keep_run_id
 from flyte_ddp.observers.history import HistoryFile
 from flyte_ddp.observers.metrics import MetricsServer, RunFigures, requested_port
-from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
 from flyte_ddp.observers.progress_bar import ProgressBar
 from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.page import Page
@@ -36,12 +34,10 @@ from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
 from flyte_ddp.observers.trackers import make_tracker
 from flyte_ddp.storage import Storage, fetch_file, file_below, redact_url, write_file
 from flyte_ddp.task_run.execution import Execution
+from flyte_ddp.task_run.process import launcher_log, tracker_keys
 
 HISTORY = "history.jsonl"
 EXPORT = "export"  # the output's name, a directory
-KEYS = ("WANDB_API_KEY", *MLFLOW_VARIABLES)  # variables with the keys of trackers
-# copies of the keys, in a pod to which Flyte passes secrets as variables
-COPIES_OF_KEYS = ("_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN")
 
 
 @dataclass
@@ -240,7 +236,7 @@ def open_run(
     """
     directory.mkdir(parents=True, exist_ok=True)
     attempt = execution.attempt_id or f"{name}-{os.urandom(4).hex()}"
-    with _keys(hides_keys) as keys:
+    with tracker_keys(hides_keys) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
         run = TaskRun(
             report, execution, directory, storage, attempt, {**keys, **secrets}, **options
@@ -256,54 +252,3 @@ def open_run(
                 raise reason from None  # it has the text of `error`
             raise
         run.close(None)
-
-
-@contextlib.contextmanager
-def _keys(hides: bool) -> Iterator[dict[str, str]]:
-    """Give the keys of W&B and MLflow by their variables, and keep them out of the environment for
-    the block.
-    """
-    keys = {name: os.environ[name] for name in KEYS if name in os.environ}
-    hidden = (*KEYS, *COPIES_OF_KEYS) if hides else ()
-    removed = {name: os.environ.pop(name) for name in hidden if name in os.environ}
-    try:
-        yield keys
-    finally:
-        os.environ.update(removed)
-
-
-@contextlib.contextmanager
-def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the
-    block.
-    """
-    logger = logging.getLogger("flyte_ddp")
-    handler = _LineHandler(say)
-    level, propagates = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
-
-
-class _LineHandler(logging.Handler):
-    """Prints each record as a line. In a sweep it begins with the trial, whose thread is named
-    after it.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        thread = record.threadName or ""
-        try:
-            line = self.format(record)
-            self._say(f"[{thread}] {line}" if thread.startswith("trial ") else line)
-        except Exception:
-            self.handleError(record)

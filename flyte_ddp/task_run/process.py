@@ -1,0 +1,104 @@
+"""What a task changes in its process: the environment's keys, and where log records go.
+
+Flyte 2 runs several tasks in one process at the same time. The first task makes the change, and the
+last one takes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from flyte_ddp.observers.mlflow import KEY_VARIABLES as MLFLOW_VARIABLES
+
+KEYS = ("WANDB_API_KEY", *MLFLOW_VARIABLES)  # variables with the keys of trackers
+# copies of the keys, in a pod to which Flyte passes secrets as variables
+COPIES_OF_KEYS = ("_FSEC_WANDB_API_KEY", "_FSEC_MLFLOW_TOKEN", "MLFLOW_TOKEN")
+
+logger = logging.getLogger("flyte_ddp")
+
+_lock = threading.Lock()
+_hiding: list[object] = []  # the tasks that keep the keys out of the environment
+_hidden: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def tracker_keys(hides: bool) -> Iterator[dict[str, str]]:
+    """Give the keys of W&B and MLflow by their variables.
+
+    Args:
+        hides: keep the keys out of the environment for the length of the block.
+    """
+    task = object()
+    with _lock:
+        if hides:
+            _hiding.append(task)
+            for name in (*KEYS, *COPIES_OF_KEYS):
+                if name in os.environ:
+                    _hidden[name] = os.environ.pop(name)
+        known = {**os.environ, **_hidden}
+    try:
+        yield {name: known[name] for name in KEYS if name in known}
+    finally:
+        with _lock:
+            if hides:
+                _hiding.remove(task)
+            if not _hiding:
+                os.environ.update(_hidden)
+                _hidden.clear()
+
+
+@contextlib.contextmanager
+def launcher_log(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass the launchers' log records, such as of a restart, to `say` alone for the length of the
+    block.
+
+    Where several tasks run in this process, the newest one says the records of all.
+    """
+    with _lock:
+        _lines.begin(say)
+    try:
+        yield
+    finally:
+        with _lock:
+            _lines.end(say)
+
+
+class _Lines(logging.Handler):
+    """Says each record as a line. In a sweep it begins with the trial, whose thread is named
+    after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._says: list[Callable[[str], None]] = []
+        self._before = logger.level, logger.propagate
+
+    def begin(self, say: Callable[[str], None]) -> None:
+        if not self._says:
+            self._before = logger.level, logger.propagate
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+        self._says.append(say)
+
+    def end(self, say: Callable[[str], None]) -> None:
+        self._says.remove(say)
+        if not self._says:
+            logger.removeHandler(self)
+            level, logger.propagate = self._before
+            logger.setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        thread = record.threadName or ""
+        try:
+            line = self.format(record)
+            self._says[-1](f"[{thread}] {line}" if thread.startswith("trial ") else line)
+        except Exception:
+            self.handleError(record)
+
+
+_lines = _Lines()
