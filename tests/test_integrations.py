@@ -233,6 +233,37 @@ def test_an_optimizer_that_does_not_come_back_in_a_frameworks_training_is_one_li
         take_steps(kind, 1, tmp_path, monkeypatch)
 
 
+class Restarting(torch.optim.lr_scheduler.StepLR):
+    """Begins again after a restart."""
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_schedule_that_does_not_come_back_in_a_frameworks_training_is_one_line(
+    tmp_path, monkeypatch
+):
+    def train(kind):
+        current, _ = session_of(checkpoints=tmp_path)
+        monkeypatch.setattr(session, "_current", current)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = kind(optimizer, step_size=1)
+        training.load(model, [optimizer], [schedule])
+        optimizer.step()
+        schedule.step()
+        training.save(model, [optimizer], [schedule], schedule.last_epoch, {})
+        current.wait()
+        return schedule.last_epoch
+
+    assert train(torch.optim.lr_scheduler.StepLR) == 1
+    assert train(torch.optim.lr_scheduler.StepLR) == 2
+    with raises_one_line(
+        ConfigError, match=r"schedule: Restarting: expected a state_dict\(\) that"
+    ):
+        train(Restarting)
+
+
 def train_with_a_wrapper():
     """Train two epochs of two steps with an optimizer around another one; return its steps, and
     the steps that have ended.

@@ -7,7 +7,8 @@ Knows no framework.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from flyte_ddp import session
 from flyte_ddp.errors import ConfigError, StopRequested, in_one_line
@@ -83,8 +85,9 @@ def load(
     alone splits none.
 
     Raises:
-        ConfigError: an optimizer does not bring back what its `state_dict` has returned. The
-            checkpoint has all of it: once `load_state_dict` is mended, the training goes on.
+        ConfigError: an optimizer or a schedule does not bring back what its `state_dict` has
+            returned. The checkpoint has all of it: once `load_state_dict` is mended, the training
+            goes on.
     """
     places = {("optimizers", number): each for number, each in enumerate(optimizers)}
     found = session.current().load_state(own_boxes(model, places))
@@ -92,28 +95,35 @@ def load(
         return None
     load_model(model, found["model"])
     for optimizer, each in zip(optimizers, found["optimizers"], strict=True):
-        _load_exactly(optimizer, each)
+        _load_exactly("optimizer", optimizer, each, partial(load_optimizer, optimizer))
     for other, each in zip(others, found["others"], strict=True):
-        if each:
+        if each and isinstance(getattr(other, "scheduler", other), LRScheduler):
+            _load_exactly("schedule", other, each, other.load_state_dict)
+        elif each:  # such as a callback, which may know better than its state
             other.load_state_dict(each)
     return {key: each for key, each in found.items() if key not in ("model", "optimizers")}
 
 
-def _load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer and check that it is back.
+def _load_exactly(
+    role: str, holder: Any, state: dict[str, Any], load_state: Callable[[dict[str, Any]], object]
+) -> None:
+    """Load the state of an optimizer or a schedule, and check that it is back.
 
-    At a restart, and not before: a trial would need a second optimizer like this one, which only
-    the framework's own code could make, and a second state on the device.
+    At a restart, and not before: a trial would need a second object like this one, which only the
+    framework's own code could make, and a second state of an optimizer on the device.
+
+    Args:
+        role: what the object is, for the error.
     """
-    place = f"optimizer: {type(optimizer).__name__}"
+    place = f"{role}: {type(holder).__name__}"
     try:
-        load_optimizer(optimizer, state)
+        load_state(state)
     except Exception as error:  # any error is possible: it may be the user's class
         raise ConfigError(
             f"{place}: expected one that loads what its state_dict() returns, got "
             f"{in_one_line(error)}"
         ) from error
-    found = optimizer.state_dict()
+    found = holder.state_dict()
     if difference := find_changed_value(found, keep_kernels(state, found)):
         raise ConfigError(
             f"{place}: expected a state_dict() that load_state_dict() brings back, got another "
