@@ -27,8 +27,8 @@ from flyte_ddp.events import AttemptEnded
 from flyte_ddp.events.kinds import Figures, Timed
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.control.attempt import Node, Nodes
 from flyte_ddp.launch.control.causes import find_cause
+from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.stalls import stall_failure
 from flyte_ddp.launch.protocol.messages import (
     Beat,

@@ -23,9 +23,9 @@ from flyte_ddp.launch import run as launch_run
 from flyte_ddp.launch.agent import scratch
 from flyte_ddp.launch.agent.scratch import take_files
 from flyte_ddp.launch.control import driver
-from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.results import Results
-from flyte_ddp.launch.protocol.messages import Outcome, Submitted
+from flyte_ddp.launch.protocol.messages import End, Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.rank import session as rank_session
 from tests.support.gang import session_of
@@ -180,7 +180,7 @@ class FilesOfNodes(Nodes):
 def take(handle):
     """Let `handle` get three files of each of two nodes; return the calls of the nodes."""
     nodes, results = FilesOfNodes(), Results(handle)
-    found = [Node(0), Node(1, "node 1", outcome=Outcome.FAILED)]
+    found = [Node(0), Node(1, "node 1", end=End(Outcome.FAILED))]
     for number in range(3):
         for node in found:
             results.put(nodes, node, Submitted(f"{node.index}{number}", "a"))

@@ -11,7 +11,6 @@ import pathlib
 import random
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -24,7 +23,7 @@ from flyte_ddp.checkpoints.assembly import fill
 from flyte_ddp.checkpoints.store import CheckpointStore
 from flyte_ddp.errors import ConfigError, StopRequested
 from flyte_ddp.events import CheckpointWritten, EpochFinished
-from flyte_ddp.launch.control.driver import Run
+from flyte_ddp.launch.control.stored_steps import StoredSteps
 from flyte_ddp.recipes import Recipe
 from flyte_ddp.training.metrics import read_figures
 from flyte_ddp.training.progress import Progress
@@ -395,10 +394,9 @@ def test_a_step_that_goes_back_is_stored_where_others_are_in_memory(tmp_path, mo
 
 
 def test_the_driver_knows_that_a_later_step_was_replaced():
-    job = SimpleNamespace(is_kept=True)
-    run = SimpleNamespace(stored={1, 100}, emit=lambda event: None, has_loaded=True, job=job)
-    Run._take(run, CheckpointWritten(50, "", best=False))
-    assert run.stored == {1, 50}
+    stored = StoredSteps(has_store=True, is_kept=True, steps={1, 100})
+    stored.note(CheckpointWritten(50, "", best=False), is_in_memory=False)
+    assert (stored.steps, stored.newest) == ({1, 50}, 50)
 
 
 def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):

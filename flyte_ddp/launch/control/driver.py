@@ -11,16 +11,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import logging
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flyte_ddp import events
 from flyte_ddp.checkpoints import stored_steps
@@ -32,26 +31,26 @@ from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import (
     OUT_OF_MEMORY,
     ConfigError,
-    FailureKind,
-    GangLost,
     NodeLost,
     OutOfMemory,
-    ProgramError,
     RankFailure,
     StorageUnavailable,
     TrainingStopped,
     log_failures,
 )
-from flyte_ddp.launch.control.attempt import Attempt, Nodes
+from flyte_ddp.launch.control.attempt import Attempt
+from flyte_ddp.launch.control.endings import describe_loss, describe_move, make_error
+from flyte_ddp.launch.control.memory_note import read_note, write_note
+from flyte_ddp.launch.control.nodes import Nodes
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
 from flyte_ddp.launch.control.results import Destination, Results
-from flyte_ddp.launch.protocol.failures import first_line, program_failure
+from flyte_ddp.launch.control.stored_steps import StoredSteps
+from flyte_ddp.launch.protocol.failures import first_line
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.signals import StopRequest, stop_on_signals
 from flyte_ddp.observers.streams import open_standard_streams, print_line
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_errors, redact_url, redact_values
 
-OOM_NOTE = "out-of-memory.json"  # beside the checkpoints
 # seconds for listeners to finish what they have begun: W&B's and MLflow's last files
 CLOSE_TIMEOUT = 2 * SHORT_TIMEOUT
 
@@ -132,21 +131,14 @@ def run(
     """
     open_standard_streams()
     place.check(job)
-    program, storage = job.program, None
-    variables = {**program.variables, COMMAND_VARIABLE: own_command()}
-    program = dataclasses.replace(program, variables=variables)
+    variables = {**job.program.variables, COMMAND_VARIABLE: own_command()}
+    program = dataclasses.replace(job.program, variables=variables)
+    job = dataclasses.replace(job, program=program)
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
+        storage = None
         if job.checkpoints:
-            name = "output" if job.output else "checkpoints"
-            storage = Storage(job.checkpoints, name, program.store_timeout)
-            storage.check_access()
-            ownership = Ownership(storage.url, job.run, program.store_timeout, job.output)
-            owner = stack.enter_context(ownership)
-            job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token)
-            if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
-                modules = (*program.slow_imports, type(storage.file_system).__module__)
-                program = dataclasses.replace(program, slow_imports=modules)
+            job, storage = stack.enter_context(_own_checkpoints(job))
         if program.missing_state and not (storage and stored_steps(storage.url)):
             raise ConfigError(program.missing_state)
         dispatcher = stack.enter_context(Dispatcher(listeners, state))
@@ -154,7 +146,7 @@ def run(
         own = Run(
             f"training-{uuid.uuid4().hex[:12]}",
             place,
-            dataclasses.replace(job, program=program),
+            job,
             storage,
             stop,
             dispatcher.emit,
@@ -175,6 +167,25 @@ def run(
     return state
 
 
+@contextlib.contextmanager
+def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage]]:
+    """Own the place of the checkpoints for the length of the block.
+
+    Yields:
+        The job with its owner, and the store. Raises as `run`.
+    """
+    program = job.program
+    name = "output" if job.output else "checkpoints"
+    storage = Storage(job.checkpoints, name, program.store_timeout)
+    storage.check_access()
+    if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
+        modules = (*program.slow_imports, type(storage.file_system).__module__)
+        program = dataclasses.replace(program, slow_imports=modules)
+    with Ownership(storage.url, job.run, program.store_timeout, job.output) as owner:
+        job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token, program=program)
+        yield job, storage
+
+
 @dataclass
 class Run:
     """A run: attempt after attempt, until one succeeds or another would be of no use."""
@@ -189,15 +200,11 @@ class Run:
     # local directory of the prepared data; None where none are needed
     prepared: concurrent.futures.Future[str] | None
     results: Results | None = None  # get the files that ranks submit
-    # steps of the checkpoints in the store, as the events of the ranks tell; None before the first
-    stored: set[int] | None = None
-    # of the state from which the latest attempt has started; -1 if that is not known
-    resumed_step: int = -1
-    has_loaded: bool = False  # it has told so itself
     num_attempts: int = 0
-    num_restarts: int = 0  # those that count, since the last attempt that has left a newer state
-    previous: Ended | None = None  # the last attempt that failed
-    oom_step: int | None = None  # see `_oom_step`
+    before: Before = field(default_factory=Before)  # what has happened up to the latest attempt
+
+    def __post_init__(self) -> None:
+        self.stored = StoredSteps(self.storage is not None, self.job.is_kept)
 
     def check_stop(self) -> None:
         """Raise TrainingStopped if the run is to end. For while no rank runs."""
@@ -246,7 +253,7 @@ class Run:
             )
         )
         self.num_attempts += 1
-        self.resumed_step, self.has_loaded = self.newest_step, False
+        self.stored.begin_attempt()
         self.job = dataclasses.replace(self.job, launched_at=time.time())
         shows_nodes = is_cluster and self.job.program.shows_ranks
         take_result = self.results.put if self.results else None
@@ -254,20 +261,7 @@ class Run:
 
     def _take(self, event: events.Event) -> None:
         """Note what an event of an attempt says of the store, and pass it on."""
-        stored = self.stored or set()
-        match event:
-            case events.CheckpointLoaded(step) if not self.has_loaded:
-                self.resumed_step, self.has_loaded = step, True
-                # newer ones are damaged
-                self.stored = {each for each in stored if each <= step}
-                if step and not self.job.is_in_memory:
-                    self.stored.add(step)
-            case events.CheckpointWritten(step):
-                # later ones that were saved before are replaced by it
-                self.stored = {*(each for each in stored if each < step), step}
-                if not self.job.is_kept:  # nobody finds it there when the run has ended
-                    event = dataclasses.replace(event, url="")
-        self.emit(event)
+        self.emit(self.stored.note(event, self.job.is_in_memory))
 
     def _go_on(self, attempt: Attempt, failure: RankFailure | NodeLost | None) -> Ended:
         """Prepare the attempt that follows one that has ended, and return how that did. Raises if
@@ -276,36 +270,32 @@ class Run:
         # a state there may lead there again
         ran_out = failure is not None and failure.cause == OUT_OF_MEMORY
         memory_step, where = (0, "") if ran_out else attempt.in_memory()
-        kept_step = max(memory_step or -1, self.newest_step)
+        newest_step = self.stored.newest
+        kept_step = max(memory_step or -1, newest_step)
         is_announced = bool(attempt.departures)
-        ended = Ended(failure, attempt.step, self.resumed_step, kept_step, is_announced)
-        is_in_memory = memory_step > max(self.newest_step, 0)
+        ended = Ended(failure, attempt.step, self.stored.resumed, kept_step, is_announced)
+        is_in_memory = memory_step > max(newest_step, 0)
         if failure and memory_step:  # the store, which has the same state, may be away
-            is_in_memory |= memory_step == self.newest_step
+            is_in_memory |= memory_step == newest_step
         if is_in_memory:
             origin = f"step {memory_step}, from {where}"
         elif kept_step < 0:  # it ended before it looked
             origin = "its last checkpoint, if there is one"
+        elif kept_step:
+            origin = "its last checkpoint"
         else:
-            origin = "its last checkpoint" if kept_step else "the beginning"
+            origin = "the beginning"
         self._follow(ended, attempt, origin)
         if self.storage and (not memory_step or ended.is_store_outage):
             # raises StorageUnavailable
             self.wait_for(call_in_background(self.storage.names))
         self.job = dataclasses.replace(
             self.job,
-            stored=tuple(sorted(self.stored or ())),
+            stored=tuple(sorted(self.stored.steps or ())),
             is_in_memory=is_in_memory,
             ran_out_of_memory=self.job.ran_out_of_memory or ran_out,
         )
         return ended
-
-    @property
-    def newest_step(self) -> int:
-        """The step of the newest checkpoint in the store; 0 for none, -1 if that is not known."""
-        if self.stored is None:
-            return -1 if self.storage else 0
-        return max(self.stored, default=0)
 
     def _look_back(self, failure: RankFailure) -> None:
         """Raise OutOfMemory if the attempt of an earlier process ended for the second time for lack
@@ -315,14 +305,15 @@ class Run:
         with contextlib.suppress(StorageUnavailable):
             newest_step = max(stored_steps(self.job.checkpoints), default=0)
         ended = Ended(failure, 0, newest_step)
-        decision = decide(ended, Before(oom_step=self._oom_step()), Rules(max_restarts=1))
-        self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
+        self.before = Before(oom_step=read_note(self.job.checkpoints))
+        decision = decide(ended, self.before, Rules(max_restarts=1))
+        self._note_lack_of_memory(ended, decision)
         if decision is OutOfMemory:
-            self._raise(ended, failure, decision)
+            raise self._make_error(ended, decision)
 
     def say_where_to_resume(self, stopped: TrainingStopped) -> None:
         """Add the newest checkpoint in the store to the message."""
-        job, step = self.job, self.newest_step
+        job, step = self.job, self.stored.newest
         if job.checkpoints and job.is_kept:
             at = f", at step {step}" if step >= 0 else ""
             stopped.args = (
@@ -334,108 +325,48 @@ class Run:
         """Prepare the next attempt and log why there is one, and from where, or raise if there is
         none.
         """
-        failure, place = ended.failure, self.place
+        failure, before = ended.failure, self.before
         if ended.has_saved:
-            self.num_restarts = 0
+            before = dataclasses.replace(before, num_restarts=0)
+        if ended.is_out_of_memory and before.oom_step is None:
+            before = dataclasses.replace(before, oom_step=read_note(self.job.checkpoints))
         smaller = None
         if isinstance(failure, RankFailure):
             smaller = self.job.program.with_smaller_batches(failure, attempt.nodes.world_size)
-        before = Before(
-            self.previous, self.num_restarts, self._oom_step() if ended.is_out_of_memory else None
-        )
         repeats_bugs = self.job.program.kind is not Kind.RECIPE
-        decision = decide(
-            ended, before, Rules(place.max_restarts, repeats_bugs, smaller is not None)
-        )
+        most = self.place.max_restarts
+        decision = decide(ended, before, Rules(most, repeats_bugs, smaller is not None))
         if decision is Next.MOVE:
-            is_late = 0 <= ended.kept_step < ended.step
-            start = f"step {ended.kept_step}, because no later one was saved in time"
-            logger.warning(
-                "%s: the gang ended %s and restarts from %s",
-                attempt.reason or (failure and first_line(failure)),
-                ended.position,
-                start if is_late else "there",
-            )
+            logger.warning("%s", describe_move(ended, attempt.reason))
             return
-        assert failure is not None  # only a gang that moves has none
+        self.before = before
         if ended.is_out_of_memory:
-            self._note_oom(ended.resumed_step, is_over=decision is OutOfMemory)
-        previous = self.previous
-        if decision is Next.SHRINK and smaller is not None:
+            self._note_lack_of_memory(ended, decision)
+        if decision is Next.SHRINK and smaller is not None and smaller.batch is not None:
             self.job = dataclasses.replace(self.job, program=smaller)
-            num_parts = smaller.batch.num_parts if smaller.batch else 1
-            how = f"from {origin} with gradient_accumulation {num_parts}"
+            how = f"from {origin} with gradient_accumulation {smaller.batch.num_parts}"
         elif decision is Next.WAIT:
-            self.previous, how = ended, "when the store is back"
+            self.before = dataclasses.replace(self.before, previous=ended)
+            how = "when the store is back"
         elif decision is Next.RESTART:
-            self.previous = ended
-            self.num_restarts += 1
-            how = f"from {origin} (restart {self.num_restarts} of at most {place.max_restarts})"
+            number = before.num_restarts + 1
+            self.before = dataclasses.replace(self.before, previous=ended, num_restarts=number)
+            how = f"from {origin} (restart {number} of at most {most})"
         else:
-            self._raise(ended, failure, decision)
-        is_known = previous is not None and previous.cause == failure.cause != ""
-        logger.warning(
-            "the gang was lost%s and restarts %s: %s",
-            # a script may report none
-            f" {ended.position}" if ended.step or self.storage else "",
-            how,
-            # of a stall the log has all stacks
-            first_line(failure) if is_known or failure.kind is FailureKind.STALL else failure,
+            raise self._make_error(ended, decision)
+        logger.warning("%s", describe_loss(ended, before, how, self.storage is not None))
+
+    def _make_error(self, ended: Ended, kind: Next | type[Exception]) -> Exception:
+        place = self.place
+        return make_error(
+            ended, kind, self.before.num_restarts, place.max_restarts, place.larger_memory
         )
 
-    def _raise(
-        self, ended: Ended, failure: RankFailure | NodeLost, kind: Next | type[Exception]
-    ) -> NoReturn:
-        """Raise the error that ends the run."""
-        if kind is OutOfMemory:
-            raise OutOfMemory(
-                f"{self.place.larger_memory}, or a smaller evaluation_batch_size, data_workers or "
-                f"model: the ranks ran out of memory twice. {first_line(failure)}"
-            ) from failure
-        if kind is ProgramError and isinstance(failure, RankFailure):
-            line = (
-                f"{first_line(failure)} twice, at {failure.details['place']}, without progress "
-                "in between"
-            )
-            raise program_failure(
-                f"{line}: the program, or a library that it calls there, has a bug", failure.rank
-            )
-        if kind is StorageUnavailable:
-            raise StorageUnavailable(first_line(failure)) from failure
-        if kind is GangLost:
-            raise GangLost(f"{self._used_up(ended)}: {failure}") from failure
-        if failure.kind is not FailureKind.EXCEPTION and self.num_restarts:
-            failure.args = (f"{self._used_up(ended)}: {failure}",)
-        raise failure
-
-    def _used_up(self, ended: Ended) -> str:
-        return (
-            f"the gang was lost {ended.position} and has used up its restarts (max_restarts: "
-            f"{self.place.max_restarts})"
-        )
-
-    def _oom_step(self) -> int | None:
-        """Return the step from which the last attempt that ran out of memory had started, whatever
-        process drove it.
-        """
-        with contextlib.suppress(FileNotFoundError, StorageUnavailable):
-            if self.oom_step is None and self.storage:
-                self.oom_step = int(json.loads(self._notes().read(OOM_NOTE))["resumed_step"])
-        return self.oom_step
-
-    def _note_oom(self, resumed_step: int, is_over: bool) -> None:
-        """Note a lack of memory for the next attempt of the run; forget it for another run, which
-        differs somehow.
-        """
-        self.oom_step = resumed_step
-        with contextlib.suppress(StorageUnavailable):
-            if self.storage and is_over:
-                self._notes().delete(OOM_NOTE)
-            elif self.storage:
-                self._notes().write(OOM_NOTE, json.dumps({"resumed_step": resumed_step}).encode())
-
-    def _notes(self) -> Storage:
-        return Storage(self.job.checkpoints, timeout=0)
+    def _note_lack_of_memory(self, ended: Ended, decision: Next | type[Exception]) -> None:
+        """Remember from which step an attempt ran out of memory, for the attempts that follow."""
+        self.before = dataclasses.replace(self.before, oom_step=ended.resumed_step)
+        is_over = decision is OutOfMemory
+        write_note(self.job.checkpoints, None if is_over else ended.resumed_step)
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from flyte_ddp.launch.agent.devices import (
 from flyte_ddp.launch.agent.link import Link
 from flyte_ddp.launch.agent.scratch import own_directory, take_files
 from flyte_ddp.launch.agent.supervisor import supervise
-from flyte_ddp.launch.control.attempt import Node, Nodes
-from flyte_ddp.launch.protocol.messages import Outcome
+from flyte_ddp.launch.control.nodes import Node, Nodes
+from flyte_ddp.launch.protocol.messages import End, Outcome
 from flyte_ddp.launch.protocol.programs import Job, stop_grace
 from flyte_ddp.launch.protocol.ranks import NodeRanks
 
@@ -134,7 +134,7 @@ class LocalNodes(Nodes):
     def send(self, command: Any) -> None:
         self._link.obey(command)
         if self._agent is None:  # it was never started
-            self.nodes[0].outcome = Outcome.FAILED
+            self.nodes[0].end = End(Outcome.FAILED)
 
     def messages(self) -> Sequence[tuple[Node, Any]]:
         found: list[Any] = [self._link.beat]

@@ -26,7 +26,7 @@ from flyte_ddp.cluster.config import ClusterConfig
 from flyte_ddp.cluster.kubernetes.api import pod_end
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL, POLL_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, NodeLost
-from flyte_ddp.launch.control.attempt import Node, Nodes
+from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.nodes.dask import worker
 from flyte_ddp.launch.nodes.dask.calls import (
     ByValue,
@@ -132,7 +132,7 @@ class DaskNodes(Nodes):
 
     def send(self, command: Any) -> None:
         for node in self.nodes[len(self._futures) :]:
-            node.outcome = Outcome.FAILED  # it was never started
+            node.end = End(Outcome.FAILED)  # it was never started
         self._command, self._next_command_at = pickle.dumps(command), 0.0
         self._repeat_command()
 
