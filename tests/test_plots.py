@@ -15,6 +15,7 @@ from flyte_ddp.events import (
     Straggler,
     StragglersFound,
 )
+from flyte_ddp.observers.formats import format_figure
 from flyte_ddp.observers.reports import drawing, plots, template
 from flyte_ddp.observers.reports.predictions import prediction_panels
 from tests.support import sample_run
@@ -168,6 +169,28 @@ def test_a_panel_fits_any_page():
         assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= set(own)
         ids += own
     assert len(ids) == len(set(ids))
+
+
+def texts_of(panel: drawing.Panel) -> list[str]:
+    """Return the texts of a drawn panel, those at its ticks among them."""
+    root = ElementTree.fromstring(drawing.to_svg(panel))
+    return [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.mark.parametrize(("most", "tick"), [(1.0, "40 %"), (100.0, "40")])
+def test_an_axis_shows_accuracy_as_its_tile_does(most: float, tick: str) -> None:
+    """A function may report its accuracy as a share or in percent."""
+    values = [0.1 * most, 0.5 * most, 0.9 * most]
+    reports = [Reported(step, step, {"accuracy": each}) for step, each in enumerate(values, 1)]
+    panel = panels_of([RunStarted("train", 1), *reports])["reported-0"]
+    assert tick in texts_of(panel)
+    assert f": {format_figure('accuracy', values[1])} at epoch 2" in drawing.to_svg(panel)
+
+
+def test_the_axis_of_a_recipes_accuracy_is_in_percent() -> None:
+    panel = panels_of(sample_run.training())["metric-0"]
+    assert {"85 %", "90 %"} <= set(texts_of(panel))
+    assert "90.00 % at epoch 2" in drawing.to_svg(panel)
 
 
 def test_values_are_shown_on_hover() -> None:

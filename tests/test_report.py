@@ -34,6 +34,7 @@ from flyte_ddp.events import (
 from flyte_ddp.flyte.deck import open_deck
 from flyte_ddp.observers.formats import duration
 from flyte_ddp.observers.history import HistoryFile
+from flyte_ddp.observers.reports.page import Page, Tile
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
 from tests.support import sample_run
@@ -396,6 +397,39 @@ def test_the_page_opens_without_errors_on_any_screen(
     assert has_images or page == "hostile"
     assert "at epoch " in hovered or page == "hostile"
     assert smallest >= 8  # pixels, on a phone too
+
+
+@dataclasses.dataclass(eq=False)
+class TilePage(Page):
+    """A page with so many tiles."""
+
+    num_tiles: int
+    title = "Tiles"
+
+    def content(self) -> dict[str, Any]:
+        return {"tiles": [Tile("Speed", "1,234", "12.5 % of 2,000 steps")] * self.num_tiles}
+
+
+# of each group of tiles, the share of the row's width that its last row fills with two tiles or
+# more, or with one that is as wide as the row
+LAST_ROWS = """[...document.querySelectorAll(".tiles")].map(group => {
+    const boxes = [...group.children].map(each => each.getBoundingClientRect());
+    const last = boxes.filter(each => each.top === boxes.at(-1).top);
+    return last.length > 1 || last[0].width > 0.9 * group.getBoundingClientRect().width })"""
+
+
+@pytest.mark.parametrize("width", [360, 700, 900, 1280])
+def test_no_tile_stands_alone_in_its_row(chromium: Look, tmp_path: Path, width: int):
+    file = tmp_path / "tiles.html"
+    pages = [TilePage(number).render_fragment() for number in range(1, 17)]
+    file.write_text("<!doctype html>" + "".join(pages), encoding="utf-8")
+    found, full = chromium(file, WIDTH, LAST_ROWS, width=width)
+    assert found <= width
+    assert full == [True] * 16
+
+
+def test_a_number_in_a_note_of_a_tile_is_not_broken_from_its_unit():
+    assert "12.5\u00a0% of 2,000\u00a0steps" in TilePage(1).render_fragment()
 
 
 def test_the_deck_in_flytes_own_page_shows_the_report(chromium: Look, tmp_path: Path):

@@ -469,6 +469,7 @@ def test_the_best_of_many_trials_have_colors_and_the_rest_are_faint():
     assert named == ["30", "29", "28", "27", "26", "25", "24", "23"]
     titles = ["Test loss", "Test loss over time", "By learning_rate", "By optimizer"]
     assert [panel.title for panel in panels] == titles
+    assert {panel.figure for panel in panels} == {"test_loss"}  # formats the values
     over_epochs, over_time, by_rate, by_optimizer = map(axes_of, panels)
     # 2.5 seconds of training and evaluation for each epoch
     assert list(over_time.lines[0].get_xdata()) == [2.5 * epoch for epoch in range(1, 9)]

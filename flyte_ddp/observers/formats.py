@@ -13,9 +13,14 @@ def format_figure(name: str, value: float) -> str:
     """Format a figure by its name: an accuracy in percent, others with four digits; NaN as "-"."""
     if math.isnan(value):
         return "-"
-    if name == "accuracy":
+    if is_share(name, value):
         return percent(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def is_share(name: str, value: float) -> bool:
+    """Return whether a figure is shown in percent: an accuracy, unless it is in percent already."""
+    return name == "accuracy" and value <= 1
 
 
 def title_of(name: str) -> str:

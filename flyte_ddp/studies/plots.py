@@ -76,7 +76,8 @@ def _over_epochs(heading: str, ranked: Sequence[TrialRun], ends: Sequence[str]) 
         lines.append(_draw_line(index, ranked, places))
     summary = f"{heading} over {axis}s: {', '.join(ends)}"
     name = "metric-over-epochs"
-    return Panel(name, heading, summary, lines, axis, has_whole_x=True, log_ratio=20)
+    figure = ranked[0].metric
+    return Panel(name, heading, summary, lines, axis, "", True, log_ratio=20, figure=figure)
 
 
 def _over_time(heading: str, ranked: Sequence[TrialRun]) -> Iterator[Panel]:
@@ -86,7 +87,8 @@ def _over_time(heading: str, ranked: Sequence[TrialRun]) -> Iterator[Panel]:
     title = f"{heading} over time"
     x_label = "seconds of training and evaluation"
     if lines:
-        yield Panel("metric-over-time", title, title, lines, x_label, log_ratio=20)
+        figure = ranked[0].metric
+        yield Panel("metric-over-time", title, title, lines, x_label, log_ratio=20, figure=figure)
 
 
 def _draw_line(index: int, ranked: Sequence[TrialRun], places: Sequence[Any]) -> Line:
@@ -115,7 +117,8 @@ def _by_value(
     ]
     draw = functools.partial(log_scale, values=numbers, ratio=DECADE, axis="x")
     title = f"By {name}"
-    return Panel(panel, title, f"{title}: the best, {best}", lines, name, log_ratio=20, draw=draw)
+    summary, figure = f"{title}: the best, {best}", ranked[0].metric
+    return Panel(panel, title, summary, lines, name, log_ratio=20, draw=draw, figure=figure)
 
 
 def _points(run: TrialRun, metric: str, places: Sequence[Any]) -> list[tuple[Any, float]]:

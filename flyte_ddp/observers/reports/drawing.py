@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from flyte_ddp.events import to_utf8
-from flyte_ddp.observers.formats import format_figure
+from flyte_ddp.observers.formats import format_figure, is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,14 +143,18 @@ class Panel:
     log_ratio: float = math.inf  # of the values, above which the y axis is logarithmic
     tick: Callable[[float, object], str] = lambda value, _: f"{value:.4g}"  # of a linear y axis
     draw: Callable[[Axes], object] = lambda axes: None  # what else there is
+    figure: str = ""  # name of the figure on the y axis, by which its values are formatted
 
     def draw_on(self, axes: Axes) -> None:
         """Draw the panel, its title, and its legend or subtitle."""
         from matplotlib.text import Text
         from matplotlib.ticker import MaxNLocator
 
-        log_scale(axes, [y for line in self.lines for _, y in line.draw(axes)], self.log_ratio)
-        if self.lines and axes.get_yscale() == "linear":
+        values = [y for line in self.lines for _, y in line.draw(axes)]
+        log_scale(axes, values, self.log_ratio)
+        if is_share(self.figure, max(values, default=0.0)):
+            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+        elif self.lines and axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(self.tick)
         if self.has_whole_x:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
@@ -200,7 +204,7 @@ def to_svg(panel: Panel) -> str:
         figure = Figure(layout="constrained")
         axes = figure.add_subplot()
         panel.draw_on(axes)
-        _add_values(axes)
+        _add_values(axes, panel.figure)
         root = _tree(figure)
     summary = "".join(each for each in to_utf8(panel.summary) if each.isprintable())
     root.attrib |= {"class": "panel", "role": "img", "aria-label": summary}
@@ -227,8 +231,10 @@ def show_on_hover(text: str) -> dict[str, Any]:
     return {"gid": _TITLE + _BREAK.join(map(printable, text.split("\n")))}
 
 
-def _add_values(axes: Axes) -> None:
-    """Divide the x axis into strips that show on hover the last point there of each `Line`."""
+def _add_values(axes: Axes, figure: str) -> None:
+    """Divide the x axis into strips that show on hover the last point there of each `Line`, its
+    value as of `figure`.
+    """
     import numpy as np
 
     lines = [line for line in axes.lines if line.get_gid() is not None]
@@ -244,7 +250,7 @@ def _add_values(axes: Axes) -> None:
         for line, known in zip(lines, points, strict=True):
             x, y = known[max(0, np.searchsorted(known[:, 0], group[-1], "right") - 1)]
             if group[0] <= x <= group[-1]:
-                value = ": ".join(filter(None, [line.get_gid(), format_figure("", y)]))
+                value = ": ".join(filter(None, [line.get_gid(), format_figure(figure, y)]))
                 is_curve = line.get_linestyle() != "None"
                 where = f" at {axes.get_xlabel()} {format_figure('', x)}" if is_curve else ""
                 texts.append(value + where)

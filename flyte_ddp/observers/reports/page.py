@@ -11,6 +11,7 @@ import datetime
 import functools
 import logging
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,7 +150,20 @@ class Page(ABC):
 
 @functools.cache
 def _compile(text: str) -> Template:
-    return Environment(autoescape=True, finalize=_redact).from_string(text)
+    environment = Environment(autoescape=True, finalize=_redact)
+    environment.filters |= {"fill_rows": _fill_rows, "keep_units": _keep_units}
+    return environment.from_string(text)
+
+
+def _fill_rows(tiles: Sequence[Tile], most: int) -> int:
+    """Return the number of columns, at most `most`, that leaves no tile alone in its row."""
+    num_rows = math.ceil(len(tiles) / most)
+    return math.ceil(len(tiles) / num_rows)
+
+
+def _keep_units(note: str) -> str:
+    """Join each number with the word after it, so that no line ends between "12" and "%"."""
+    return re.sub(r"(?<=\d) (?=\S)", "\N{NO-BREAK SPACE}", note)
 
 
 def _redact(value: Any) -> Any:

@@ -117,7 +117,8 @@ def _metric_panels(curves: _Curves) -> Iterator[Panel]:
     newest = curves.state.epochs[-1].metrics if curves.state.epochs else {}
     for index, (name, now) in enumerate(list(newest.items())[:MAX_METRICS]):
         title, note = f"Test {name.replace('_', ' ')}", f"now {format_figure(name, now)}"
-        yield from curves.panel(f"metric-{index}", title, "", {"": name}, 2, note)
+        figures = {"": name}
+        yield from curves.panel(f"metric-{index}", title, "", figures, 2, note, figure=name)
 
 
 def _learning_rate_panel(curves: _Curves) -> Iterator[Panel]:
@@ -146,7 +147,7 @@ def _prediction_panels(curves: _Curves) -> list[Panel]:
 def _other_panels(curves: _Curves) -> Iterator[Panel]:
     others = [name for name in curves.reported if name not in KNOWN]
     for index, name in enumerate(others[:MAX_REPORTED]):
-        yield from curves.panel(f"reported-{index}", title_of(name), name, {})
+        yield from curves.panel(f"reported-{index}", title_of(name), name, {}, figure=name)
 
 
 def _node_panels(curves: _Curves) -> Iterator[Panel]:

@@ -41,7 +41,8 @@ STYLE = """
 .training-report .card {
   background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 1rem 1.1rem; min-width: 0;
 }
-.training-report .tiles { grid-template-columns: repeat(auto-fit, minmax(8.7rem, 1fr)); gap: .7rem; }
+.training-report .tiles { grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); gap: .7rem; --columns: 2; }
+.training-report .tiles .card:last-child:nth-child(odd) { grid-column: 1 / -1; }
 .training-report .tiles .card { padding: .65rem .85rem; }
 .training-report .tile-name { color: var(--soft); font-size: .8rem; }
 .training-report .tile-value {
@@ -55,13 +56,16 @@ STYLE = """
 .training-report svg.panel * { pointer-events: none; }
 .training-report svg.panel .value path { pointer-events: all; }
 .training-report svg.panel .value:hover path[style$="opacity: 0"] { fill: var(--soft) !important; opacity: .16 !important; }
-@media (min-width: 760px) {
+@media (min-width: 820px) {
   .training-report .panels { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .training-report .facts { columns: 2; }
+  .training-report .tiles { --columns: var(--medium); }
+  .training-report .tiles .card:last-child:nth-child(odd) { grid-column: auto; }
   .training-report .pairs:not(.long) th { width: 42%; padding-right: 1rem; }
 }
 @media (min-width: 1100px) {
   .training-report .panels { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+  .training-report .tiles { --columns: var(--wide); }
 }
 .training-report .facts { column-gap: 1rem; margin-top: 1rem; }
 .training-report .facts .card { break-inside: avoid; margin-bottom: 1rem; }
@@ -174,10 +178,10 @@ FRAGMENT = """
 </section></div>
 {%- endif %}
 {%- if tiles %}
-<div class="grid tiles">
+<div class="grid tiles" style="--medium: {{ tiles | fill_rows(5) }}; --wide: {{ tiles | fill_rows(6) }}">
 {%- for tile in tiles %}
 <div class="card"><div class="tile-name">{{ tile.name }}</div><div class="tile-value">{{ tile.value }}</div>
-<div class="tile-note">{{ tile.note }}</div></div>
+<div class="tile-note">{{ tile.note | keep_units }}</div></div>
 {%- endfor %}
 </div>
 {%- endif %}
