@@ -30,14 +30,7 @@ from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import read_settings
 from flyte_ddp.config.typed_command import own_command
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.events import (
-    Event,
-    Histogram,
-    RunFinished,
-    RunStarted,
-    RunState,
-    parse_history,
-)
+from flyte_ddp.events import RunFinished, RunStarted, parse_history
 from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.observers.reports.run_card import card_files, run_card
 from flyte_ddp.observers.streams import print_line
@@ -79,16 +72,14 @@ class Mlflow(Recorder):
     # path or URL of the run's, for the command that uploads the rest
     history: str = "history.jsonl"
     _client: Any = field(default=None, init=False)
-    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
-    # of metrics, by the name under which MLflow has them
+    # names of metrics by the names under which MLflow has them
     _names: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         require("mlflow", "mlflow")
-
-    def _record(self, event: Event) -> None:
-        self._state.handle(event)
-        super()._record(event)
+        words = (redact_url(self.history), redact_url(self.server), self.experiment, self.run_id)
+        command = f"{own_command()} mlflow {shlex.join(filter(None, words))}"
+        self.hint = f"; to upload the rest later: {command}"
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         if self._run is None:
@@ -149,7 +140,7 @@ class Mlflow(Recorder):
             for entry in entries
             for name, value in entry.values.items()
             # not every store of MLflow's has numbers that are not finite
-            if not isinstance(value, str | Histogram) and math.isfinite(value)
+            if isinstance(value, int | float) and math.isfinite(value)
         ]
         tags = [RunTag(AXIS_TAG + axis, str(place)) for axis, place in self._reached.items()]
         if metrics:
@@ -168,7 +159,8 @@ class Mlflow(Recorder):
         if self.is_off:
             return
         self._client.set_terminated(self._run, status)
-        if (finished := self._state.finished) and finished.export_url:
+        finished = self._state.finished
+        if finished and finished.export_url:
             # last: a store that takes no files must not leave the run as running
             self._upload(finished)
 
@@ -195,24 +187,13 @@ class Mlflow(Recorder):
                     url = f"{uri}/{file.relative_to(directory).as_posix()}"
                     write_file(url, file, timeout=SHORT_TIMEOUT)
 
-    def _hint(self) -> str:
-        words = (
-            redact_url(self.history),
-            redact_url(self.server),
-            self.experiment,
-            self.run_id,
-        )
-        command = f"{own_command()} mlflow {shlex.join(filter(None, words))}"
-        return f"; to upload the rest later: {command}"
-
 
 def find_server() -> str:
     """Return the URL of MLflow's server for functions and scripts. Raises ConfigError if none is
     named.
     """
-    if url := os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get(
-        "url", ""
-    ):
+    url = os.environ.get("MLFLOW_TRACKING_URI") or read_settings().get("mlflow", {}).get("url")
+    if url:
         return str(url)
     raise ConfigError(
         "MLFLOW_TRACKING_URI: expected the URL of MLflow's server there or in "
@@ -228,11 +209,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested values as text under dotted names."""
     flat: dict[str, str] = {}
     for name, value in values.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {_clean(prefix + name): str(value)}
-        )
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[_clean(prefix + name)] = str(value)
     return flat
 
 
@@ -253,7 +233,10 @@ def main(arguments: Sequence[str]) -> int:
         observer = Mlflow(*place, say=print_line)
         for event in parse_history(read_file(options.history, "history"), options.history):
             observer._record(event)
-        observer._end("FINISHED" if observer._state.finished else "FAILED")
+        status = "FAILED"
+        if observer._state.finished:
+            status = "FINISHED"
+        observer._end(status)
     except Exception as error:
         raise ConfigError(redact_url(str(error))) from None
     return 0

@@ -1,7 +1,8 @@
 """A run's record in a tracking service, sent by one thread from one bounded queue.
 
-A service that hangs, refuses or is slow holds up neither the training nor its end. Knows no
-service: a tracker is a `Recorder` with four methods, `_open`, `_log`, `_image` and `_close`.
+A service that hangs, refuses or is slow holds up neither the training nor its end. This module
+knows no service: a tracker is a `Recorder` with four methods, `_open`, `_log`, `_image` and
+`_close`. The queue, the resuming, the configuration and the redaction are here.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import (
     CheckpointLoaded,
     Event,
-    Figures,
     Histogram,
     HistogramsTaken,
     PictureShown,
+    Prediction,
+    PredictionsMade,
     RunStarted,
+    RunState,
+    StepFoundBad,
     plain,
 )
 from flyte_ddp.storage import redact_url, redact_values
@@ -47,14 +51,16 @@ class Entry:
     axis: str  # the axis of the curves, as in `Figures`
     step: int | None
     epoch: float | None
-    # by names with the prefix of their axis; a str is a text to show
-    values: Mapping[str, float | str | Histogram]
+    # Values by names with the prefix of their axis. A str is a text to show. A tracker leaves out
+    # the kinds that its service does not show.
+    values: Mapping[str, float | str | Histogram | Sequence[Prediction]]
     at: float  # seconds since the epoch
+    alert: str = ""  # line that people should read at once
 
     @property
     def place(self) -> float:
         """The place on the axis; 0 without an axis."""
-        return getattr(self, self.axis) if self.axis else 0
+        return getattr(self, self.axis, 0)
 
 
 @dataclass(eq=False)
@@ -67,12 +73,13 @@ class Sender:
     close_timeout: ClassVar[float]  # seconds until this process continues without the service
 
     _: KW_ONLY
-    # by their variables; no message has them
+    # API keys by their environment variables; no message contains them
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     say: Callable[[str], None] = logger.warning  # prints a line for people
     is_off: bool = field(default=False, init=False)  # the service has failed, or is not wanted
-    _recording: Future[None] | None = field(default=None, init=False)  # from the first event on
-    # a str is the status at the end
+    hint: str = field(default="", init=False)  # end of the line about a failure: what to do
+    _recording: Future[None] | None = field(default=None, init=False)  # set by the first event
+    # events, and at last the status at the end
     _queue: queue.Queue[Event | str] = field(
         default_factory=lambda: queue.Queue(MAX_EVENTS), init=False
     )
@@ -80,8 +87,12 @@ class Sender:
     def close(self, error: BaseException | None) -> None:
         """Finish the service's run. Wait at most `close_timeout`."""
         if self._recording and not self._recording.done():
-            is_stopped = isinstance(error, TrainingStopped)
-            self.handle("FINISHED" if error is None else "KILLED" if is_stopped else "FAILED")
+            status = "FAILED"
+            if error is None:
+                status = "FINISHED"
+            elif isinstance(error, TrainingStopped):
+                status = "KILLED"
+            self.handle(status)
             if wait([self._recording], self.close_timeout).not_done:
                 self._give_up(TimeoutError(f"it did not finish within {self.close_timeout:.0f} s"))
 
@@ -98,10 +109,12 @@ class Sender:
     def _work(self) -> None:
         status = "FAILED"
         try:
-            while not isinstance(item := self._queue.get(), str):
+            item = self._queue.get()
+            while not isinstance(item, str):
                 self._record(item)
                 if self._queue.empty():
                     self._send()
+                item = self._queue.get()
             status = item
         except Exception as error:  # whatever a service raises, training goes on
             self._give_up(error)
@@ -119,7 +132,7 @@ class Sender:
             message = message.replace(key, "***")
         self.say(
             f"{self.service} failed and records no more of this run; the training continues: "
-            f"{message}{self._hint()}"
+            f"{message}{self.hint}"
         )
 
     def _record(self, event: Event) -> None:
@@ -130,10 +143,6 @@ class Sender:
 
     def _end(self, status: str) -> None:
         """End the record as FINISHED, FAILED or KILLED."""
-
-    def _hint(self) -> str:
-        """Return what to do about a failure, for the end of its line."""
-        return ""
 
 
 @dataclass(eq=False)
@@ -152,18 +161,20 @@ class Recorder(Sender):
     # shown besides the run's own configuration
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    # the name under which the model is uploaded at the end, as of `TrainingConfig`; "" for none
+    # name under which the model is uploaded at the end, see `TrainingConfig`; "" uploads none
     model_artifact: str = field(default="", init=False)
-    url: str = field(default="", init=False)  # of the run's page, when the service has answered
-    # what the service's run has, by axis; what it had when the ranks started
+    url: str = field(default="", init=False)  # URL of the run's page, when the service has answered
+    # the last place that the service's run has on each axis
     _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
+    # the same when the ranks started
     _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
-    _run: Any = field(default=None, init=False)  # the service's
-    _waiting: list[Entry] = field(default_factory=list, init=False)  # for `_send`
+    _run: Any = field(default=None, init=False)  # the run, in the form of the service's client
+    _waiting: list[Entry] = field(default_factory=list, init=False)  # entries for `_send`
+    _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
-        """Open the service's run, or continue it, as `self._run`, and log the configuration that
-        the ranks have started with. Called at each start of the ranks.
+        """Open the service's run, or continue it, as `self._run`, and log the configuration of the
+        ranks. Called at each start of the ranks. A tracker that continues a run sets `_reached`.
         """
 
     def _log(self, entries: Sequence[Entry]) -> None:
@@ -173,12 +184,15 @@ class Recorder(Sender):
         """Log a picture at its step."""
 
     def _close(self, status: str) -> None:
-        """End the service's run as FINISHED, FAILED or KILLED."""
+        """End the service's run as FINISHED, FAILED or KILLED. `_state` is the run's last state."""
 
     def _record(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._send()
+        self._state.handle(event)
+        at = event.at or time.time()
         match event:
             case RunStarted():
-                self._send()
                 self.model_artifact = event.config.get("model_artifact", "")
                 known = {
                     name: value
@@ -195,33 +209,35 @@ class Recorder(Sender):
                 self._send()
                 self._image(event.step, f"pictures/{event.name}", event.png)
             case HistogramsTaken() if event.step > self._known["step"]:
-                entry = Entry("step", event.step, None, event.histograms, event.at or time.time())
-                self._waiting.append(entry)
+                self._waiting.append(Entry("step", event.step, None, event.histograms, at))
+            case PredictionsMade():
+                values = {"predictions/test": event.predictions}
+                self._waiting.append(Entry("epoch", None, event.epoch, values, at))
+            case StepFoundBad():
+                self._waiting.append(Entry("", event.step, None, {}, at, str(event)))
         self._add(event)
 
     def _add(self, event: Event) -> None:
-        """Add what is new of an event's figures to what waits."""
+        """Let the figures of an event wait, unless the service's run has them already."""
         figures = event.figures()
-        if not self._is_new(figures):
-            return
         axis, at = figures.axis, event.at or time.time()
+        if axis:
+            place, known = figures.epoch, self._reached
+            if axis == "step":
+                # A step may have several reports. Ranks that started again repeat all of them.
+                place, known = figures.step, self._known
+            if place is None or place <= known[axis]:
+                return
+            self._reached[axis] = max(self._reached[axis], place)
+        elif not figures.values:
+            return
         values: dict[str, Any] = {PREFIXES[axis] + name: x for name, x in figures.values.items()}
-        if sample := getattr(event, "sample", ""):
+        sample = getattr(event, "sample", "")
+        if sample:
             values["epoch/sample"] = sample
         self._waiting.append(Entry(axis, figures.step, figures.epoch, values, at))
         if sum(len(each.values) for each in self._waiting) >= MAX_VALUES:
             self._send()
-
-    def _is_new(self, figures: Figures) -> bool:
-        """Return True if there are figures, and the service's run does not have them yet."""
-        if not (axis := figures.axis):
-            return bool(figures.values)
-        place = figures.step if axis == "step" else figures.epoch
-        # A step may have several reports, of which none is new to ranks that started again.
-        if place is None or place <= (self._known if axis == "step" else self._reached)[axis]:
-            return False
-        self._reached[axis] = max(self._reached[axis], place)
-        return True
 
     def _send(self) -> None:
         entries, self._waiting = self._waiting, []

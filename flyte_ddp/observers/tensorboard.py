@@ -5,7 +5,6 @@ Imports it when a run starts, and neither torch nor TensorFlow.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import tempfile
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config.extras import require
-from flyte_ddp.events import CheckpointLoaded, Event, Figures, Histogram, RunStarted
-from flyte_ddp.observers.recorder import Entry, Recorder
+from flyte_ddp.events import Histogram, RunStarted
+from flyte_ddp.observers.recorder import NOTHING, Entry, Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, Storage, check_url, redact_url
 
 UPLOAD_INTERVAL = 30.0  # seconds between uploads of a file to a store, which takes it whole
@@ -27,8 +26,8 @@ UPLOAD_INTERVAL = 30.0  # seconds between uploads of a file to a store, which ta
 class Tensorboard(Recorder):
     """Writes a run into a directory of its own in `logdir`. A failure never affects the training.
 
-    All curves are over optimizer steps. Ranks that start again repeat steps: what was written from
-    there on is purged first, by the record that TensorBoard has for it, so no step is drawn twice.
+    All curves are over optimizer steps. Ranks that start again repeat steps. Their first record
+    makes TensorBoard purge the steps from there on, so no step is drawn twice.
     """
 
     service, label = "TensorBoard", "TensorBoard log"
@@ -36,9 +35,8 @@ class Tensorboard(Recorder):
 
     logdir: str  # path or URL; created if missing
     run_id: str  # the same in every attempt of one run; the name of the directory
-    _has_earlier: bool = field(default=False, init=False)  # files of earlier attempts
-    _has_start: bool = field(default=False, init=False)  # of these ranks: the purging record
-    _resumed_step: int | None = field(default=None, init=False)
+    _has_earlier: bool = field(default=False, init=False)  # earlier ranks have written epochs
+    _has_start: bool = field(default=False, init=False)  # these ranks have their purging record
     _next_upload: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -46,18 +44,12 @@ class Tensorboard(Recorder):
         check_url(self.logdir, "tensorboard")
         self.url = f"{self.logdir.rstrip('/')}/{self.run_id}"
 
-    def _record(self, event: Event) -> None:
-        if isinstance(event, CheckpointLoaded):
-            self._resumed_step = event.step
-            if self._has_earlier:
-                event = dataclasses.replace(event, epochs=[])
-            self._has_earlier = True
-        super()._record(event)
-
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
-        self._has_start, self._resumed_step = False, None
         if self._run is None:
             self._start()
+        self._has_earlier = self._has_earlier or self._has_start
+        self._has_start = False
+        self._reached = dict(NOTHING)  # repeated steps are written again
         if not self._has_earlier:
             rows = (f"| {name} | {value} |" for name, value in config.items())
             self._write_text("config", "\n".join(["| | |", "|---|---|", *rows]), 0)
@@ -81,17 +73,21 @@ class Tensorboard(Recorder):
         self._write(0, file_version="brain.Event:2")
         self.say(f"TensorBoard: {redact_url(self.url)}")
 
-    def _is_new(self, figures: Figures) -> bool:
-        return bool(figures.axis and figures.values)
-
     def _log(self, entries: Sequence[Entry]) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
+        loaded = self._state.loaded
         for entry in entries:
-            step = entry.step or 0
+            step = entry.step
+            if step is None or not entry.axis:
+                continue
+            if self._has_earlier and loaded and entry.axis == "epoch" and step <= loaded.step:
+                continue
             if not self._has_start:
                 self._has_start = True
-                first = step if self._resumed_step is None else self._resumed_step + 1
+                first = step
+                if loaded:
+                    first = loaded.step + 1
                 self._write(first, session_log=SessionLog(status=SessionLog.START))
             numbers = {}
             for name, value in entry.values.items():
@@ -136,8 +132,8 @@ class Tensorboard(Recorder):
             self._directory.cleanup()
 
 
-def _summary(value: float | Histogram) -> dict[str, Any]:
-    """Return a value as TensorBoard's summary has it."""
+def _summary(value: Any) -> dict[str, Any]:
+    """Return a number or a histogram in the form of TensorBoard's summary."""
     if not isinstance(value, Histogram):
         return {"simple_value": value}
     histogram = {

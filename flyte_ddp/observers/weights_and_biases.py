@@ -24,20 +24,13 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.events import (
-    Event,
-    Histogram,
-    PredictionsMade,
-    RunFinished,
-    RunStarted,
-    StepFoundBad,
-)
+from flyte_ddp.events import Histogram, Prediction, RunFinished, RunStarted
 from flyte_ddp.observers.recorder import Entry, Recorder
 from flyte_ddp.storage import SHORT_TIMEOUT, fetch_file, redact_url, write_file
 
-# seconds for W&B to answer at a start; with all others less than the launcher waits for at the end
+# Seconds for W&B to answer at a start. The sum of all timeouts is less than the launcher waits for.
 INIT_TIMEOUT = 30.0
-# in which W&B's own process writes the last of an offline run's files, after `finish`
+# Seconds in which W&B's own process writes the last files of an offline run, after `finish`.
 WRITE_SECONDS = 5.0
 
 # W&B's own directories, by the variables that move them.
@@ -77,7 +70,12 @@ class Wandb(Recorder):
         self.is_off = os.environ.get("WANDB_MODE") == "disabled"  # saves the import, 1.5 s
 
     def _close(self, status: str) -> None:
-        self._run.finish(exit_code=int(status != "FINISHED"))
+        finished = self._state.finished
+        try:
+            if finished and finished.model_state_url and not self.is_off:
+                self._record_model(finished)
+        finally:
+            self._run.finish(exit_code=int(status != "FINISHED"))
         if self._run.offline and self.offline_url:
             time.sleep(WRITE_SECONDS)
             self._keep_offline_run()
@@ -95,21 +93,6 @@ class Wandb(Recorder):
             f"W&B: the offline run is kept at {redact_url(url)}; to upload it, download, "
             f"unzip, then: wandb sync {files.name}"
         )
-
-    def _hint(self) -> str:
-        is_lost = self._run is None or self.offline_url
-        return "" if is_lost else f". What it recorded is in {self._run.settings.sync_dir}"
-
-    def _record(self, event: Event) -> None:
-        super()._record(event)
-        match event:
-            case PredictionsMade():
-                self._send()  # what was before them
-                self._record_predictions(event)
-            case RunFinished() if event.model_state_url:
-                self._record_model(event)
-            case StepFoundBad():
-                self._run.alert("Bad step", str(event))
 
     def _open(self, event: RunStarted, config: Mapping[str, Any]) -> None:
         if self._run is None:
@@ -133,6 +116,8 @@ class Wandb(Recorder):
     def _log(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             row = {name: _media(value) for name, value in entry.values.items()}
+            if entry.alert:
+                self._run.alert("Bad step", entry.alert)
             if not entry.axis:
                 self._run.summary.update(row)
                 continue
@@ -144,23 +129,22 @@ class Wandb(Recorder):
         self._run.log({"step": step, name: _picture(png)})
 
     def _start(self) -> None:
-        # W&B reports its own failures to an outside service, and waits for it when the process
-        # exits. It reads the variable each time, so the variable is not restored.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        """Start or continue W&B's run, and print its URL or why it is offline."""
         directory = Path(self.directory).absolute()
-        # where HOME is read-only, W&B would record nothing
-        for variable, place in OWN_DIRECTORIES.items():
-            if not os.access(os.path.expanduser(place), os.W_OK):
-                os.environ.setdefault(variable, str(directory / variable.lower()))
+        _set_environment(directory)
         import wandb
 
         # its own output would damage the progress bar
         session = wandb.setup(wandb.Settings(silent=True))
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
-        reason = f"WANDB_MODE is {mode}" if mode in ("offline", "dryrun") else ""
         api_key = self.keys["WANDB_API_KEY"] or None
-        if not reason and not api_key and not wandb.login(prompt=False, verify=False):
+        reason = ""
+        if mode in ("offline", "dryrun"):
+            reason = f"WANDB_MODE is {mode}"
+        elif not api_key and not wandb.login(prompt=False, verify=False):
             reason = "no API key was found"
+        if reason:
+            mode = "offline"
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project,
@@ -169,7 +153,7 @@ class Wandb(Recorder):
             group=self.group,
             notes=self.notes,
             dir=str(directory),
-            mode="offline" if reason else mode,
+            mode=mode,
             resume="allow",
             # does not touch a run of the user's own, and allows several of ours
             reinit="create_new",
@@ -193,30 +177,15 @@ class Wandb(Recorder):
         # The summary of a continued run has the last value of each metric.
         self._reached = {axis: float(self._run.summary.get(axis) or 0) for axis in self._reached}
         self.url = self._run.url or ""
-        upload = f"to upload it: wandb sync {shlex.quote(self._run.settings.sync_dir)}"
-        how = "its files are kept when it ends" if self.offline_url else upload
-        self.say(
-            f"W&B: {reason}, so the run is recorded offline; {how}"
-            if reason
-            else f"W&B: {self.url or mode}"
-        )
-
-    def _record_predictions(self, event: PredictionsMade) -> None:
-        import wandb
-
-        classes = dict.fromkeys(name for each in event.predictions for name in each.scores)
-        has_images = any(each.image for each in event.predictions)
-        scores = [f"score {name}" for name in classes]
-        table = wandb.Table(
-            ["sample", "image" if has_images else "text", "guess", "truth", *scores]
-        )
-        for each in event.predictions:
-            shown: Any = None if has_images else each.text
-            if each.image:
-                shown = _picture(each.image)
-            number = each.sample if each.sample >= 0 else None
-            table.add_data(number, shown, each.guess, each.truth, *map(each.scores.get, classes))
-        self._run.log({"epoch": event.epoch, "predictions/test": table})
+        files = self._run.settings.sync_dir
+        how = "its files are kept when it ends"
+        if not self.offline_url:
+            self.hint = f". What it recorded is in {files}"
+            how = f"to upload it: wandb sync {shlex.quote(files)}"
+        line = self.url or mode
+        if reason:
+            line = f"{reason}, so the run is recorded offline; {how}"
+        self.say(f"W&B: {line}")
 
     def _record_model(self, event: RunFinished) -> None:
         import wandb
@@ -234,15 +203,51 @@ class Wandb(Recorder):
         self._run.log_artifact(artifact)
 
 
-def _media(value: float | str | Histogram) -> Any:
-    """Return a value as W&B shows it: a text as it is, line breaks included."""
+def _set_environment(directory: Path) -> None:
+    """Keep W&B from outside services and from directories that it cannot write to."""
+    # W&B reports its own failures to an outside service, and waits for it when the process exits.
+    # It reads the variable each time, so the variable is not restored.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # where HOME is read-only, W&B would record nothing
+    for variable, place in OWN_DIRECTORIES.items():
+        if not os.access(os.path.expanduser(place), os.W_OK):
+            os.environ.setdefault(variable, str(directory / variable.lower()))
+
+
+def _media(value: float | str | Histogram | Sequence[Prediction]) -> Any:
+    """Return a value in the form in which W&B shows it: a text keeps its line breaks."""
     import wandb
 
     if isinstance(value, str):
         return wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
     if isinstance(value, Histogram):
         return wandb.Histogram(np_histogram=(value.counts, value.edges))
-    return value
+    if isinstance(value, int | float):
+        return value
+    return _make_table(value)
+
+
+def _make_table(predictions: Sequence[Prediction]) -> Any:
+    """Return W&B's table of predictions."""
+    import wandb
+
+    classes = dict.fromkeys(name for each in predictions for name in each.scores)
+    sample = "text"
+    if any(each.image for each in predictions):
+        sample = "image"
+    scores = [f"score {name}" for name in classes]
+    table = wandb.Table(["sample", sample, "guess", "truth", *scores])
+    for each in predictions:
+        shown: Any = None
+        if each.image:
+            shown = _picture(each.image)
+        elif sample == "text":
+            shown = each.text
+        number = None
+        if each.sample >= 0:
+            number = each.sample
+        table.add_data(number, shown, each.guess, each.truth, *map(each.scores.get, classes))
+    return table
 
 
 def _picture(png: bytes) -> Any:
