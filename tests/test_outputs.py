@@ -187,7 +187,7 @@ def test_an_exported_file_may_be_in_a_directory(tmp_path):
             with open_task_run(Report(), TINY, str(tmp_path / "c"), str(tmp_path / "out")) as run:
                 (tmp_path / "out" / "export").mkdir(parents=True, exist_ok=True)
                 (tmp_path / "out" / "export" / "mine.txt").touch()
-                run.collect_export(
+                run.files.collect_export(
                     finished,
                     {**run_card(state), "model": {**run_card(state)["model"], "files": files}},
                 )

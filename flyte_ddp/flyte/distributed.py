@@ -131,7 +131,6 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             if root not in sys.path:  # where `pyflyte run` had it while it loaded the module
                 sys.path.append(root)
             state = run.run(
-                report,
                 program,
                 gang,
                 labels={"task": name},
@@ -139,7 +138,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
                 is_kept=not is_local,
                 results=config.results,
             )
-            run.keep_history(report)
+            run.files.keep_history(report)
         outputs, decks = unpack(returned_value(state))
         for title, html in decks:
             Deck(title, html)

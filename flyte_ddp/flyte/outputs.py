@@ -23,7 +23,8 @@ from flyte_ddp.flyte.inputs import given
 from flyte_ddp.observers.command_line import make_run_directory
 from flyte_ddp.observers.streams import print_line
 from flyte_ddp.storage import fetch_file
-from flyte_ddp.task_run.run import EXPORT, TaskRun
+from flyte_ddp.task_run.files import EXPORT
+from flyte_ddp.task_run.run import TaskRun
 from flyte_ddp.task_run.training import Trained
 
 OUTPUTS = "outputs.json"  # the outputs that are no files, in the directory of the outputs
@@ -70,29 +71,33 @@ def output_file(run: TaskRun, name: str) -> FlyteFile:
     """Return file `name` of the task's directory as an output, in a pod with a URL that is known
     already.
     """
+    files = run.files
     with log_failures(name):
-        if run.output_directory:
-            return FlyteFile(shutil.copy(run.directory / name, run.output_directory / name))
-    return FlyteFile(str(run.directory / name), remote_path=run.output_url(name))
+        if files.output_directory:
+            return FlyteFile(shutil.copy(files.directory / name, files.output_directory / name))
+    return FlyteFile(str(files.directory / name), remote_path=files.url(name))
 
 
 def output_model_state(run: TaskRun, name: str, url: str) -> PythonPickledFile:
     """Return the state dict at `url`, as `output_file`."""
-    file = (run.output_directory or run.directory) / name
+    file = run.files.for_outputs / name
     fetch_file(url, file)
-    return PythonPickledFile(str(file), remote_path=run.output_url(name))
+    return PythonPickledFile(str(file), remote_path=run.files.url(name))
 
 
 def output_export(run: TaskRun, trained: Trained) -> FlyteDirectory:
     """Return the files that other programs load, with the run card, as `output_file`."""
-    directory = run.collect_export(trained.finished, trained.card)
-    return FlyteDirectory(str(directory), remote_directory=run.output_url(EXPORT))
+    finished = trained.finished
+    directory = run.files.collect_export(finished, trained.card)
+    if finished.not_exported:
+        run.say(f"not exported: {finished.not_exported}")
+    return FlyteDirectory(str(directory), remote_directory=run.files.url(EXPORT))
 
 
 def output_report(run: TaskRun) -> FlyteFile:
     """Complete the report, write it to a file and return it, as `output_file`."""
     run.report.close(None)
-    run.report.write(run.directory / "report.html")
+    run.report.write(run.files.directory / "report.html")
     return output_file(run, "report.html")
 
 
@@ -100,7 +105,7 @@ def say_outputs(run: TaskRun, outputs: Any) -> None:
     """Print where the files among the outputs are: their URLs in a pod, their paths in a local run.
     Keep the others beside them.
     """
-    keep_values(run.output_directory, OUTPUTS, outputs)
+    keep_values(run.files.output_directory, OUTPUTS, outputs)
     for name, file in outputs._asdict().items():
         if isinstance(file, (FlyteFile, FlyteDirectory)):
             url = getattr(file, "remote_directory", None) or getattr(file, "remote_path", None)

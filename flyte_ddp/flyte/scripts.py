@@ -26,7 +26,7 @@ from flyte_ddp.flyte.outputs import output_file, output_report, say_outputs
 from flyte_ddp.flyte.task import check_cluster, check_urls, open_task_run, task_body
 from flyte_ddp.launch.run import Gang, script_program
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.task_run.run import HISTORY
+from flyte_ddp.task_run.files import HISTORY
 
 ScriptSource = typing.Union[FlyteFile, FlyteDirectory]  # noqa: UP007 - a script, or a directory or archive with one
 
@@ -58,21 +58,21 @@ def run_script(
     with open_task_run(report, name, checkpoints, output) as run:
         config = cluster or ClusterInput()
         check_urls(script=location(script))
-        file = unpack_script(script, entry_point, run.directory / "script")
-        directory = (run.output_directory or run.directory) / "outputs"
+        file = unpack_script(script, entry_point, run.files.directory / "script")
+        directory = run.files.for_outputs / "outputs"
         directory.mkdir(exist_ok=True)
-        outputs = run.output_url("outputs") or str(directory)
+        outputs = run.files.url("outputs") or str(directory)
         program = script_program(str(file), list(arguments), outputs=outputs)
         check_cluster(config)
         gang = Gang(config.num_nodes, cluster=config)
-        with open(run.directory / "log.txt", "w", encoding="utf-8") as log:
+        with open(run.files.directory / "log.txt", "w", encoding="utf-8") as log:
 
             def relay(line: str) -> None:
                 log.write(f"{line}\n")
                 run.say(line)
                 report.add_line(line)
 
-            run.run(report, program, gang, labels={"script": name}, relay=relay)
+            run.run(program, gang, labels={"script": name}, relay=relay)
         report.outputs["outputs"] = outputs
         made = ScriptOutputs(
             outputs=FlyteDirectory(outputs, remote_directory=False),

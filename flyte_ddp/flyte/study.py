@@ -40,7 +40,8 @@ from flyte_ddp.studies.results import build_table
 from flyte_ddp.studies.scaling import build_scaling_table
 from flyte_ddp.studies.search import Search, build_trials, expand_grid, expand_world_sizes
 from flyte_ddp.task_run import study
-from flyte_ddp.task_run.run import HISTORY, TaskRun
+from flyte_ddp.task_run.files import HISTORY
+from flyte_ddp.task_run.run import TaskRun
 
 
 class CheckedStudy(NamedTuple):
@@ -229,5 +230,5 @@ def _trained(
 
 
 def _save_table(run: TaskRun, table: Any) -> tuple[StructuredDataset, FlyteFile]:
-    table.to_csv(run.directory / "results.csv", index=False)
+    table.to_csv(run.files.directory / "results.csv", index=False)
     return StructuredDataset(dataframe=table), output_file(run, "results.csv")

@@ -34,6 +34,7 @@ from flyte_ddp.observers.command_line import resume_command
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.recipes import pin_initial_state
 from flyte_ddp.storage import check_place, check_places, limit_urls
+from flyte_ddp.task_run.files import TaskFiles
 from flyte_ddp.task_run.run import TaskRun, open_run
 from flyte_ddp.task_run.settings import SETTINGS, check_settings
 
@@ -95,18 +96,17 @@ def open_task_run(
         check_urls(checkpoints=checkpoints)
         directory = open_output_directory(output, name) if has_outputs else None
         context, execution = flytekit.current_context(), current_execution()
+        outputs = "" if execution.is_local else context.raw_output_prefix.rstrip("/")
         opened = open_run(
             report,
             execution,
-            Path(context.working_directory),
+            TaskFiles(Path(context.working_directory), outputs, directory),
             name=name.rpartition(".")[2],
             checkpoints=checkpoints,
             secrets=_read_secrets(),
             hides_keys=hides_keys,
             tracking=TRACKING if tracking is None else tracking,
             publish=open_deck(),
-            outputs="" if execution.is_local else context.raw_output_prefix.rstrip("/"),
-            output_directory=directory,
         )
         with opened as run:
             try:

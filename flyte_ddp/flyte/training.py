@@ -23,7 +23,7 @@ from flyte_ddp.flyte.task import (
     task_body,
 )
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.task_run.run import HISTORY
+from flyte_ddp.task_run.files import HISTORY
 from flyte_ddp.task_run.training import say_figures, train
 
 
@@ -86,7 +86,6 @@ def _train(
         check_cluster(cluster)
         trained = train(
             run,
-            report,
             recipe,
             checked,
             lambda: data.download() or data.path,

@@ -129,8 +129,8 @@ class DistributedTask(MainThreadTask):
                 variables={**own, **(self.env_vars or {})},
             )
             run.receivers.append(report.add_line)
-            state = run.run(report, program, gang, labels={"task": name}, results=config.results)
-            run.keep_history(report)
+            state = run.run(program, gang, labels={"task": name}, results=config.results)
+            run.files.keep_history(report)
             return cloudpickle.loads(returned_value(state))
 
 

@@ -142,7 +142,7 @@ def challenge(
             PromotionCriteria(**json.loads(retraining.criteria)),
             read_file(trained.finished.model_state_url),
         )
-        run.keep_history(report)
+        run.files.keep_history(report)
     return _list_outputs(retraining, result, trained.finished.export_url)
 
 

@@ -37,6 +37,7 @@ from flyte_ddp.storage import (
     storage_environment,
 )
 from flyte_ddp.task_run.execution import Execution, champions_of
+from flyte_ddp.task_run.files import TaskFiles
 from flyte_ddp.task_run.outcome import Retry, judge_failure
 from flyte_ddp.task_run.run import TaskRun, open_run
 from flyte_ddp.task_run.settings import SETTINGS, check_settings
@@ -188,18 +189,18 @@ def open_task_run(
         check_places([("checkpoints", checkpoints)], SETTINGS.allowed.urls)
         check_thread()
     os.environ.update(storage_environment())
+    outputs = f"{(checkpoints or execution.checkpoints).rstrip('/')}/outputs"
     with (
         tempfile.TemporaryDirectory(prefix="flyte-ddp-") as directory,
         open_run(
             report,
             execution,
-            Path(directory),
+            TaskFiles(Path(directory), outputs),
             name="",
             checkpoints=checkpoints,
             hides_keys=hides_keys,
             tracking=tuple(tracking),
             publish=publish,
-            outputs=f"{(checkpoints or execution.checkpoints).rstrip('/')}/outputs",
         ) as run,
     ):
         run.limit_time(max_hours)

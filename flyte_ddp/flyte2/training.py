@@ -32,7 +32,8 @@ from flyte_ddp.studies.results import build_table
 from flyte_ddp.studies.runner import check_trials
 from flyte_ddp.studies.search import Search, build_trials, expand_grid
 from flyte_ddp.task_run import study
-from flyte_ddp.task_run.run import HISTORY, TaskRun
+from flyte_ddp.task_run.files import HISTORY
+from flyte_ddp.task_run.run import TaskRun
 from flyte_ddp.task_run.settings import SETTINGS
 from flyte_ddp.task_run.training import Trained, say_figures
 from flyte_ddp.task_run.training import train as train_recipe
@@ -106,7 +107,7 @@ def train(
             epoch_accuracies=list_accuracies(trained.state.epochs),
             epoch_metrics=list_metrics(trained.state.epochs),
             model_state=File.from_existing_remote(trained.finished.model_state_url),
-            history=File.from_existing_remote(run.upload(HISTORY)),
+            history=File.from_existing_remote(run.files.upload(HISTORY)),
             export=Dir.from_existing_remote(trained.finished.export_url),
         )
 
@@ -127,7 +128,7 @@ def run_training(
     Args:
         prepared: directory of data that are prepared already.
     """
-    directory = Path(prepared or run.directory / "data")
+    directory = Path(prepared or run.files.directory / "data")
 
     @functools.cache
     def prepare() -> str:
@@ -138,7 +139,7 @@ def run_training(
 
     if cluster:
         prepare()
-    trained = train_recipe(run, report, recipe, config, prepare, cluster, num_processes)
+    trained = train_recipe(run, recipe, config, prepare, cluster, num_processes)
     write_card(trained.finished.export_url, trained.card)
     say_figures(run, trained.state)
     return trained
@@ -167,12 +168,12 @@ def sweep(
     check_trials(trials, nodes)
     report = StudyReport(recipe)
     with open_task_run(report, checkpoints, resolved.max_hours, project_tracking()) as run:
-        directory = run.directory / "data"
+        directory = run.files.directory / "data"
         directory.mkdir()
         prepare_data(get_recipe(recipe, resolved.recipe_options), data, directory)
         study.train_trials(run, report, trials, str(directory), nodes, search)
         study.save_history(run, report)
-        build_table(report.runs).to_csv(run.directory / "results.csv", index=False)
+        build_table(report.runs).to_csv(run.files.directory / "results.csv", index=False)
         best, trained = study.best_of(run, report)
         write_card(trained.finished.export_url, trained.card)
         return SweepOutputs(
@@ -180,7 +181,7 @@ def sweep(
             best_config=json.dumps(dict(best.trial.overrides)),
             best_metrics=list_metrics(best.epochs),
             best_model_state=File.from_existing_remote(trained.finished.model_state_url),
-            results=File.from_existing_remote(run.upload("results.csv")),
+            results=File.from_existing_remote(run.files.upload("results.csv")),
             run_export=Dir.from_existing_remote(trained.finished.export_url),
-            run_history=File.from_existing_remote(run.upload(HISTORY)),
+            run_history=File.from_existing_remote(run.files.upload(HISTORY)),
         )

@@ -7,17 +7,15 @@ inside, the report ends as finished, failed or interrupted.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flyte_ddp.errors import RankFailure, log_failures
-from flyte_ddp.events import Listener, RunFinished, RunState
+from flyte_ddp.errors import RankFailure
+from flyte_ddp.events import Listener, RunState
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -30,14 +28,11 @@ from flyte_ddp.observers.recorder import Recorder
 from flyte_ddp.observers.reports.page import Page
 from flyte_ddp.observers.reports.publisher import PagePublisher
 from flyte_ddp.observers.reports.run import Report
-from flyte_ddp.observers.reports.run_card import CARD_JSON, card_files
 from flyte_ddp.observers.trackers import make_tracker
-from flyte_ddp.storage import Storage, fetch_file, file_below, redact_url, write_file
+from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.task_run.execution import Execution
+from flyte_ddp.task_run.files import HISTORY, TaskFiles
 from flyte_ddp.task_run.process import launcher_log, tracker_keys
-
-HISTORY = "history.jsonl"
-EXPORT = "export"  # the output's name, a directory
 
 
 @dataclass
@@ -46,15 +41,13 @@ class TaskRun:
 
     report: Page
     execution: Execution
-    directory: Path  # of the task's own files, in the pod
+    files: TaskFiles
     storage: Storage  # of the checkpoints
     name: str  # of this attempt, unique in a namespace
     # Keys of W&B and MLflow, by their variables. The ranks' environment has none.
     keys: Mapping[str, str]
     tracking: tuple[str, ...]  # what records the runs, and where: see `make_tracker`
     publish: Callable[[str], None] | None = None  # shows the report's HTML in Flyte's console
-    outputs: str = ""  # URL of the task's outputs; "" for outputs that stay on this machine
-    output_directory: Path | None = None  # of a local run's outputs; None for `directory`
     opened_at: float = field(default_factory=time.time)
     bar: ProgressBar = field(default_factory=ProgressBar)
 
@@ -84,7 +77,6 @@ class TaskRun:
 
     def run(
         self,
-        report: Report,
         program: Program,
         gang: Gang,
         data: Callable[[], str] | None = None,
@@ -100,17 +92,19 @@ class TaskRun:
         as of `driver.run`.
 
         Args:
-            report: that of this task.
             labels: of the figures for Prometheus.
             origin: see `run_card`; for the card that MLflow gets.
             checkpoints: their URL; "" keeps none; by default the task's own.
             is_kept: see `Job`.
             results: directory or URL for the files that ranks submit.
         """
+        report = self.report
+        assert isinstance(report, Report)  # the page of one run
+        history_file = self.files.directory / HISTORY
         with gang.open_place(program, self.name) as place:
-            listeners: list[Listener] = [self.bar, HistoryFile(self.directory / HISTORY)]
+            listeners: list[Listener] = [self.bar, HistoryFile(history_file)]
             if self.tracking:
-                history = self.output_url(HISTORY) or str(self.directory / HISTORY)
+                history = self.files.url(HISTORY) or str(history_file)
                 report.tracker = self.tracker(self.run_id(), origin=origin, history=history)
                 listeners.append(report.tracker)
             listeners += [report, self.publisher, *self.figures(**labels)]
@@ -127,7 +121,7 @@ class TaskRun:
                     results=results or None,
                 )
             except BaseException:
-                self.keep_history(report)  # an attempt that fails has no outputs
+                self.files.keep_history(report)  # an attempt that fails has no outputs
                 raise
 
     def run_id(self) -> str:
@@ -143,7 +137,7 @@ class TaskRun:
             "say": self.say,
         }
         return make_tracker(
-            self.tracking, run_id, self.directory, self.storage, **{**own, **options}
+            self.tracking, run_id, self.files.directory, self.storage, **{**own, **options}
         )
 
     def figures(self, **labels: str) -> list[RunFigures]:
@@ -154,49 +148,6 @@ class TaskRun:
             return []
         return [self._metrics.follow(self.execution.attempt, **labels, run=self.execution.run_id)]
 
-    def output_url(self, name: str) -> str | None:
-        """Return the URL that an output will have; None if it stays on this machine."""
-        return f"{self.outputs}/{name}" if self.outputs else None
-
-    def upload(self, name: str) -> str:
-        """Copy a file of the directory to where the outputs are; return its URL."""
-        url = f"{self.outputs}/{name}"
-        write_file(url, (self.directory / name).read_bytes(), "outputs")
-        return url
-
-    def collect_export(self, finished: RunFinished, card: Mapping[str, Any]) -> Path:
-        """Fetch the files that other programs load; return their directory, with the run card."""
-        directory = (self.output_directory or self.directory) / EXPORT
-        # the files of the run before, with the same --output
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            card_before = json.loads((directory / CARD_JSON).read_text(encoding="utf-8"))
-            for name in card_before["model"]["files"]:
-                file_below(directory, name, CARD_JSON).unlink()
-        directory.mkdir(parents=True, exist_ok=True)  # if nothing was exported
-        with log_failures(EXPORT):
-            for name in finished.exported:
-                file = file_below(directory, name, EXPORT)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                fetch_file(f"{finished.export_url}/{name}", file)
-        with log_failures(CARD_JSON):
-            for name, contents in card_files(card).items():
-                (directory / name).write_bytes(contents)
-        if finished.not_exported:
-            self.say(f"not exported: {finished.not_exported}")
-        return directory
-
-    def keep_history(self, report: Report) -> None:
-        """Put the history where the task's outputs are, and name it in the report: for a task that
-        does not return it.
-
-        Does not raise: the run has ended, and the task's own outputs are what counts.
-        """
-        file = self.directory / HISTORY
-        if file.is_file():
-            with log_failures("history"):
-                url = self.upload(HISTORY) if self.outputs else ""
-                report.outputs["history"] = url or str(file)
-
     def close(self, error: BaseException | None) -> None:
         """Complete the report. Only the first call, and the first with an error, changes it."""
         self._time_limit.cancel()
@@ -205,15 +156,16 @@ class TaskRun:
         if not self.report.closed_at or (error is not None and self.report.error is None):
             self.report.close(error)
         self.publisher.close(error)  # with what the task has added since the run's end
-        if error is not None and self.output_directory:  # else the task saves it with its outputs
-            self.report.write(self.output_directory / "report.html")
+        local = self.files.output_directory
+        if error is not None and local:  # else the task saves it with its outputs
+            self.report.write(local / "report.html")
 
 
 @contextlib.contextmanager
 def open_run(
     report: Page,
     execution: Execution,
-    directory: Path,
+    files: TaskFiles,
     *,
     name: str,
     checkpoints: str = "",
@@ -224,7 +176,6 @@ def open_run(
     """Open the run of the current task.
 
     Args:
-        directory: of the task's own files.
         name: of the attempt, where Flyte gives none.
         checkpoints: URL that the user gave; "" for the execution's own.
         secrets: keys of trackers that are not in the environment, by their variables.
@@ -234,13 +185,11 @@ def open_run(
     Raises:
         StorageUnavailable, StorageDenied: the place of the checkpoints cannot be used.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    files.directory.mkdir(parents=True, exist_ok=True)
     attempt = execution.attempt_id or f"{name}-{os.urandom(4).hex()}"
     with tracker_keys(hides_keys) as keys:
         storage = Storage(checkpoints or execution.checkpoints)
-        run = TaskRun(
-            report, execution, directory, storage, attempt, {**keys, **secrets}, **options
-        )
+        run = TaskRun(report, execution, files, storage, attempt, {**keys, **secrets}, **options)
         try:
             storage.check_access()  # the W&B run's id is the first file there
             with launcher_log(run.say):

@@ -21,8 +21,9 @@ from flyte_ddp.studies.results import (
 )
 from flyte_ddp.studies.scaling import by_world_size, estimate
 from flyte_ddp.studies.search import Search, Trial
+from flyte_ddp.task_run.files import HISTORY
 from flyte_ddp.task_run.origin import describe_origin
-from flyte_ddp.task_run.run import HISTORY, TaskRun
+from flyte_ddp.task_run.run import TaskRun
 from flyte_ddp.task_run.training import Trained
 
 
@@ -127,6 +128,6 @@ def say_scaling(run: TaskRun, report: StudyReport) -> None:
 
 def save_history(run: TaskRun, report: StudyReport) -> None:
     """Write every event of every trial to `HISTORY`, one trial after the other."""
-    with open(run.directory / HISTORY, "wb") as history:
+    with open(run.files.directory / HISTORY, "wb") as history:
         with log_failures("history"):
             history.writelines(trial.history() for trial in report.runs)

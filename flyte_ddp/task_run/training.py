@@ -13,7 +13,6 @@ from flyte_ddp.events import RunFinished, RunState, list_metrics
 from flyte_ddp.launch.recipe_program import recipe_program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.formats import format_figure
-from flyte_ddp.observers.reports.run import Report
 from flyte_ddp.observers.reports.run_card import run_card
 from flyte_ddp.task_run.origin import describe_origin
 from flyte_ddp.task_run.run import TaskRun
@@ -30,7 +29,6 @@ class Trained:
 
 def train(
     run: TaskRun,
-    report: Report,
     recipe: str,
     config: TrainingConfig,
     data: Callable[[], str],
@@ -53,7 +51,6 @@ def train(
     origin = {**describe_origin(run.execution.name), "parent_champion": parent_champion}
     program = recipe_program(recipe, config)
     state = run.run(
-        report,
         program,
         gang,
         data,

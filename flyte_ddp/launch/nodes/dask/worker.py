@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
@@ -63,6 +64,40 @@ class Agent:
     process: subprocess.Popen[bytes]
     connection: Connection
 
+    @classmethod
+    def start(cls, directories: Sequence[str], outputs: str) -> Agent:
+        """Start the process.
+
+        Args:
+            directories: of the run's code, of what belongs to the node, and of its files.
+            outputs: directory for the files of a script.
+        """
+        # Not its standard input and output, into which whatever it imports may print.
+        connection, handed_over = Pipe()
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in DASK_THREAD_LIMITS or value != "1"
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment[OUTPUTS_VARIABLE] = outputs
+        file = handed_over.fileno()
+        with handed_over:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, *directories, str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env=environment,
+                pass_fds=[file],
+                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
+                start_new_session=True,
+            )
+        return cls(process, connection)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
     def begin(self, job: bytes, listener: socket.socket | None) -> None:
         """Hand an attempt over."""
         self.connection.send_bytes(job)
@@ -76,6 +111,43 @@ class Agent:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+class SpareAgent:
+    """The agent of a worker that waits for the next attempt, if there is one. Any thread may call
+    its methods.
+    """
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def take(self) -> Agent | None:
+        """Return the agent, which waits no longer; None if there is none that lives."""
+        with self._lock:
+            agent, self.agent = self.agent, None
+        if agent and not agent.is_alive:  # nobody needed it for long
+            agent.end()
+            return None
+        return agent
+
+    def keep(self, agent: Agent) -> bool:
+        """Let an agent wait that has ended an attempt. Return whether it may."""
+        with self._lock:
+            if self._is_over or self.agent or not agent.is_alive:
+                return False
+            self.agent = agent
+        return True
+
+    def close(self) -> None:
+        """End the agent, and let no other one wait."""
+        with self._lock:
+            self._is_over = True
+        agent = self.take()
+        if agent:
+            agent.process.kill()
+            agent.end()
 
 
 @dataclass(eq=False, repr=False)
@@ -92,10 +164,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
     # attempts whose agent has not been started yet
     admitted: dict[str, socket.socket | None] = field(default_factory=dict)
     agents: dict[str, Agent] = field(default_factory=dict)
-    idle: Agent | None = None  # that waits for the next attempt
-    is_over: bool = False
+    spare: SpareAgent = field(default_factory=SpareAgent)
     leaves_at: float = float("inf")  # monotonic: when this worker closes
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of `idle` and `is_over`
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
@@ -123,11 +193,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         worker.handlers.pop(self.name, None)
         worker.handlers.pop(f"results-{self.name}", None)
         self._clear()
-        with self.lock:
-            self.is_over = True
-        if idle := self._take_idle():
-            idle.process.kill()
-            idle.end()
+        self.spare.close()
         shutil.rmtree(self.outputs, ignore_errors=True)  # those of rank 0's node are at their URL
         shutil.rmtree(self.results, ignore_errors=True)
 
@@ -149,10 +215,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         return host, listener.getsockname()[1] if listener else 0
 
     def prepare(self, message: bytes) -> None:
-        """Begin to let an agent prepare for its first attempt, if there is none; it is `idle`
-        then.
-        """
-        if not (self.idle or self.is_at_work):
+        """Begin to let a spare agent prepare for its first attempt, if the worker has no agent."""
+        if not (self.spare.agent or self.is_at_work):
             threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
 
     def _prepare(self, message: bytes) -> None:
@@ -160,7 +224,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         with contextlib.suppress(EOFError, OSError):  # it has died
             agent.connection.send_bytes(message)
             agent.connection.recv_bytes()
-        if not self._keep(agent):
+        if not self.spare.keep(agent):
             agent.end()
 
     def supervise(self, attempt: str, job: bytes) -> str:
@@ -174,7 +238,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         if attempt not in self.admitted:
             raise RuntimeError("this worker is not the one that was admitted to the attempt")
-        agent = self._take_idle() or self._start()
+        agent = self.spare.take() or self._start()
         with self.admitted.pop(attempt) or contextlib.nullcontext() as listener:
             # it has died, which is reported by the end of its messages
             with contextlib.suppress(OSError):
@@ -194,7 +258,7 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
             agent.process.wait()  # it has died
         finally:
             self.agents.pop(attempt, None)
-            if not (is_ready and self._keep(agent)):
+            if not (is_ready and self.spare.keep(agent)):
                 agent.end()
         code = agent.process.returncode or 0
         return (
@@ -226,47 +290,8 @@ class NodePlugin(WorkerPlugin):  # type: ignore[misc]
         """See `take_files`."""
         return take_files(self.results, names)
 
-    def _take_idle(self) -> Agent | None:
-        with self.lock:
-            idle, self.idle = self.idle, None
-        if idle and idle.process.poll() is not None:  # nobody needed it for long
-            idle.end()
-            return None
-        return idle
-
-    def _keep(self, agent: Agent) -> bool:
-        """Keep an agent that has ended an attempt for the next one. Return whether there may be
-        one.
-        """
-        with self.lock:
-            if self.is_over or self.idle or agent.process.poll() is not None:
-                return False
-            self.idle = agent
-        return True
-
     def _start(self) -> Agent:
-        # Not its standard input and output, into which whatever it imports may print.
-        connection, handed_over = Pipe()
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in DASK_THREAD_LIMITS or value != "1"
-        }
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        environment[OUTPUTS_VARIABLE] = self.outputs
-        file = handed_over.fileno()
-        directories = [self.directory, NODE, self.worker.local_directory]
-        with handed_over:
-            process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, *directories, str(file)],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,
-                env=environment,
-                pass_fds=[file],
-                # a Ctrl-C on the terminal is for the driver, which asks for a last checkpoint
-                start_new_session=True,
-            )
-        return Agent(process, connection)
+        return Agent.start([self.directory, NODE, self.worker.local_directory], self.outputs)
 
     def _clear(self) -> None:
         self.attempt = ""
@@ -286,12 +311,13 @@ def introduce(plugin: str, dask_worker: Worker) -> dict[str, Any]:
     """Return what the driver has to know of this worker: whether it leaves, and fields of
     `placement.Worker`.
     """
+    found = dask_worker.plugins.get(plugin)
     return {
         "host": get_address_host(dask_worker.address),
         "num_cores": CPU_COUNT,
         "gpus": visible_gpus(),
         "has_plugin": plugin in dask_worker.plugins,
-        "has_agent": getattr(dask_worker.plugins.get(plugin), "idle", None) is not None,
+        "has_agent": found is not None and found.spare.agent is not None,
         "is_busy": dask_worker.state.executing_count >= dask_worker.state.nthreads,
         "is_leaving": is_leaving(dask_worker),
     }
