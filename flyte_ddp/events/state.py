@@ -35,7 +35,15 @@ from flyte_ddp.events.wall_time import TimeSpent, WallTime
 
 T = TypeVar("T", bound=EpochFinished | Reported)
 
-MAX_PICTURES = 50  # that are kept
+MAX_PICTURES = 50  # pictures of a run that are kept
+# Fields with the newest event of a kind.
+NEWEST: dict[type, str] = {
+    RunStarted: "started",
+    CheckpointLoaded: "loaded",
+    CheckpointWritten: "checkpoint",
+    PredictionsMade: "predictions",
+    RunFinished: "finished",
+}
 
 
 def find_best(results: Iterable[T], monitor: Monitor) -> T | None:
@@ -119,11 +127,17 @@ class RunState(Listener):
         self._time.handle(event)
         if isinstance(event, Reported | EpochFinished) and event.at:
             self._progress = [*self._progress[:1], (event.at, event.step)]
+        self._follow_attempts(event)
+        if type(event) in NEWEST:
+            setattr(self, NEWEST[type(event)], event)
+        self._add_results(event)
+        self._add_others(event)
+
+    def _follow_attempts(self, event: Event) -> None:
+        """Take note of what starts, ends and resumes the ranks."""
         match event:
             case AttemptStarted():
                 self.grace_seconds = event.grace_seconds
-            case CheckpointSaved():
-                self._copied_at[event.step] = event.at
             case AttemptEnded():
                 if event.num_leaving:
                     self.num_announced_losses += 1
@@ -133,12 +147,14 @@ class RunState(Listener):
                     self.stragglers.append(StragglersFound(event.step, [], at=event.at))
             case RunStarted():
                 self.num_starts += 1
-                self.started, self.loaded, self._progress = event, None, []
-                self.rank_values = {}
+                self.loaded, self._progress, self.rank_values = None, [], {}
             case CheckpointLoaded():
-                self.loaded = event
                 self.reports = [each for each in self.reports if each.step <= event.step]
                 self.epochs = list(event.epochs)
+
+    def _add_results(self, event: Event) -> None:
+        """Add the results that ranks report."""
+        match event:
             case Reported() if self.keep_reports:
                 if self.loaded is None and len(self._progress) == 1:
                     # the first of a function that has looked for no checkpoint
@@ -153,11 +169,13 @@ class RunState(Listener):
                 # brought already.
                 by_step = {epoch.step: epoch for epoch in self.epochs} | {event.step: event}
                 self.epochs = list(by_step.values())
+
+    def _add_others(self, event: Event) -> None:
+        match event:
+            case CheckpointSaved():
+                self._copied_at[event.step] = event.at
             case CheckpointWritten():
-                self.checkpoint = event
                 self.writing_seconds = event.at - self._copied_at.pop(event.step, event.at)
-            case PredictionsMade():
-                self.predictions = event
             case StragglersFound():
                 self.stragglers.append(event)
             case StepFoundBad():
@@ -169,13 +187,13 @@ class RunState(Listener):
                     del self.pictures[next(iter(self.pictures))]
             case NodeMeasured() if self.keep_reports:
                 self.measured.append(event)
-            case RunFinished():
-                self.finished = event
 
     @property
     def monitor(self) -> Monitor:
         """The figure of an epoch that decides which is the best."""
-        return Monitor(**(self.started.config.get("monitor", {}) if self.started else {}))
+        if self.started is None:
+            return Monitor()
+        return Monitor(**self.started.config.get("monitor", {}))
 
     @property
     def num_epochs(self) -> int:
@@ -190,30 +208,27 @@ class RunState(Listener):
     @property
     def last_step(self) -> int:
         """The last optimizer step that is known to be done."""
-        return max(
-            [
-                self.resumed_step,
-                *(each.step for each in self.reports[-1:]),
-                *(each.step for each in self.epochs[-1:]),
-            ]
-        )
+        newest: list[Reported | EpochFinished] = [*self.reports[-1:], *self.epochs[-1:]]
+        return max([self.resumed_step, *(each.step for each in newest)])
 
     @property
     def resumed_step(self) -> int:
         """The step of the checkpoint that the ranks have resumed from; 0 for none."""
-        return self.loaded.step if self.loaded else 0
+        if self.loaded is None:
+            return 0
+        return self.loaded.step
 
     def seconds_left(self, now: float) -> float | None:
         """Estimate the seconds from `now`, since the epoch, to the last step, by the pace since
         these ranks' first report; None where it is not known.
         """
-        num_steps = self.started.num_steps if self.started else 0
-        if not num_steps or self.finished or len(self._progress) < 2:
+        if self.started is None or self.finished or len(self._progress) < 2:
             return None
         (began, first), (ended, last) = self._progress
-        if last <= first:
+        if last <= first or not self.started.num_steps:
             return None
-        return max(0.0, ended - now + (num_steps - last) * (ended - began) / (last - first))
+        pace = (ended - began) / (last - first)
+        return max(0.0, ended - now + (self.started.num_steps - last) * pace)
 
     def time_spent(self, until: float = 0.0) -> TimeSpent:
         """Return what the wall time went to, up to the last event, or `until` (seconds since the
@@ -221,7 +236,9 @@ class RunState(Listener):
 
         All zeros where the events have no times.
         """
-        return self._time.spent(0.0 if self.finished else until)
+        if self.finished:
+            until = 0.0
+        return self._time.spent(until)
 
     def position(self, step: int) -> float:
         """Convert an optimizer step to epochs, such as 1.5 for the middle of the second."""

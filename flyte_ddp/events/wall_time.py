@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 from flyte_ddp.events import kinds
@@ -84,40 +85,57 @@ class WallTime:
         if not event.at or isinstance(event, NOT_BOOKED):
             return
         if isinstance(event, kinds.AttemptStarted) and event.launched_at > self.last:
-            self.pause = self.phase = "restarting" if self.last else "starting"
+            self.pause = "starting"
+            if self.last:
+                self.pause = "restarting"
+            self.phase = self.pause
             self.last = event.launched_at  # another process: nobody waited in between
-        elapsed = max(0.0, event.at - self.last) if self.last else 0.0
+        elapsed = 0.0
+        if self.last:
+            elapsed = max(0.0, event.at - self.last)
         self.last = max(self.last, event.at)
         self.seconds[self.phase] += elapsed
+        self._book_attempts(event, elapsed)
+        self._book_work(event, elapsed)
+
+    def _book_attempts(self, event: Event, elapsed: float) -> None:
+        """Book the time around the start and the end of ranks."""
         match event:
             case kinds.AttemptStarted():
                 self._move(min(event.waited_seconds, elapsed), self.phase, "waiting_for_nodes")
                 self.phase = self.pause
             case kinds.AttemptEnded():
-                self.pause = "announced_losses" if event.num_leaving else "restarting"
+                self.pause = "restarting"
+                if event.num_leaving:
+                    self.pause = "announced_losses"
                 self._move(min(event.idle_seconds, elapsed), self.phase, self.pause)
                 self.phase = self.pause
                 self.reached.append((event.step, dict(self.seconds)))
-            case kinds.Reported():
-                if self.phase == "program":
-                    self._move(elapsed, "program", "stepping")
-                self.reached.append((event.step, dict(self.seconds)))
             case kinds.RunStarted():
-                self.work = "stepping" if event.num_steps else "program"
-                # else the program says what it resumes from
-                if not any(step for step, _ in self.saved):
+                self.work = "program"
+                if event.num_steps:
+                    self.work = "stepping"
+                if not self._has_saved_steps():  # otherwise CheckpointLoaded follows
                     self._start_training(0)
                 self.phase = self.work
             case kinds.CheckpointLoaded():
                 self._move(elapsed, self.work, self.pause)
                 self._start_training(event.step)
+
+    def _book_work(self, event: Event, elapsed: float) -> None:
+        """Book the time of ranks that train."""
+        match event:
+            case kinds.Reported():
+                if self.phase == "program":
+                    self._move(elapsed, "program", "stepping")
+                self.reached.append((event.step, dict(self.seconds)))
             case kinds.EpochFinished():
                 self._move(event.evaluation_seconds, "stepping", "evaluating")
             case kinds.CheckpointSaved():
                 self._move(min(event.seconds, elapsed), self.work, "checkpoint_stalls")
                 self.has_saved = True
                 mark = event.step, dict(self.seconds)
-                if event.url or not any(step for step, _ in self.saved):
+                if event.url or not self._has_saved_steps():
                     self.saved.append(mark)
                     self.reached = []
                 else:  # in memory there are too many to know each for the whole run
@@ -126,6 +144,9 @@ class WallTime:
                 # A recipe ends with its last uploads, and another program with what it likes.
                 if self.work == "stepping" and self.has_saved:
                     self._move(elapsed, "stepping", "checkpoint_stalls")
+
+    def _has_saved_steps(self) -> bool:
+        return any(step for step, _ in self.saved)
 
     def spent(self, until: float) -> TimeSpent:
         """Return the account up to the last event, or `until` if it is later."""
@@ -144,10 +165,12 @@ class WallTime:
         before = [each for each in marks if each[0] <= resumed_step]
         if before:
             first, seconds = before[-1]
-            after = [each for each in marks[marks.index(before[-1]) :] if each[0] > resumed_step]
-            share = (resumed_step - first) / (after[0][0] - first) if after else 0.0
+            following = marks[marks.index(before[-1]) :]
+            after = [each for each in following if each[0] > resumed_step]
+            last, later = [*after, (math.inf, seconds)][0]
+            share = (resumed_step - first) / (last - first)
             for name in ("stepping", "evaluating", "checkpoint_stalls", "program"):
-                kept = seconds[name] + share * (after[0][1][name] - seconds[name] if after else 0.0)
+                kept = seconds[name] + share * (later[name] - seconds[name])
                 self._move(self.seconds[name] - kept, name, "redone_steps")
         self.saved, self.reached = [(resumed_step, dict(self.seconds))], []
         self.phase = self.work

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flyte_ddp.rehearsal.differences import (
@@ -58,12 +57,23 @@ REMEDIES = {
     "done here",
 }
 
+# causes from which the other differences follow
+LAST = {
+    "checkpoint in place",
+    "rank 0 alone loads",
+    "some ranks load",
+    "weights",
+    "batch size",
+    "step number",
+    "accumulation",
+}
+
 
 @dataclass(frozen=True)
 class Cause:
     """A change to make, and the user's line, "file:line", that it is about."""
 
-    name: str  # one of `REMEDIES`
+    name: str  # a key of `REMEDIES`
     where: str
 
     @property
@@ -87,60 +97,41 @@ def find_general_causes(clean: Run, is_seeded: bool) -> Iterator[Cause]:
             yield Cause("all ranks write", save["where"])
 
 
-def find_causes(
-    run: Run, is_wrong: bool, attempt: Attempt, clean: Run, is_seeded: bool, is_placed: bool
-) -> Iterator[Cause]:
-    """Yield what an attempt that follows a fault, or the end, shows.
+@dataclass(frozen=True)
+class Case:
+    """An attempt that follows a fault, or the end, and the undisturbed run."""
 
-    Args:
-        is_placed: some attempt went on in the data behind the beginning.
-    """
-    base = attempt.base
-    saves = clean.attempts[0].calls("save")
-    save = saves[-1]["where"] if saves else ""
-    loads = attempt.calls("load")
-    refused = {each["path"]: each["where"] for one in run.attempts for each in one.calls("refused")}
-    for path in refused.keys() & {each["path"] for each in loads}:
-        if is_wrong or (attempt.steps and not base):
-            yield Cause("checkpoint in place", refused[path])
-            return
-    loading = {each["rank"] for each in loads}
-    if loading and loading < attempt.entries.keys() and _ranks_differ(run, attempt):
-        name = "rank 0 alone loads" if loading == {0} else "some ranks load"
-        yield Cause(name, loads[0]["where"])
-        return
-    if attempt.steps and is_seeded and not has_known_weights(attempt, run, clean):
-        yield Cause("weights", save)
-        return
-    if run.name == "again" and run.num_redone == 0 and attempt.steps:
-        yield Cause("trained again", save)
-    if not attempt.steps or base >= len(clean.steps):
-        return
-    is_saved = run.attempts[0].calls("save")
-    # what was saved was not in the store yet
-    is_pending = is_saved and not loads and attempt.calls("look")
-    # after the end what is saved may be for others
-    if not base and run.name != "again" and not is_pending:
-        yield Cause("not loaded", save) if is_saved else Cause("no checkpoint", "")
-    pairs = zip(attempt.steps, clean.steps[base:], strict=False)
-    if run.is_resized and all(len(one.samples) != len(other.samples) for one, other in pairs):
-        yield Cause("batch size", attempt.first("pass"))
-        return
-    if run.is_resized and is_wrong:
-        found = find_first_difference(attempt, clean)
-        if found and gradient_ratio(*found):
-            yield Cause("gradient scale", attempt.first("loss"))
-    if base:
-        position = _judge_position(run, attempt, clean, is_placed)
-        if position == "loader":
-            yield Cause("loader", attempt.first("pass"))
-        elif position:
-            yield Cause(position, save)
-        if position in ("step number", "accumulation"):
-            return
-        yield from _compare_schedules(attempt, clean, save)
-        if is_seeded and not run.is_resized:
-            yield from _compare_states(is_wrong, attempt, clean, save)
+    run: Run
+    attempt: Attempt
+    clean: Run
+    is_wrong: bool  # the result of the run
+    is_seeded: bool
+    is_placed: bool  # some attempt continued in the data behind the beginning
+
+    @property
+    def save(self) -> str:
+        """The last line that saves in the undisturbed run; "" without one."""
+        lines = [each["where"] for each in self.clean.attempts[0].calls("save")]
+        return "".join(lines[-1:])
+
+    @property
+    def pairs(self) -> list[tuple[Step, Step]]:
+        """The steps of the attempt, each with the undisturbed run's."""
+        return list(zip(self.attempt.steps, self.clean.steps[self.attempt.base :], strict=False))
+
+
+def find_causes(case: Case) -> Iterator[Cause]:
+    """Yield the causes that an attempt shows, up to one of `LAST`."""
+    stages = [_judge_loads, _judge_end]
+    if case.pairs:
+        stages += [_judge_beginning, _judge_size]
+        if case.attempt.base:
+            stages += [_judge_position, _judge_schedules, _judge_states]
+    for judge in stages:
+        for cause in judge(case):
+            yield cause
+            if cause.name in LAST and judge is not _judge_states:
+                return
 
 
 def is_placed_later(attempt: Attempt, clean: Run) -> bool:
@@ -150,89 +141,150 @@ def is_placed_later(attempt: Attempt, clean: Run) -> bool:
 
 def find_places(step: Step, clean: Run) -> list[int]:
     """Return the numbers of the undisturbed run's steps with the same samples."""
-    samples = Counter(step.samples)
-    return [
-        number
-        for number, each in enumerate(clean.steps)
-        if step.samples and samples == Counter(each.samples)
-    ]
+    if not step.samples:
+        return []
+    return [number for number, each in enumerate(clean.steps) if has_same_samples(step, each)]
 
 
-def _judge_position(run: Run, attempt: Attempt, clean: Run, is_placed: bool) -> str:
-    """Return the cause if an attempt went on in the data elsewhere than its weights are; "" if it
-    did not.
-    """
-    base, first, wanted = attempt.base, attempt.steps[0], clean.steps[attempt.base]
-    if run.is_resized:
+def _judge_loads(case: Case) -> Iterator[Cause]:
+    """Yield what the attempt has loaded wrongly, or not at all."""
+    run, attempt = case.run, case.attempt
+    loads = attempt.calls("load")
+    refused = {each["path"]: each["where"] for one in run.attempts for each in one.calls("refused")}
+    for each in loads:
+        path = each["path"]
+        if path in refused and (case.is_wrong or (attempt.steps and not attempt.base)):
+            yield Cause("checkpoint in place", refused[path])
+    loading = {each["rank"] for each in loads}
+    if loading and loading < attempt.entries.keys() and _ranks_differ(run, attempt):
+        name = "some ranks load"
+        if loading == {0}:
+            name = "rank 0 alone loads"
+        yield Cause(name, loads[0]["where"])
+    is_known = not case.is_seeded or has_known_weights(attempt, run, case.clean)
+    if attempt.steps and not is_known:
+        yield Cause("weights", case.save)
+
+
+def _judge_end(case: Case) -> Iterator[Cause]:
+    """Yield what made the same command train on after its end."""
+    if case.run.name == "again" and case.run.num_redone == 0 and case.attempt.steps:
+        yield Cause("trained again", case.save)
+
+
+def _judge_beginning(case: Case) -> Iterator[Cause]:
+    """Yield why the attempt began at step 0."""
+    run, attempt = case.run, case.attempt
+    # after the end the saved states may be for other programs
+    if attempt.base or run.name == "again":
+        return
+    if not run.attempts[0].calls("save"):
+        yield Cause("no checkpoint", "")
+    elif attempt.calls("load") or not attempt.calls("look"):  # else the store had no state yet
+        yield Cause("not loaded", case.save)
+
+
+def _judge_size(case: Case) -> Iterator[Cause]:
+    """Yield what another number of ranks changes and should not."""
+    attempt = case.attempt
+    if not case.run.is_resized:
+        return
+    if all(len(one.samples) != len(other.samples) for one, other in case.pairs):
+        yield Cause("batch size", attempt.first("pass"))
+    if case.is_wrong:
+        found = find_first_difference(attempt, case.clean)
+        if found and gradient_ratio(*found):
+            yield Cause("gradient scale", attempt.first("loss"))
+
+
+def _judge_position(case: Case) -> Iterator[Cause]:
+    """Yield why the attempt continued at another place in the data than its weights."""
+    name = _name_position(case)
+    if name == "loader":
+        yield Cause(name, case.attempt.first("pass"))
+    elif name:
+        yield Cause(name, case.save)
+
+
+def _name_position(case: Case) -> str:
+    """Return the cause of another place in the data; "" if it is the place of the weights."""
+    attempt, clean = case.attempt, case.clean
+    base, (first, wanted) = attempt.base, case.pairs[0]
+    if case.run.is_resized:
         return ""
-    if not first.samples:  # that are not seen
+    if not first.samples:  # the samples were not seen
         is_elsewhere = difference(first.gradient, wanted.gradient, ()) > TOLERANCE
-        makes_more = len(run.steps) != len(clean.steps)
-        return "step number" if is_elsewhere and makes_more else ""
+        makes_more = len(case.run.steps) != len(clean.steps)
+        return "step number" * (is_elsewhere and makes_more)
     if has_same_samples(first, wanted):
         return ""
     if set(first.samples) < set(wanted.samples):
         return "accumulation"
-    places, starts = find_places(first, clean), list_starts(clean)
+    places = find_places(first, clean)
     if not places:
         return "random state"
-    begin = max(each for each in starts if each <= base)
+    begin = max(each for each in list_starts(clean) if each <= base)
     if begin in places:
         return "loader"
-    if 0 not in places or is_placed:
+    if 0 not in places or case.is_placed:
         return "step number"
     # Without an epoch's number the first order comes from the first random state.
-    has_epoch = any(each["epoch"] is not None for each in attempt.calls("pass"))
-    return "loader" if has_epoch or base > begin else "random state"
+    if base > begin or any(each["epoch"] is not None for each in attempt.calls("pass")):
+        return "loader"
+    return "random state"
 
 
-def _compare_schedules(attempt: Attempt, clean: Run, save: str) -> Iterator[Cause]:
+def _judge_schedules(case: Case) -> Iterator[Cause]:
     """Yield the schedule of the first optimizer whose learning rate differs."""
-    for step, wanted in zip(attempt.steps, clean.steps[attempt.base :], strict=False):
+    attempt = case.attempt
+    for step, wanted in case.pairs:
         rates = zip(attempt.optimizers, step.rates, wanted.rates, strict=False)
         for number, *pair in rates:
             if not math.isclose(*pair):
                 schedules = attempt.calls("schedule")
                 lines = [each["where"] for each in schedules if each["optimizer"] == number]
-                yield Cause("learning rate", lines[0] if lines else save)
+                yield Cause("learning rate", [*lines, case.save][0])
                 return
 
 
-def _compare_states(is_wrong: bool, attempt: Attempt, clean: Run, save: str) -> Iterator[Cause]:
-    """Yield what of the state with which an attempt began is not the undisturbed run's."""
-    base, first, wanted = attempt.base, attempt.steps[0], clean.steps[attempt.base]
-    found: list[str] = []
+def _judge_states(case: Case) -> Iterator[Cause]:
+    """Yield what differs in the state with which the attempt began."""
+    if case.is_seeded and not case.run.is_resized:
+        for name in _name_states(case):
+            yield Cause(name, case.save)
+
+
+def _name_states(case: Case) -> list[str]:
+    attempt, clean, pairs = case.attempt, case.clean, case.pairs
+    first, wanted = pairs[0]
     begun = [each["momentum"] for each in attempt.calls("begin")]
     is_close = functools.partial(math.isclose, rel_tol=1e-6)
-    has_state = all(map(is_close, begun, clean.steps[base - 1].momentum))
+    has_state = all(map(is_close, begun, clean.steps[attempt.base - 1].momentum))
     if not has_same_samples(first, wanted):
-        if not has_state:
-            yield Cause("optimizer", save)
-        return
-    others = zip(first.other_states, wanted.other_states, strict=False)
-    if not has_state or not all(are_close(*each) for each in others):
-        found.append("optimizer")
-    if difference(first.others, wanted.others, clean.steps[0].others) > TOLERANCE:
-        found.append("weights")
-    if _has_other(first.buffers, wanted.buffers, clean.steps[0].buffers):
-        found.append("buffers")
-    if first.scales != wanted.scales:
-        found.append("loss scale")
-    pairs = list(zip(attempt.steps, clean.steps[base:], strict=False))
+        return ["optimizer"] * (not has_state)
+    has_others = all(map(are_close, first.other_states, wanted.other_states))
     has_other_draws = first.draws != wanted.draws and draws_in_steps(clean)
     has_other_noise = any(has_other_content(*each) for each in pairs)
-    if is_wrong and (has_other_draws or has_other_noise):
-        found.append("random state")
+    differs = {
+        "optimizer": not has_state or not has_others,
+        "weights": _has_other("others", case),
+        "buffers": _has_other("buffers", case),
+        "loss scale": first.scales != wanted.scales,
+        "random state": case.is_wrong and (has_other_draws or has_other_noise),
+    }
+    found = [name for name, is_other in differs.items() if is_other]
     has_same_rates = all(are_close(one.rates, other.rates) for one, other in pairs)
-    if is_wrong and not found and has_same_rates:
-        has_own_buffers = _has_other(first.unsaved, wanted.unsaved, clean.steps[0].unsaved)
-        found.append("buffers" if has_own_buffers else "other state")
-    for name in found:
-        yield Cause(name, save)
+    if found or not case.is_wrong or not has_same_rates:
+        return found
+    if _has_other("unsaved", case):
+        return ["buffers"]
+    return ["other state"]
 
 
-def _has_other(ours: Sequence[float], theirs: Sequence[float], initial: Sequence[float]) -> bool:
-    return difference(ours, theirs, initial) > TOLERANCE
+def _has_other(name: str, case: Case) -> bool:
+    """Return whether the attempt began with another value in this field of `Step`."""
+    steps = (*case.pairs[0], case.clean.steps[0])
+    return difference(*(getattr(step, name) for step in steps)) > TOLERANCE
 
 
 def _ranks_differ(run: Run, attempt: Attempt) -> bool:

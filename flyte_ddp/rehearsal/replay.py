@@ -11,8 +11,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.checkpoints import BAD_STEP, stored_steps
 from flyte_ddp.config.background import start_thread
@@ -33,6 +34,9 @@ from flyte_ddp.recipes.recorded import restore_options
 from flyte_ddp.storage.hidden import OPTIONS
 from flyte_ddp.storage.urls import HIDDEN
 
+if TYPE_CHECKING:
+    from flyte_ddp.training.replay import ReplayCall
+
 NEWEST = -1  # stands for the newest step that was found bad
 ARGUMENTS = (
     ("place", "directory or URL of the run's checkpoints", None),
@@ -51,10 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     """Replay a step, and print what is seen of it."""
     text = "Build a step of a recipe's run once more, and show its samples, losses and gradients."
     options = make_parser("replay", text, ARGUMENTS).parse_args(arguments)
-    step = find_bad_step(options.place) if options.step == NEWEST else options.step
+    step = options.step
+    if step == NEWEST:
+        step = find_bad_step(options.place)
     whole_number("--step", step, minimum=1)
     # after the mistakes that show without torch
-    from flyte_ddp.training.initial_state import recorded_config
     from flyte_ddp.training.replay import ReplayCall, find_state
 
     start, is_bad, state, left_out = find_state(options.place, step)
@@ -63,47 +68,72 @@ def main(arguments: Sequence[str]) -> int:
     )
     origin = state["origin"]
     recipe, num_ranks = origin["recipe"], options.processes or origin["num_ranks"]
-    # as many samples in a pass as in the run
-    parts = state["config"]["gradient_accumulation"] * origin["num_ranks"] // num_ranks
-    fields = {**state["config"], "gradient_accumulation": max(1, parts), "memory_interval": 0}
-    given = read_given("--config", options.config) or {}
+    data_source = options.data or origin["data"]
+    fields = read_fields(options.config, data_source, state, num_ranks)
+    num_threads = origin["num_threads"] * (num_ranks == origin["num_ranks"])
+    # a recipe may print while it prepares its data
+    with own_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
+        terminal = ""
+        if options.pdb:
+            terminal = f"{directory}/terminal"
+            open_terminal(terminal)
+            fields |= dict.fromkeys(("collective_timeout", "stall_timeout"), DEBUGGING_TIMEOUT)
+        config = config_of(recipe, fields)
+        data = Path(directory, "data")
+        data.mkdir()
+        prepare_data(get_recipe(recipe, config.recipe_options), data_source, data)
+        call = ReplayCall(
+            *(recipe, config, options.place, step, start, is_bad, left_out),
+            *(num_threads, options.without, terminal),
+        )
+        seen, lines = run_call(call, str(data), num_ranks)
+    if options.json:
+        lines = json.dumps(seen, indent=2)
+    sys.stdout.write(f"{lines}\n")
+    return 0
+
+
+def run_call(call: ReplayCall, data: str, num_ranks: int) -> Any:
+    """Replay the step in ranks, and return what they have seen: as plain values, and as lines."""
+    # the initial state may be gone
+    config = dataclasses.replace(call.config, initial_model_state="")
+    program = dataclasses.replace(recipe_program(call.recipe, config), call=dumps(call))
+    job = Job(program, "", time.time())
+    ended = driver.run(job, LocalPlace(num_ranks), lambda: data, (), print_line)
+    assert ended.finished is not None  # else it has raised
+    return json.loads(ended.finished.value)
+
+
+def read_fields(text: str, data: str, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Return the fields of the replay's config: the run's, and the options of `--config`.
+
+    Raises:
+        ConfigError: `text` has other fields, or the place of the `data` is hidden.
+    """
+    from flyte_ddp.training.initial_state import recorded_config
+
+    origin, config = state["origin"], state["config"]
+    given = read_given("--config", text) or {}
     if given.keys() - {OPTIONS}:
         raise ConfigError(
             f"--config: expected {OPTIONS} alone, because a replay has the config of its run, got "
             f"{', '.join(given)}"
         )
-    fields[OPTIONS] = restore_options(recipe, recorded_config(state), given.get(OPTIONS, {}))
-    data_source = options.data or origin["data"]
-    if HIDDEN in data_source:
+    if HIDDEN in data:
         raise ConfigError(
             f"--data: expected the place of the run's data, of which the checkpoint has "
-            f"{data_source!r} alone, got none"
+            f"{data!r} alone, got none"
         )
-    # a recipe may print while it prepares its data
-    with own_directory("replay-") as directory, contextlib.redirect_stdout(sys.stderr):
-        terminal = f"{directory}/terminal" if options.pdb else ""
-        if terminal:
-            open_terminal(terminal)
-            fields |= dict.fromkeys(("collective_timeout", "stall_timeout"), DEBUGGING_TIMEOUT)
-        config = config_of(recipe, fields)
-        (data := Path(directory, "data")).mkdir()
-        prepare_data(get_recipe(recipe, config.recipe_options), data_source, data)
-        call = ReplayCall(
-            *(recipe, config, options.place, step, start, is_bad, left_out),
-            origin["num_threads"] if num_ranks == origin["num_ranks"] else 0,
-            *(options.without, terminal),
-        )
-        # whose initial state may be gone
-        program = dataclasses.replace(
-            recipe_program(recipe, dataclasses.replace(config, initial_model_state="")),
-            call=dumps(call),
-        )
-        job = Job(program, "", time.time())
-        ended = driver.run(job, LocalPlace(num_ranks), lambda: str(data), (), print_line)
-    assert ended.finished is not None  # else it has raised
-    seen, lines = json.loads(ended.finished.value)
-    sys.stdout.write(f"{json.dumps(seen, indent=2) if options.json else lines}\n")
-    return 0
+    # A pass has as many samples as in the run.
+    parts = config["gradient_accumulation"] * origin["num_ranks"] // num_ranks
+    recorded = recorded_config(state)
+    options = restore_options(origin["recipe"], recorded, given.get(OPTIONS, {}))
+    return {
+        **config,
+        "gradient_accumulation": max(1, parts),
+        "memory_interval": 0,
+        OPTIONS: options,
+    }
 
 
 def find_bad_step(place: str) -> int:

@@ -118,14 +118,16 @@ class Rehearsal:
         return run
 
     def _run_fault(self, name: str, undisturbed: Run) -> Run:
-        writes = undisturbed.is_stored or undisturbed.files
+        is_stored = undisturbed.is_stored
+        writes = is_stored or bool(undisturbed.files)
         reasons = {
-            "store": "" if undisturbed.is_stored else "it saves nothing through flyte_ddp.session",
-            "disk": "" if writes else "it writes no file where the run has its place",
-            "smaller": "" if self.num_ranks > 1 else "it has one rank",
-            "node": self.num_ranks % 2 * "two nodes need an even number of ranks",
+            "store": "it saves nothing through flyte_ddp.session" * (not is_stored),
+            "disk": "it writes no file where the run has its place" * (not writes),
+            "smaller": "it has one rank" * (self.num_ranks == 1),
+            "node": "two nodes need an even number of ranks" * (self.num_ranks % 2),
         }
-        if reason := reasons.get(name):
+        reason = reasons.get(name)
+        if reason:
             return Run(name, not_tried=reason)
         if name == "node":
             return self._lose_node()
@@ -137,7 +139,7 @@ class Rehearsal:
             self._start(name, make=lambda _, stop: stop.set("SIGTERM"))
             return self._start(name, start=1)
         self._start(name, Gang(1, self.num_ranks), make=lambda pids, _: _kill(pids.values()))
-        num_ranks = self.num_ranks + (1 if name == "larger" else -1)
+        num_ranks = self.num_ranks + {"larger": 1, "smaller": -1}[name]
         return self._start(name, Gang(1, num_ranks, 1), start=1)
 
     def _lose_node(self) -> Run:
@@ -162,7 +164,8 @@ class Rehearsal:
         for name in ("records", "outputs", "work"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(self.home):
-            if not os.path.lexists(link := directory / "work" / entry.name):
+            link = directory / "work" / entry.name
+            if not os.path.lexists(link):
                 link.symlink_to(entry.path)
         return directory
 
@@ -187,7 +190,7 @@ class Rehearsal:
             make: makes one from outside, while the ranks wait after `fault_step`.
         """
         from flyte_ddp.rehearsal.left import read_tensors
-        from flyte_ddp.rehearsal.watch import GO, Spec, WatchedCall
+        from flyte_ddp.rehearsal.watch import Spec, WatchedCall
 
         directory, gang = self._make_directory(place), gang or Gang(1, self.num_ranks, 1)
         num_ranks = int(gang.nnodes or 1) * int(gang.nproc_per_node)
@@ -211,50 +214,72 @@ class Rehearsal:
             left_timeout=LEFT_TIMEOUT,
             stop_grace=GRACE,
         )
+        begun = time.monotonic()
+        faults = Faults(directory / "records", num_ranks, seconds or self.seconds_each, make)
+        error = None
+        try:
+            self._drive(directory, gang, program, faults)
+        except (DataError, ClusterError):
+            raise
+        except Exception as raised:
+            error = raised
+        took = time.monotonic() - begun
+        run = read_run(directory)
+        run.name, run.seconds = name or place, took
+        if error:
+            run.error, run.exit_code = first_line(error), _exit_code(error)
+        run.is_cut = bool(seconds) and isinstance(error, TrainingStopped)
+        run.is_resized = num_ranks != self.num_ranks
+        if not run.is_resized:
+            run.tensors = read_tensors(directory)
+        print_line(f"{TITLES[run.name]}: {took:.1f} s")
+        return run
+
+    def _drive(self, directory: Path, gang: Gang, program: Program, faults: Faults) -> None:
+        """Run the program to its end while another thread makes the faults."""
         job = Job(program, str(directory / CHECKPOINTS), time.time())
-        stop, is_over, begun = StopRequest(GRACE), threading.Event(), time.monotonic()
-
-        def interfere() -> None:
-            """Make the fault when all ranks wait for it, and end a run that takes too long."""
-            is_due, records, has_begun = make is not None, directory / "records", None
-            while not is_over.wait(0.02):
-                pids = {int(each.name[7:]): each.read_text() for each in records.glob("paused-*")}
-                if is_due and make and len(pids) == num_ranks and all(pids.values()):
-                    is_due = False
-                    make({rank: int(pid) for rank, pid in pids.items()}, stop)
-                    (records / GO).touch()
-                if has_begun is None and any(
-                    each.stat().st_size for each in records.glob("*.jsonl")
-                ):
-                    has_begun = time.monotonic()
-                if time.monotonic() > (has_begun or math.inf) + (seconds or self.seconds_each):
-                    stop.set("SIGTERM")
-                    stop.set("SIGTERM")
-                    return
-
-        thread = start_thread("faults", interfere)
-        error: Exception | None = None
+        thread = start_thread("faults", faults.make_when_due)
         with open(directory / "output.log", "a") as log:
             try:
                 relay = lambda line: print(line, file=log)  # noqa: E731
-                with gang.open_place(program) as place_of_ranks:
-                    driver.run(job, place_of_ranks, self.data, (), relay, stop)
-            except (DataError, ClusterError):
-                raise
-            except Exception as raised:
-                error = raised
+                with gang.open_place(program) as place:
+                    driver.run(job, place, self.data, (), relay, faults.stop)
             finally:
-                is_over.set()
+                faults.is_over.set()
                 thread.join()
-        took = time.monotonic() - begun
-        run = read_run(directory)
-        run.name, run.error = name or place, first_line(error) if error else ""
-        run.seconds, run.exit_code = took, _exit_code(error)
-        run.is_cut = bool(seconds) and isinstance(error, TrainingStopped)
-        run.is_resized = num_ranks != self.num_ranks
-        run.tensors = {} if run.is_resized else read_tensors(directory)
-        print_line(f"{TITLES[run.name]}: {took:.1f} s")
-        return run
+
+
+@dataclass
+class Faults:
+    """Makes a fault from outside when all ranks wait for it, and ends a run that takes too long."""
+
+    records: Path
+    num_ranks: int
+    seconds: float  # from the ranks' first record to the end
+    make: MakeFault | None
+    stop: StopRequest = field(default_factory=lambda: StopRequest(GRACE))
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def make_when_due(self) -> None:
+        ends_at = math.inf
+        while not self.is_over.wait(0.02):
+            self._make_if_due()
+            files = self.records.glob("*.jsonl")
+            if ends_at == math.inf and any(each.stat().st_size for each in files):
+                ends_at = time.monotonic() + self.seconds
+            if time.monotonic() > ends_at:
+                for _ in range(2):  # twice is urgent
+                    self.stop.set("SIGTERM")
+                return
+
+    def _make_if_due(self) -> None:
+        from flyte_ddp.rehearsal.watch import GO
+
+        pids = {int(each.name[7:]): each.read_text() for each in self.records.glob("paused-*")}
+        if self.make and len(pids) == self.num_ranks and all(pids.values()):
+            self.make({rank: int(pid) for rank, pid in pids.items()}, self.stop)
+            self.make = None
+            (self.records / GO).touch()
 
 
 def shorten(num_steps: int, num_samples: int) -> tuple[int, int]:
@@ -270,7 +295,9 @@ def _kill(pids: Iterable[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _exit_code(error: Exception | None) -> int:
+def _exit_code(error: Exception) -> int:
     if isinstance(error, TrainingStopped):
         return 128 + signal.Signals[error.reason]
-    return (2 if isinstance(error, (ConfigError, DataError)) else 1) if error else 0
+    if isinstance(error, ConfigError):
+        return 2
+    return 1

@@ -8,8 +8,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flyte_ddp.rehearsal.causes import (
+    Case,
     Cause,
     find_causes,
     find_general_causes,
@@ -18,7 +20,7 @@ from flyte_ddp.rehearsal.causes import (
 from flyte_ddp.rehearsal.differences import TOLERANCE, difference, find_dependence
 from flyte_ddp.rehearsal.seen import Run
 
-FILE_TOLERANCE = 1e-4  # of the values of a tensor in a file, on the same number of ranks
+FILE_TOLERANCE = 1e-4  # difference of a tensor in a file, on the same number of ranks
 MAX_ERROR = 160  # characters
 # By their causes: another position makes a step too many, and optimizers have the learning rate.
 CONSEQUENCES = {"step number": "trained again", "optimizer": "learning rate"}
@@ -29,10 +31,10 @@ class Row:
     """The comparison of one run with the undisturbed one."""
 
     run: Run
-    problems: list[str]  # what is wrong; none where the run is right
+    problems: list[str]  # one line for each; a run without any is right
     lost: int = 0
     doubled: int = 0
-    difference: float = 0.0  # of the weights, as a share of what the training changed
+    difference: float = 0.0  # distance of the weights as a share of what the training changed
     left: int = 0  # files that the undisturbed run has not
     # why weights are not judged on another number of ranks; "" where they are
     unjudged: str = ""
@@ -40,14 +42,19 @@ class Row:
     @property
     def notes(self) -> list[str]:
         """What is wrong, and what was not judged."""
-        reason = [f"weights are not judged: {self.unjudged}"] if self.unjudged else []
-        return [*self.problems, *reason]
+        if self.unjudged:
+            return [*self.problems, f"weights are not judged: {self.unjudged}"]
+        return self.problems
 
     @property
     def verdict(self) -> str:
         if self.run.not_tried:
             return "not tried"
-        return ("failed" if self.run.exit_code else "wrong") if self.problems else "right"
+        if not self.problems:
+            return "right"
+        if self.run.exit_code:
+            return "failed"
+        return "wrong"
 
 
 @dataclass
@@ -74,8 +81,8 @@ def judge(runs: Sequence[Run]) -> Verdict:
     causes = dict.fromkeys(find_general_causes(clean, is_seeded))
     for row, attempt in later:
         is_wrong = bool(row.problems)
-        found = find_causes(row.run, is_wrong, attempt, clean, is_seeded, is_placed)
-        causes.update(dict.fromkeys(found))
+        case = Case(row.run, attempt, clean, is_wrong, is_seeded, is_placed)
+        causes.update(dict.fromkeys(find_causes(case)))
     names = {each.name for each in causes}
     consequences = {name for cause, name in CONSEQUENCES.items() if cause in names}
     causes = {each: None for each in causes if each.name not in consequences}
@@ -100,33 +107,47 @@ def _compare(run: Run, clean: Run, is_seeded: bool) -> Row:
     if run.exit_code or not run.steps:
         row.problems.append(f"it failed: {run.error[:MAX_ERROR]}")
         return row
-    ours, theirs = (Counter(key for s in each.steps for key in s.samples) for each in (run, clean))
-    # A sampler repeats some samples so that ranks have as many, other ones on another number.
-    spare = max(theirs.values(), default=0) * 4 if run.is_resized else 0
-    row.lost, row.doubled = (
-        0 if (count := (one - other).total()) <= spare else count
-        for one, other in ((theirs, ours), (ours, theirs))
-    )
+    ours, theirs = _count_samples(run), _count_samples(clean)
+    # On another number of ranks a sampler repeats other samples.
+    spare = max(theirs.values(), default=0) * 4 * run.is_resized
+    row.lost = _count_above(spare, theirs - ours)
+    row.doubled = _count_above(spare, ours - theirs)
     row.left = len(run.files.keys() - clean.files.keys())
     final, wanted = run.steps[-1], clean.steps[-1]
-    if len(run.steps) == len(clean.steps) or not run.is_resized:
+    num_steps, num_wanted = len(run.steps), len(clean.steps)
+    if num_steps == num_wanted or not run.is_resized:
         row.difference = max(
             difference(final.weights, wanted.weights, clean.initial),
             difference(final.others, wanted.others, clean.steps[0].others),
         )
-    if len(run.steps) != len(clean.steps):
-        row.problems.append(f"it ended at step {len(run.steps)}, not {len(clean.steps)}")
+    if num_steps != num_wanted:
+        row.problems.append(f"it ended at step {num_steps}, not {num_wanted}")
     if row.lost or row.doubled:
         row.problems.append(f"{row.lost} samples lost, {row.doubled} doubled")
-    if not is_seeded:
-        return row
+    if is_seeded:
+        _compare_weights(row, clean)
+    return row
+
+
+def _compare_weights(row: Row, clean: Run) -> None:
+    """Add what is wrong with the weights, and with what depends on them."""
+    run = row.run
     if run.is_resized:
         row.unjudged = find_dependence(run, clean)
     if row.difference > TOLERANCE and not row.unjudged:
         row.problems.append(f"weights differ by {row.difference:.1%} of what training changed")
     if row.difference <= TOLERANCE and not run.is_resized:
         row.problems += _compare_rest(run, clean)
-    return row
+
+
+def _count_samples(run: Run) -> Counter[Any]:
+    return Counter(key for step in run.steps for key in step.samples)
+
+
+def _count_above(spare: int, samples: Counter[Any]) -> int:
+    """Return the number of samples, or 0 if there are at most `spare`."""
+    count = samples.total()
+    return count * (count > spare)
 
 
 def _compare_rest(run: Run, clean: Run) -> Iterator[str]:

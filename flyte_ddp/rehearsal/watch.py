@@ -8,7 +8,6 @@ sample counts when the optimizer steps on its batch; batches that a loader has r
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import io
 import json
@@ -60,15 +59,15 @@ class Ended(SystemExit):
 class Spec:
     """The task of the ranks in one start of a run."""
 
-    directory: str  # of the records
+    directory: str  # directory of the records
     place: str  # directory that the run writes to
     kept: str  # directory whose files it may not write to: the user's own
     start: int = 0  # how often the command was given before in this run
-    fault: str = ""  # one that ranks commit themselves: "store" or "disk"
-    fault_step: int = 0  # after which the fault happens
+    fault: str = ""  # fault that ranks commit themselves: "store" or "disk"
+    fault_step: int = 0  # the fault happens after this step
     pauses: bool = False  # all ranks wait there until the fault was made from outside
     length: int = 0  # samples of a shortened epoch; 0 for all
-    num_steps: int = 0  # at which the program ends; 0 for its own end
+    num_steps: int = 0  # the program ends at this step; 0 for its own end
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,10 @@ class WatchedCall:
     spec: Spec
 
     def __call__(self) -> bytes:
-        Watch(self.spec).install()
+        notes = Notes(self.spec)
+        samples = Samples(notes)
+        for watch in (Steps(notes, samples), samples, Files(notes)):
+            watch.install()
         try:
             return bytes(cloudpickle.loads(self.call)())
         except Ended:
@@ -129,10 +131,9 @@ class WatchedStream(data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Marked]:
         for sample in self._dataset:
-            parts = [each.numpy().tobytes() for each in tensors_in(sample)] or [
-                str(sample).encode()
-            ]
-            yield Marked([zlib.crc32(b"".join(parts))], sample)
+            parts = [each.numpy().tobytes() for each in tensors_in(sample)]
+            contents = b"".join(parts) or str(sample).encode()
+            yield Marked([zlib.crc32(contents)], sample)
 
     __getattr__ = WatchedDataset.__getattr__
 
@@ -152,63 +153,72 @@ class Collate:
         return self.collate(samples)
 
 
-class Watch:
-    """The observer of this process."""
+class Notes:
+    """The records of this process."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.rank, restart = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.attempt = (spec.start, restart)
-        self.is_first = self.attempt == (0, 0)  # in which the fault happens
-        self.open = builtins.open
+        self.is_first = self.attempt == (0, 0)  # the fault happens in this attempt
         self.file = open(f"{spec.directory}/{spec.start}-{restart}-{self.rank}.jsonl", "a")  # noqa: SIM115 - open for the life of the process
-        self.main: Optimizer | None = None  # the first one that steps: its steps count
-        self.optimizers: list[Optimizer] = []  # all, in the order in which they were made
-        self.stepping: set[int] = set()  # numbers of those that step
-        self.scalers: list[GradScaler] = []
-        self.modules: dict[int, torch.nn.Module] = {}  # with buffers, in the order of their calls
-        self.pending: list[Marked] = []  # batches that no step has used
-        self.is_matched = False  # since the last backward pass a module has got a pending batch
-        self.step, self.base = 0, 0  # of this process; steps of the state that it began with
-        self.loss, self.content = 0.0, 0.0
-        self.before: dict[str, Any] = {}  # what a step's record has of the time before it
-        self.refusal = Refusal(spec.fault, spec.place)
+        self.step = 0  # steps of this process
         self.noted: set[tuple[Any, ...]] = set()
 
     def note(self, kind: str, **values: Any) -> None:
         self.file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
         self.file.flush()
 
+    def note_once(self, kind: str, **values: Any) -> None:
+        key = (kind, *values.values())
+        if key not in self.noted:
+            self.noted.add(key)
+            self.note(kind, **values)
+
     def note_call(self, kind: str, **values: Any) -> None:
         """Note the user's line that makes a call, once."""
         where = _find_caller()
-        if where and (key := (kind, where, *values.values())) not in self.noted:
-            self.noted.add(key)
-            self.note(kind, where=where, **values)
+        if where:
+            self.note_once(kind, where=where, **values)
 
-    @property
     def is_due(self) -> bool:
+        """Return whether this rank has to commit the fault."""
         return self.is_first and bool(self.spec.fault) and self.step >= self.spec.fault_step
 
+
+@dataclass
+class Steps:
+    """Notes each step of the optimizer that steps first, and the state before it."""
+
+    notes: Notes
+    samples: Samples
+    main: Optimizer | None = None  # the optimizer that steps first
+    optimizers: list[Optimizer] = field(default_factory=list)  # all, in the order of their making
+    scalers: list[GradScaler] = field(default_factory=list)
+    modules: dict[int, torch.nn.Module] = field(default_factory=dict)  # with buffers, as called
+    base: int = 0  # steps of the state that this process began with
+    loss: float = 0.0
+    before: dict[str, Any] = field(default_factory=dict)  # the state before the step
+
     def install(self) -> None:
+        notes = self.notes
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
-        register_module_forward_pre_hook(self.match_batch)
-        self.watch_loaders()
-        self.watch_files()
+        register_module_forward_pre_hook(self.watch_buffers)
         _wrap(Tensor, "backward", self.note_loss)
         _wrap(Optimizer, "__init__", self.add_optimizer)
         _wrap(GradScaler, "__init__", lambda made, *_, **__: self.scalers.append(made))
         _wrap(LRScheduler, "__init__", self.note_schedule)
-        _wrap(session, "save", lambda *_, **__: self.note_call("save", path=""))
-        _wrap(session, "load", lambda *_, **__: self.note_call("look"))
-        _wrap(torch, "load", self.note_load)
-        self.refusal.reach_storage(lambda: self.is_due)
+        _wrap(session, "save", lambda *_, **__: notes.note_call("save", path=""))
+        _wrap(session, "load", lambda *_, **__: notes.note_call("look"))
 
-    # -- steps --
+    def find_number(self, optimizer: Any) -> int:
+        """Return the number of an optimizer; -1 if it is not known."""
+        numbers = [number for number, each in enumerate(self.optimizers) if each is optimizer]
+        return [*numbers, -1][0]
 
     def add_optimizer(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        if not is_look.get() and not any(each is optimizer for each in self.optimizers):
+        if not is_look.get() and self.find_number(optimizer) < 0:
             self.optimizers.append(optimizer)
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -216,17 +226,14 @@ class Watch:
             return
         self.main = self.main or optimizer
         self.add_optimizer(optimizer)
-        number = next(n for n, each in enumerate(self.optimizers) if each is optimizer)
-        if number not in self.stepping:
-            self.stepping.add(number)
-            self.note("stepping", optimizer=number)
+        self.notes.note_once("stepping", optimizer=self.find_number(optimizer))
         if optimizer is not self.main:
             return
-        if not self.step:
+        if not self.notes.step:
             momentum, weights = _sum_of_state(optimizer), _weights(optimizer)
-            self.note("begin", weights=weights, momentum=momentum)
-            self.note_call("optimizer")
-            self.base = read_run(Path(self.spec.place), self.attempt).find(weights)
+            self.notes.note("begin", weights=weights, momentum=momentum)
+            self.notes.note_call("optimizer")
+            self.base = read_run(Path(self.notes.spec.place), self.notes.attempt).find(weights)
             self.end_if_due()
         self.before = {
             "gradient": _weights(optimizer, of_gradients=True),
@@ -242,99 +249,101 @@ class Watch:
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if is_look.get() or optimizer is not self.main:
             return
-        self.step += 1
-        self.note(
+        notes, spec = self.notes, self.notes.spec
+        notes.step += 1
+        taken = self.samples.take()
+        notes.note(
             "step",
-            samples=self.take_samples(),
-            content=self.content,
+            samples=[key for each in taken for key in each.keys],
+            content=sum(each.content for each in taken),
             weights=_weights(optimizer),
             momentum=_sum_of_state(optimizer),
             loss=self.loss,
             **self.before,
         )
-        if self.is_first and self.spec.pauses and self.step == self.spec.fault_step:
-            directory = Path(self.spec.directory)
-            (directory / f"paused-{self.rank}").write_text(str(os.getpid()))
+        if notes.is_first and spec.pauses and notes.step == spec.fault_step:
+            directory = Path(spec.directory)
+            (directory / f"paused-{notes.rank}").write_text(str(os.getpid()))
             while not (directory / GO).exists():
                 time.sleep(0.01)
         self.end_if_due()
 
     def end_if_due(self) -> None:
-        if 0 < self.spec.num_steps <= self.base + self.step:
+        if 0 < self.notes.spec.num_steps <= self.base + self.notes.step:
             raise Ended(0)
 
     def note_schedule(self, schedule: LRScheduler, optimizer: Any, *_: Any, **__: Any) -> None:
-        numbers = [number for number, each in enumerate(self.optimizers) if each is optimizer]
-        self.note_call("schedule", optimizer=numbers[0] if numbers else -1)
+        self.notes.note_call("schedule", optimizer=self.find_number(optimizer))
 
     def note_loss(self, loss: Tensor, *_: Any, **__: Any) -> None:
         if loss.numel() == 1:
             self.loss = float(loss.detach())
-            self.note_call("loss")
-        if self.pending and not self.is_matched:  # the model got something computed from a batch
-            self.pending[-1].is_used = True
-        self.is_matched = False
+            self.notes.note_call("loss")
+        self.samples.end_pass()
 
-    # -- samples --
+    def watch_buffers(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not module.training or not torch.is_grad_enabled() or id(module) in self.modules:
+            return
+        if next(module.buffers(recurse=False), None) is not None:
+            self.modules[id(module)] = module
+        if isinstance(module, _BatchNorm):
+            self.notes.note_once("statistics", module=type(module).__name__)
+
+
+@dataclass
+class Samples:
+    """Finds the samples that a step is made with."""
+
+    notes: Notes
+    pending: list[Marked] = field(default_factory=list)  # batches that no step has used
+    is_matched: bool = False  # a module got a pending batch since the last backward pass
 
     def match_batch(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.watch_buffers(module)
         if self.pending and torch.is_grad_enabled():
             storages = _storages(inputs)
             for batch in self.pending:
                 if storages & batch.storages:
                     batch.is_used = self.is_matched = True
 
-    def watch_buffers(self, module: torch.nn.Module) -> None:
-        if id(module) in self.modules:
-            return
-        if next(module.buffers(recurse=False), None) is not None:
-            self.modules[id(module)] = module
-        if isinstance(module, _BatchNorm):
-            kind = type(module).__name__
-            if ("statistics", kind) not in self.noted:
-                self.noted.add(("statistics", kind))
-                self.note("statistics", module=kind)
+    def end_pass(self) -> None:
+        """Take note of a backward pass."""
+        if self.pending and not self.is_matched:  # the model got something computed from a batch
+            self.pending[-1].is_used = True
+        self.is_matched = False
 
-    def take_samples(self) -> list[Any]:
-        """Return the keys of the samples that the step was made with, and note the sum of their
-        batches.
-        """
+    def take(self) -> list[Marked]:
+        """Remove and return the batches that the step was made with."""
         used = [number for number, each in enumerate(self.pending) if each.is_used]
         taken = [self.pending[number] for number in used] or self.pending
-        self.pending = self.pending[used[-1] + 1 :] if used else []
-        self.content = sum(each.content for each in taken)
-        return [key for each in taken for key in each.keys]
+        self.pending = self.pending[max(used, default=len(self.pending)) + 1 :]
+        return taken
 
     def watch(self, dataset: Any) -> Any:
         if isinstance(dataset, (WatchedDataset, WatchedStream)):
             return dataset
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return WatchedDataset(dataset, self.spec.length)
-        is_stream = isinstance(dataset, data.IterableDataset) and not hasattr(dataset, "__len__")
-        return WatchedStream(dataset) if is_stream else dataset
+        has_length = hasattr(dataset, "__len__")
+        if has_length and hasattr(dataset, "__getitem__"):
+            return WatchedDataset(dataset, self.notes.spec.length)
+        if isinstance(dataset, data.IterableDataset) and not has_length:
+            return WatchedStream(dataset)
+        return dataset
 
     def watch_argument(self, place: int, *values: Any, **_: Any) -> tuple[Any, ...]:
         watched = map(self.watch, values[place : place + 1])
         return (*values[:place], *watched, *values[place + 1 :])
 
-    def watch_loaders(self) -> None:
-        watch, loader_type = self, data.DataLoader
+    def install(self) -> None:
+        samples, loader_type = self, data.DataLoader
         init, iterate = loader_type.__init__, loader_type.__iter__
 
         @functools.wraps(init)
         def __init__(loader: Any, dataset: Any, *arguments: Any, **keywords: Any) -> None:
-            init(loader, watch.watch(dataset), *arguments, **keywords)
+            init(loader, samples.watch(dataset), *arguments, **keywords)
             if not isinstance(loader.collate_fn, Collate):
                 loader.collate_fn = Collate(loader.collate_fn)
 
         def __iter__(loader: Any) -> Iterator[Any]:
-            sampler = loader.sampler
-            if torch.is_grad_enabled():
-                shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
-                epoch = sampler.epoch if shuffles else None
-                watch.note("pass", where=_find_caller(), epoch=epoch, step=watch.step)
+            samples.note_pass(loader.sampler)
             for batch in iterate(loader):
                 if not isinstance(batch, Marked):
                     yield batch
@@ -342,55 +351,77 @@ class Watch:
                 if torch.is_grad_enabled():
                     batch.storages = _storages(batch.value)
                     batch.content = _sum_of_values(batch.value)
-                    watch.pending.append(batch)
+                    samples.pending.append(batch)
                 yield batch.value
 
         loader_type.__init__ = __init__  # type: ignore[method-assign,assignment]
         loader_type.__iter__ = __iter__  # type: ignore[method-assign,assignment]
+        register_module_forward_pre_hook(self.match_batch)
         for sampler in (DistributedSampler, data.RandomSampler, data.SequentialSampler):
             _wrap(sampler, "__init__", functools.partial(self.watch_argument, 1))
-        if self.spec.length:
+        if self.notes.spec.length:
             _wrap(session, "batches", functools.partial(self.watch_argument, 0))
 
-    # -- files --
+    def note_pass(self, sampler: Any) -> None:
+        """Note the beginning of a pass over training data."""
+        if torch.is_grad_enabled():
+            epoch = None
+            if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+                epoch = sampler.epoch
+            self.notes.note("pass", where=_find_caller(), epoch=epoch, step=self.notes.step)
 
-    def watch_files(self) -> None:
-        """Note what is saved and loaded, refuse to write the user's own files, and fill the disk
-        where that is the fault.
-        """
-        save = torch.save
+
+@dataclass
+class Files:
+    """Notes what is saved and loaded, refuses to write the user's own files, and fills the disk
+    where that is the fault.
+    """
+
+    notes: Notes
+
+    def install(self) -> None:
+        notes, spec = self.notes, self.notes.spec
+        refusal = Refusal(spec.fault, spec.place)
+        open_original, save = builtins.open, torch.save
+
+        def refuse(path: str) -> None:
+            if notes.is_due():
+                notes.note_call("refused", path=path)
+                refusal.check()
 
         def open_file(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-            is_written = not isinstance(file, int) and set(mode) & set("wax+")
-            path = os.path.realpath(file) if is_written else ""
-            if path.startswith(f"{self.spec.kept}/") and not path.startswith(self.spec.place):
+            path = ""
+            if not isinstance(file, int) and set(mode) & set("wax+"):
+                path = os.path.realpath(file)
+            is_own = path.startswith(spec.place)
+            if path.startswith(f"{spec.kept}/") and not is_own:
                 raise ConfigError(
                     f"{file}: expected a file below the directory in which the rehearsal runs, or "
                     "{outputs} in an argument, got one of yours, which is not written"
                 )
-            opened = self.open(file, mode, *arguments, **keywords)
-            if self.spec.fault == "disk" and path.startswith(self.spec.place):
-                return FullFile(opened, functools.partial(self.refuse, path))
+            opened = open_original(file, mode, *arguments, **keywords)
+            if spec.fault == "disk" and is_own:
+                return FullFile(opened, functools.partial(refuse, path))
             return opened
 
         def save_file(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
-            is_path = isinstance(file, (str, os.PathLike))
-            if is_path:
-                self.note_call("save", path=os.path.realpath(file))
-            with open_file(file, "wb") if is_path else contextlib.nullcontext(file) as opened:
+            if not isinstance(file, (str, os.PathLike)):
+                save(value, file, *arguments, **keywords)
+                return
+            notes.note_call("save", path=os.path.realpath(file))
+            with open_file(file, "wb") as opened:
                 save(value, opened, *arguments, **keywords)
 
         builtins.open = io.open = open_file
         torch.save = save_file  # type: ignore[assignment]
+        _wrap(torch, "load", self.note_load)
+        refusal.reach_storage(notes.is_due)
 
     def note_load(self, file: Any, *_: Any, **__: Any) -> None:
-        is_path = isinstance(file, (str, os.PathLike))
-        self.note_call("load", path=os.path.realpath(file) if is_path else "")
-
-    def refuse(self, path: str) -> None:
-        if self.is_due:
-            self.note_call("refused", path=path)
-            self.refusal.check()
+        path = ""
+        if isinstance(file, (str, os.PathLike)):
+            path = os.path.realpath(file)
+        self.notes.note_call("load", path=path)
 
 
 def _key(dataset: Any, index: Any) -> Any:

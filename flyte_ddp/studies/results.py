@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.errors import SweepFailed
+from flyte_ddp.errors import ConfigError, SweepFailed
 from flyte_ddp.events import (
     NOT_IN_HISTORY,
     CheckpointLoaded,
@@ -33,9 +33,9 @@ from flyte_ddp.studies.search import Trial
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
-# the history of a trial that needs no more training, beside its checkpoints
-OUTCOME = "outcome.jsonl"
-UNFINISHED = "unfinished.jsonl"  # that of one that was interrupted
+# Histories of trials, beside their checkpoints.
+OUTCOME = "outcome.jsonl"  # of a trial that needs no more training
+UNFINISHED = "unfinished.jsonl"  # of a trial that was interrupted
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better
@@ -44,7 +44,7 @@ INTERRUPTED = "interrupted"  # with the whole study; resumes with it
 DONE = (FINISHED, STOPPED_EARLY, FAILED)
 MAX_SHOWN = 4  # figures of a trial in a line
 
-Result = EpochFinished | Reported  # of a recipe, or of a function
+Result = EpochFinished | Reported  # a recipe's result, or a function's
 
 
 @dataclass
@@ -52,7 +52,7 @@ class TrialRun(Listener):
     """The state of one trial, updated by its events."""
 
     trial: Trial
-    url: str  # of the directory of its checkpoints, which is named by a hash
+    url: str  # directory of its checkpoints, named by a hash
     status: str = WAITING
     state: RunState = field(default_factory=lambda: RunState(keep_reports=False), repr=False)
     error: str = ""  # why the trial failed, one line
@@ -79,8 +79,26 @@ class TrialRun(Listener):
             break
         return run
 
-    def store(self, name: str = OUTCOME) -> None:
-        """Store the history of a trial: the outcome of one that is finished or stopped early."""
+    def conclude(self) -> None:
+        """Store the outcome of a trial that has finished or was stopped early.
+
+        Raises:
+            ConfigError: its function ended the process.
+        """
+        finished = self.state.finished
+        if finished:
+            for event in self.trial.reports_of(finished.value, self.state.reports):
+                self.handle(event)
+            self.status = FINISHED
+        elif self.status != STOPPED_EARLY:
+            raise ConfigError(
+                "function: expected one that returns or raises, got one that ended its process "
+                "with exit code 0"
+            )
+        self.store(OUTCOME)
+
+    def store(self, name: str) -> None:
+        """Store the history of the trial as `name`."""
         Storage(self.url).write(name, "".join(self._history).encode())
         self._history.clear()
 
@@ -125,7 +143,9 @@ class TrialRun(Listener):
     @property
     def seconds(self) -> float:
         """Seconds of all epochs; of a function its wall time."""
-        return self.elapsed[-1] if self.epochs else self.state.time_spent().wall
+        if self.epochs:
+            return self.elapsed[-1]
+        return self.state.time_spent().wall
 
     @property
     def metric(self) -> str:
@@ -137,8 +157,8 @@ class TrialRun(Listener):
         """The result that counts: the best so far, or of a recipe that keeps the weights of the
         last epoch the last.
         """
-        if self.trial.config.model_state == "last":
-            return self.results[-1] if self.results else None
+        if self.trial.config.model_state == "last" and self.results:
+            return self.results[-1]
         return find_best_result(self.results, self.trial.config.monitor)
 
     def score(self, result: Result | None) -> float:
@@ -199,7 +219,9 @@ def describe_kept(run: TrialRun) -> str:
 def place_of(result: Result) -> str:
     """Return the epoch or the step of a result, such as "epoch 3"."""
     figures = result.figures()
-    return f"step {figures.step}" if figures.epoch is None else f"epoch {figures.epoch:g}"
+    if figures.epoch is None:
+        return f"step {figures.step}"
+    return f"epoch {figures.epoch:g}"
 
 
 def counted_figures(run: TrialRun) -> dict[str, float]:
@@ -208,8 +230,9 @@ def counted_figures(run: TrialRun) -> dict[str, float]:
 
     A function may report some alone: they are as they were reported last until then.
     """
-    is_over = run.status in (FINISHED, STOPPED_EARLY)
-    counted = run.kept if is_over and run.kept else run.results[-1] if run.results else None
+    counted = None  # in a trial that runs all reports count
+    if run.status in (FINISHED, STOPPED_EARLY):
+        counted = run.kept
     figures: dict[str, float] = {}
     for result in run.results:
         figures |= figures_of(result)
@@ -276,42 +299,40 @@ def build_table(runs: Sequence[TrialRun]) -> pandas.DataFrame:
     import pandas
 
     names = list(runs[0].trial.values)
-    places = ["epoch"] if runs[0].trial.counted is EpochFinished else ["epoch", "step"]
-    rows = [
-        {
-            **run.trial.shown,
-            **result,
-            "trial": run.trial.number,
-            "status": run.status,
-            "error": run.error or None,
-        }
-        for run in runs
-        for result in _rows(run) or [{}]
-    ]
-    first = ["trial", "status", *places, *names]
-    numbers = list(
-        dict.fromkeys(each for row in rows for each in row if each not in (*first, "error"))
-    )
+    is_recipe = runs[0].trial.counted is EpochFinished
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        shared = {"trial": run.trial.number, "status": run.status, "error": run.error or None}
+        rows += [{**run.trial.shown, **each, **shared} for each in _rows(run) or [{}]]
+    first = ["trial", "status", "epoch", *["step"] * (not is_recipe), *names]
+    columns = dict.fromkeys(itertools.chain(*rows))
+    numbers = [name for name in columns if name not in (*first, "error")]
     table = pandas.DataFrame(rows, columns=[*first, *numbers, "error"])
     for name in names:
         # A column has one type. Mixed values, such as an option that is a number or a list, become
         # text.
         if table[name].dtype == object:
             table[name] = table[name].map(format_value)
-    is_whole = places == ["epoch"] and all(each.share == 1 for run in runs for each in run.epochs)
-    kinds = {"epoch": "Int64" if is_whole else "float64", "error": "string"}
+    kinds = {"epoch": "float64", "error": "string"}
+    if is_recipe and all(each.share == 1 for run in runs for each in run.epochs):
+        kinds["epoch"] = "Int64"
     for name in numbers:
-        kinds[name] = _kind_of([row[name] for row in rows if row.get(name) is not None])
+        kinds[name] = _kind_of([row.get(name) for row in rows])
         if kinds[name] == "string":
             table[name] = table[name].map(format_value, na_action="ignore")
     return table.astype(kinds)
 
 
 def _kind_of(values: Sequence[Any]) -> str:
-    """Return the type of a column: text if one of the values is, whole numbers if all are."""
-    if any(isinstance(value, str) for value in values):
+    """Return the type of a column: text if one of the values is, whole numbers if all are. None is
+    a missing value.
+    """
+    kinds = {type(value) for value in values if value is not None}
+    if any(issubclass(kind, str) for kind in kinds):
         return "string"
-    return "Int64" if values and all(type(value) is int for value in values) else "float64"
+    if kinds == {int}:
+        return "Int64"
+    return "float64"
 
 
 def _rows(run: TrialRun) -> list[dict[str, Any]]:

@@ -96,6 +96,86 @@ def resize_cluster(cluster: ClusterConfig, world_size: int = 0) -> ClusterConfig
 
 
 @dataclass
+class Entries:
+    """The trials of a study in their search, and the places of their checkpoints."""
+
+    storage: Storage
+    search: Search
+    cluster: ClusterConfig
+    runs: list[TrialRun]
+    data_version: Sequence[str]
+    # numbers of trials that an earlier attempt started in place of drawn ones
+    recalled: set[int] = field(default_factory=set)
+
+    def load(self, trials: Sequence[Trial]) -> None:
+        """Add the trials, with what earlier attempts have stored of them."""
+        for trial in map(self._recall, trials):
+            self.runs.append(TrialRun.load(trial, self._place(trial)))
+
+    def _place(self, trial: Trial) -> str:
+        """Return the directory of a trial and its data: it is reused only if nothing differs."""
+        values = json.dumps(trial.identity(self.data_version), sort_keys=True)
+        return self.storage.join(f"trials/{hashlib.sha256(values.encode()).hexdigest()[:16]}")
+
+    def _recall(self, drawn: Trial) -> Trial:
+        """Return the trial that an earlier attempt started in place of a drawn one, else the drawn
+        one.
+        """
+        if not self.search.note:
+            return drawn
+        try:
+            values = json.loads(Storage(self._place(drawn)).read(self.search.note))
+        except FileNotFoundError:
+            return drawn
+        self.recalled.add(drawn.number)
+        return drawn.with_values(values)
+
+    def _replace(self, drawn: Trial, values: Mapping[str, Any]) -> Trial | None:
+        """Return the trial of suggested values if it is a valid one, and none of the others."""
+        try:
+            trial = drawn.with_values(values)
+            check_trials([trial], self.cluster)
+        except ConfigError:
+            return None
+        if any(trial.config == run.trial.config for run in self.runs):
+            return None
+        return trial
+
+    def enter(self, run: TrialRun) -> None:
+        """Begin a trial in the search. If the search puts another trial in its place, write a note
+        of the new values beside the first trial.
+
+        A drawn trial differs from all others, so a suggestion that does not is never needed.
+        """
+        replace = None
+        if run.status == WAITING and run.trial.number not in self.recalled:
+            replace = functools.partial(self._replace, run.trial)
+        trial = self.search.start(run.trial, replace)
+        for result in run.results:  # of an earlier attempt
+            self.should_stop(run, result)
+        if trial is not run.trial:
+            Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
+            run.trial, run.url = trial, self._place(trial)
+
+    def leave(self, run: TrialRun) -> None:
+        """End a trial in the search."""
+        outcome = {FINISHED: "COMPLETE", STOPPED_EARLY: "PRUNED"}.get(run.status, "FAIL")
+        self.search.finish(run.trial.number, outcome, run.score(run.kept))
+
+    def should_stop(self, run: TrialRun, result: Event) -> bool:
+        """Record an epoch, or what a function has reported, and return True if others are so much
+        better that the trial should stop.
+        """
+        trial, figures = run.trial, result.figures()
+        if not isinstance(result, trial.counted) or run.metric not in figures.values:
+            return False
+        place = (figures.epoch if figures.axis == "epoch" else figures.step) or 0
+        score = trial.config.monitor.score(figures.values)
+        is_worse = self.search.should_stop(trial.number, place, score)
+        return is_worse and place != trial.num_epochs
+
+
+@dataclass
 class TrialRunner:
     """Runs the trials of a study to their end; `train` does it."""
 
@@ -123,19 +203,17 @@ class TrialRunner:
     run: str = ""  # the same for all attempts of the study, see `Job`
     # receives all trials, in order, before the first one starts
     runs: list[TrialRun] = field(default_factory=list)
-    # trials that an earlier attempt started in place of drawn ones
-    recalled: set[int] = field(default_factory=set, init=False)
-    data_version: list[str] = field(default_factory=list, init=False)
     stop: StopRequest = field(default_factory=StopRequest, init=False)
-    # of running trials, by number
+    # stop requests of running trials, by number
     stops: dict[int, StopRequest] = field(default_factory=dict, init=False)
     failures: list[Exception] = field(default_factory=list, init=False)
     notifying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.storage = Storage(self.checkpoints)
-        # of the workers that trials share
-        self.pool = None if self.one_at_a_time else Pool(SharedData(Storage(self.storage.url)))
+        self.pool = None  # the workers that trials share
+        if not self.one_at_a_time:
+            self.pool = Pool(SharedData(Storage(self.storage.url)))
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
         """Run `trials`, except those that are done according to `checkpoints`.
@@ -156,19 +234,22 @@ class TrialRunner:
         """
         check_trials(trials, self.cluster)
         self.storage.check_access()
+        version = []
         if self.data:
             note = describe_data(self.data)
-            self.data_version = [note["fingerprint"], note["recipe_version"]]
-        for trial in map(self._recall, trials):
-            self.runs.append(TrialRun.load(trial, self._place(trial)))
+            version = [note["fingerprint"], note["recipe_version"]]
+        entries = Entries(self.storage, self.search, self.cluster, self.runs, version)
+        entries.load(trials)
         try:
-            self._train_waiting()
+            self._train_waiting(entries)
         finally:
             if self.pool:
                 self.pool.data.close()
         num_done = sum(run.status in DONE for run in self.runs)
         if num_done < len(self.runs):
-            place = self.storage.url if self.keeps_states else "a place that outlives it"
+            place = "a place that outlives it"
+            if self.keeps_states:
+                place = self.storage.url
             raise TrainingStopped(
                 f"{self.stop.reason}: the study was stopped with {num_done} of {len(self.runs)} "
                 f"trials done. To resume, start the same study with the same checkpoints: {place}",
@@ -187,63 +268,19 @@ class TrialRunner:
             )
         return self.runs
 
-    def _place(self, trial: Trial) -> str:
-        """Return the directory of a trial and its data: it is reused only if nothing differs."""
-        values = json.dumps(trial.identity(self.data_version), sort_keys=True)
-        return self.storage.join(f"trials/{hashlib.sha256(values.encode()).hexdigest()[:16]}")
-
-    def _recall(self, drawn: Trial) -> Trial:
-        """Return the trial that an earlier attempt started in place of a drawn one, else the drawn
-        one.
-        """
-        if not self.search.note:
-            return drawn
-        try:
-            values = json.loads(Storage(self._place(drawn)).read(self.search.note))
-        except FileNotFoundError:
-            return drawn
-        self.recalled.add(drawn.number)
-        return drawn.with_values(values)
-
-    def _replace(self, drawn: Trial, values: Mapping[str, Any]) -> Trial | None:
-        """Return the trial of suggested values if it is a valid one, and none of the others."""
-        try:
-            trial = drawn.with_values(values)
-            check_trials([trial], self.cluster)
-        except ConfigError:
-            return None
-        return trial if all(trial.config != run.trial.config for run in self.runs) else None
-
-    def _enter(self, run: TrialRun) -> None:
-        """Begin a trial in the search, which may put another one in its place: then a note of it is
-        beside the first.
-
-        A drawn trial differs from all others, so a suggestion that does not is never needed.
-        """
-        is_new = run.status == WAITING and run.trial.number not in self.recalled
-        replace = functools.partial(self._replace, run.trial) if is_new else None
-        trial = self.search.start(run.trial, replace)
-        for result in run.results:  # of an earlier attempt
-            self.should_stop(run, result)
-        if trial is not run.trial:
-            Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
-            run.trial, run.url = trial, self._place(trial)
-
-    def _tell(self, run: TrialRun) -> None:
-        outcome = {FINISHED: "COMPLETE", STOPPED_EARLY: "PRUNED"}.get(run.status, "FAIL")
-        self.search.finish(run.trial.number, outcome, run.score(run.kept))
-
-    def _train_waiting(self) -> None:
+    def _train_waiting(self, entries: Entries) -> None:
         for run in self.runs:
             if run.status != WAITING:
-                self._enter(run)
-                self._tell(run)
+                entries.enter(run)
+                entries.leave(run)
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
-        nodes = resize_cluster(self.cluster, self.runs[0].trial.world_size).num_nodes
-        num_slots = self.cluster.num_nodes // nodes if self.pool else 1
+        num_slots = 1
+        if self.pool:
+            nodes = resize_cluster(self.cluster, self.runs[0].trial.world_size).num_nodes
+            num_slots = self.cluster.num_nodes // nodes
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
-            pending = {executor.submit(self._run_trial, run) for run in waiting}
+            pending = {executor.submit(self._run_trial, run, entries) for run in waiting}
             try:
                 while pending:
                     done, pending = wait(
@@ -258,18 +295,6 @@ class TrialRunner:
                     self._stop_all(f"the study ended: {error}")
                 raise
 
-    def should_stop(self, run: TrialRun, result: Event) -> bool:
-        """Record an epoch, or what a function has reported, and return True if others are so much
-        better that the trial should stop.
-        """
-        trial, figures = run.trial, result.figures()
-        if not isinstance(result, trial.counted) or run.metric not in figures.values:
-            return False
-        place = (figures.epoch if figures.axis == "epoch" else figures.step) or 0
-        score = trial.config.monitor.score(figures.values)
-        is_worse = self.search.should_stop(trial.number, place, score)
-        return is_worse and place != trial.num_epochs
-
     def notify(self, run: TrialRun, event: Event | None) -> None:
         """Call the observer, whose errors end no trial."""
         with self.notifying, log_failures(f"an event of {run.trial}"):
@@ -281,7 +306,7 @@ class TrialRunner:
         for stop in list(self.stops.values()):
             stop.set(reason)
 
-    def _run_trial(self, run: TrialRun) -> None:
+    def _run_trial(self, run: TrialRun, entries: Entries) -> None:
         """Run a trial and record how it ended.
 
         Raises:
@@ -296,23 +321,13 @@ class TrialRunner:
         if self.stop.is_set():
             return
         try:
-            self._enter(run)
+            entries.enter(run)
             try:
-                self._train(run, stop)
+                self._train(run, stop, entries)
             except TrainingStopped:
                 if run.status != STOPPED_EARLY:
                     raise
-            finished = run.state.finished
-            if finished:
-                for event in run.trial.reports_of(finished.value, run.state.reports):
-                    run.handle(event)
-                run.status = FINISHED
-            elif run.status != STOPPED_EARLY:
-                raise ConfigError(
-                    "function: expected one that returns or raises, got one that ended its process "
-                    "with exit code 0"
-                )
-            run.store()
+            run.conclude()
         except TrainingStopped:
             run.status = INTERRUPTED
             with log_failures(f"history of {run.trial}"):
@@ -320,40 +335,46 @@ class TrialRunner:
         except StorageUnavailable:  # all trials' store
             run.status = INTERRUPTED
             raise
-        except Exception as error:  # any kind: it concerns this trial only
-            if (
-                isinstance(error, (ClusterError, WorkersLost))
-                or call_scheduler(self.client, "identity") is None
-            ):
-                run.status = INTERRUPTED
-                raise ClusterError(f"the cluster was lost: {error}") from error
-            run.status = FAILED
-            run.error, run.details = _one_line(error), str(error)
-            self.failures.append(error)
-            if self.pool is None:
-                self._stop_all(f"the study ended: {error}")  # before the next trial starts
-                raise
+        except Exception as error:
+            self._record_failure(run, error)
         finally:
             del self.stops[number]
-            self._tell(run)
+            entries.leave(run)
             self.notify(run, None)
 
-    def _train(self, run: TrialRun, stop: StopRequest) -> None:
+    def _record_failure(self, run: TrialRun, error: Exception) -> None:
+        """Record why a trial failed. Raise the error if it concerns other trials too."""
+        is_lost = isinstance(error, (ClusterError, WorkersLost))
+        if is_lost or call_scheduler(self.client, "identity") is None:
+            run.status = INTERRUPTED
+            raise ClusterError(f"the cluster was lost: {error}") from error
+        run.status = FAILED
+        run.error, run.details = _one_line(error), str(error)
+        self.failures.append(error)
+        if self.pool is None:
+            self._stop_all(f"the study ended: {error}")  # before the next trial starts
+            raise error
+
+    def _train(self, run: TrialRun, stop: StopRequest, entries: Entries) -> None:
         """Train one trial. Any error is raised."""
         cluster = resize_cluster(self.cluster, run.trial.world_size)
         largest = self.runs[0].state.started
         if self.pool is None and not cluster.threads_per_rank and largest:
             cluster = dataclasses.replace(cluster, threads_per_rank=largest.num_threads)
-        program = run.trial.program()
-        prefix = "[node 0] " if cluster.num_nodes == 1 else ""
+        program, place, data = run.trial.program(), "", None
+        if self.keeps_states:
+            place = run.url
+        if self.data:
+            data = lambda: self.data  # noqa: E731
+        prefix = "[node 0] " * (cluster.num_nodes == 1)
         # A client has only one handler per event topic, so each run has its own.
         address, security = self.client.scheduler.address, self.client.security
         with closing(Client(address, security=security, set_as_default=False)) as client:
             driver.run(
-                Job(program, run.url if self.keeps_states else "", time.time(), run=self.run),
+                Job(program, place, time.time(), run=self.run),
                 DaskPlace(client, cluster, self.run_name, self.pool),
-                (lambda: self.data) if self.data else None,
-                [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
+                data,
+                [run, _TrialListener(self, entries, run, stop), *self.make_listeners(run)],
                 relay=lambda line: self.relay(
                     f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
                 ),
@@ -366,12 +387,16 @@ class _TrialListener(Listener):
     """Stops a trial where the early stopping wants it, and notifies the observer of the study."""
 
     runner: TrialRunner
+    entries: Entries
     run: TrialRun
     stop: StopRequest
 
     def handle(self, event: Event) -> None:
-        for each in event.epochs if isinstance(event, CheckpointLoaded) else [event]:
-            if self.runner.should_stop(self.run, each) and not self.stop.is_set():
+        results: Sequence[Event] = [event]
+        if isinstance(event, CheckpointLoaded):
+            results = event.epochs
+        for each in results:
+            if self.entries.should_stop(self.run, each) and not self.stop.is_set():
                 self.run.status = STOPPED_EARLY
                 self.stop.set("other trials are better")
         self.runner.notify(self.run, event)
