@@ -73,7 +73,7 @@ def save(state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
         StorageUnavailable: the store has been away for `store_timeout` seconds.
     """
     if _current:
-        _current.save(state, step, in_memory)
+        _current.saver.save(state, step, in_memory)
 
 
 def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ def load(into: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
             all its values.
         StorageUnavailable, StorageDenied: what is there could not be found out.
     """
-    return _current.load(into) if _current else None
+    return _current.saver.load(into) if _current else None
 
 
 def batches(
@@ -161,10 +161,10 @@ def batches(
         mesh=mesh,
         num_samples=num_samples,
     )
-    return Batches(
-        made,
-        functools.partial(_current.track, epoch=epoch) if _current and epoch is not None else None,
-    )
+    track = None
+    if _current and epoch is not None:
+        track = functools.partial(_current.position.track, epoch=epoch)
+    return Batches(made, track)
 
 
 def epochs(num_epochs: int) -> range:
@@ -175,7 +175,7 @@ def epochs(num_epochs: int) -> range:
     left: what the function does at its end is still to be done. It is not if the function saves
     again after that.
     """
-    return _current.epochs(num_epochs) if _current else range(num_epochs)
+    return _current.position.epochs(num_epochs) if _current else range(num_epochs)
 
 
 def report(step: int | None = None, epoch: float | None = None, **values: float) -> None:
@@ -197,7 +197,7 @@ def report(step: int | None = None, epoch: float | None = None, **values: float)
         ConfigError: a value is no number.
     """
     if _current:
-        _current.report(step, epoch, values)
+        _current.reporter.report(step, epoch, values)
 
 
 def show(name: str, picture: Any) -> None:
@@ -215,7 +215,7 @@ def show(name: str, picture: Any) -> None:
         ConfigError: it is none of these.
     """
     if _current:
-        _current.show(name, picture)
+        _current.reporter.show(name, picture)
 
 
 def submit_result(path: str, data: str | bytes) -> None:
@@ -234,7 +234,7 @@ def submit_result(path: str, data: str | bytes) -> None:
         ConfigError: the path is none of a file below a directory, or the data are something else.
     """
     if _current:
-        _current.submit_result(path, data)
+        _current.files.submit(path, data)
 
 
 _current: Session | None = None
@@ -259,7 +259,7 @@ def current() -> Session:
 
 def __getattr__(name: str) -> Any:
     if name == "checkpoints":
-        return _current.checkpoints if _current else ""
+        return _current.process.job.checkpoints if _current else ""
     if name == "stop_requested":
-        return _current.stop_requested if _current else False
+        return _current.stop.poll() if _current else False
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

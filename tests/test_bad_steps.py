@@ -92,9 +92,9 @@ def test_a_function_learns_which_samples_its_step_had(tmp_path):
     from flyte_ddp.rank.batches import Batches, EpochBatches
 
     batches = EpochBatches(Samples(range(10)), 4, 0, 0, 0, None)
-    given = Batches(batches, lambda each: session.track(each, 0))
+    given = Batches(batches, lambda each: session.position.track(each, 0))
     for step, (batch, _) in enumerate(given, 1):
-        session.report(step, None, {"loss": math.nan if step > 1 else 1.0})
+        session.reporter.report(step, None, {"loss": math.nan if step > 1 else 1.0})
         if step == 2:
             expected = [BadSample(each, f"row {each}", None) for each in batch.tolist()]
     (bad,) = (each for each in link.events if isinstance(each, StepFoundBad))

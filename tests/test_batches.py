@@ -31,7 +31,7 @@ from flyte_ddp.launch.nodes.local import LocalPlace
 from flyte_ddp.launch.protocol.programs import Job, Program
 from flyte_ddp.launch.protocol.signals import StopRequest
 from flyte_ddp.launch.run import _Call
-from flyte_ddp.rank.session import START
+from flyte_ddp.rank.position import START
 from tests.support.dask_runs import At, events_of
 from tests.support.errors import raises_one_line
 from tests.support.gang import session_of
@@ -92,8 +92,7 @@ def batches_of(rank, world_size, monkeypatch, dataset=NUMBERS, *arguments, **opt
 def resume_at(position, monkeypatch):
     """A session of one rank that has loaded a checkpoint with this position."""
     current, _ = session_of()
-    current._position = current._resumed = {**START, **copy.deepcopy(position)}
-    current._num_sets = current._resumed["num_sets"]
+    current.position.resume({**START, **copy.deepcopy(position)})
     monkeypatch.setattr(session, "_current", current)
     return current
 
@@ -131,7 +130,7 @@ def test_data_sets_that_a_save_in_the_first_epoch_did_not_foresee_are_told(
     first = session_of()[0]
     monkeypatch.setattr(session, "_current", first)
     assert len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) == 4
-    resume_at(first._position, monkeypatch)  # as saved after the first of two data sets
+    resume_at(first.position.current, monkeypatch)  # as saved after the first of two data sets
     seen = [len(batches_of(0, 1, monkeypatch, NUMBERS, 0)) for _ in range(2 * visits_the_first)]
     seen += [len(batches_of(0, 1, monkeypatch, NUMBERS, 1)) for _ in range(2)]
     assert seen == ([0, 4, 4, 4] if visits_the_first else [4, 4])
@@ -193,7 +192,7 @@ def test_torchdatas_loader_goes_on_where_the_session_was_saved(monkeypatch):
         for number, (batch, _) in enumerate(loader):
             samples.append(batch[0].tolist())
             if has_state is None and number == 1:
-                position, state = current._position, loader.state_dict()
+                position, state = current.position.current, loader.state_dict()
                 break
     assert sorted(sum(samples[:4], [])) == list(range(SIZE))
     assert samples[2:4] == samples[4:]
@@ -253,9 +252,9 @@ def test_a_loader_that_keeps_its_iterator_may_be_left_for_the_next_epoch(make, m
     for epoch in range(2):
         kept.append(make(session.batches(NUMBERS, BATCH, epoch), batch_size=None))
         leave_by_break(kept[-1])
-    assert current._position["epoch"] == 1
+    assert current.position.current["epoch"] == 1
     kept.clear()
-    assert list(resume_at(save_here(current), monkeypatch).epochs(3)) == [2]
+    assert list(resume_at(save_here(current), monkeypatch).position.epochs(3)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_other_data_or_another_order_than_the_checkpoints_are_refused(
     call = {"seed": 3, "shuffle": False}
     current = resume_at({}, monkeypatch)
     for _ in session.batches(NUMBERS, BATCH, 1, **call):
-        saved = current._position_to_save()
+        saved = current.position.to_save
         break
     resume_at(saved, monkeypatch)
     if expected is None:
@@ -301,7 +300,7 @@ def test_samples_that_cannot_be_read_are_compared_as_what_they_are(num_workers, 
         assert sorted(sum((samples for samples, _ in seen), [])) == [
             number for number in range(SIZE) if number % 3
         ]
-        current = resume_at({**current._position_to_save(), "epoch": 0}, monkeypatch)
+        current = resume_at({**current.position.to_save, "epoch": 0}, monkeypatch)
 
 
 class OwnDraws(Noisy):
@@ -399,10 +398,10 @@ def test_a_loop_over_epochs_begins_at_the_checkpoints(num_done, monkeypatch):
     current = resume_at({}, monkeypatch)
     for number, _ in enumerate(session.batches(NUMBERS, BATCH, 1), 1):
         if number == num_done:
-            saved = current._position_to_save()
+            saved = current.position.to_save
             break
     else:
-        saved = current._position_to_save()
+        saved = current.position.to_save
     resume_at(saved, monkeypatch)
     assert list(session.epochs(3)) == ([2] if num_done == 5 else [1, 2])
     left = [len(list(session.batches(NUMBERS, BATCH, epoch))) for epoch in session.epochs(3)]
@@ -477,7 +476,7 @@ LEAVINGS = [
 
 def save_here(current):
     """Return the position that a save would note, as a restart reads it."""
-    return copy.deepcopy(current._position_to_save())
+    return copy.deepcopy(current.position.to_save)
 
 
 @pytest.mark.parametrize("leave", LEAVINGS)
@@ -523,11 +522,11 @@ def test_a_loop_that_is_left_for_a_stop_goes_on_behind_its_last_batch(
         current.process.link.stop_requested = True
         assert session.stop_requested
     else:
-        current.was_terminated = True
+        current.stop.was_terminated = True
     leave(batches)
-    num_done = current._position["num_samples"]
+    num_done = current.position.current["num_samples"]
     del batches
-    assert current._position["num_samples"] == num_done
+    assert current.position.current["num_samples"] == num_done
     resume_at(save_here(current), monkeypatch)
     assert list(session.epochs(3)) == [1, 2]
     left = [len(batch[0]) for batch, _ in session.batches(NUMBERS, BATCH, 1)]

@@ -39,7 +39,7 @@ def lose_a_rank() -> list[int]:
         session.report(step=step)
         session.save({**state, "step": step}, step)
         if step == 4 and len(state["starts"]) == 1:
-            session.current().wait()
+            session.current().saver.wait()
             os.kill(os.getpid(), 9)
     return state["starts"]
 

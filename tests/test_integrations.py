@@ -284,7 +284,7 @@ def train_with_a_wrapper():
             prepared.zero_grad()
             if number == 2:
                 break
-    return optimizer.count, session.current().step
+    return optimizer.count, session.current().reporter.step
 
 
 def test_accelerate_counts_the_steps_of_an_optimizer_around_another_one(tmp_path):

@@ -163,13 +163,13 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     run = new_run(tmp_path / "run")
     trainer = new_trainer(run, epochs=1)
     trainer.save_checkpoint(best=False)
-    trainer.session.wait()
+    trainer.session.saver.wait()
     refuse(run.checkpoints, 0, "--step: expected a whole number of at least 1, got 0")
     refuse(run.checkpoints, 1, "expected the run of a recipe that has a name, with this")
     trainer.origin = {"code": {"recipe.py": "1"}}
     trainer.data_facts = {"number of training samples": len(trainer.train)}
     trainer.save_checkpoint(best=False)
-    trainer.session.wait()
+    trainer.session.saver.wait()
     num_steps = trainer.num_steps
     refuse(run.checkpoints, num_steps + 1, f"--step: expected at most {num_steps}, because")
     function = CheckpointStore(str(tmp_path / "function"), 1)

@@ -27,7 +27,7 @@ from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.results import Results
 from flyte_ddp.launch.protocol.messages import End, Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
-from flyte_ddp.rank import session as rank_session
+from flyte_ddp.rank import result_files
 from tests.support.gang import session_of
 
 
@@ -42,14 +42,14 @@ def session_with(directory):
 def test_a_path_that_leaves_the_directory_or_is_none_is_refused(path, tmp_path):
     expected = r"^session\.submit_result: path: expected that of a file below [^\n]*$"
     with pytest.raises(ConfigError, match=expected):
-        session_with(tmp_path)[0].submit_result(path, "data")
+        session_with(tmp_path)[0].files.submit(path, "data")
 
 
 @pytest.mark.parametrize("data", [1, None, bytearray(1), bytes((64 << 20) + 1), "é" * (33 << 20)])
 def test_data_that_are_too_large_or_no_bytes_are_refused(data, tmp_path):
     expected = "data: expected str or bytes, at most 64 MiB, got "
     with pytest.raises(ConfigError, match=expected + type(data).__name__):
-        session_with(tmp_path)[0].submit_result("a", data)
+        session_with(tmp_path)[0].files.submit("a", data)
     assert not list(tmp_path.iterdir())
 
 
@@ -62,11 +62,11 @@ def test_a_rank_waits_while_its_files_are_not_taken_away(tmp_path, monkeypatch):
         found[0].unlink()
 
     monkeypatch.setattr(time, "sleep", take_one)
-    monkeypatch.setattr(rank_session, "MAX_SUBMITTED", 18)
-    monkeypatch.setattr(rank_session, "FILE_COST", 6)
+    monkeypatch.setattr(result_files, "MAX_SUBMITTED", 18)
+    monkeypatch.setattr(result_files, "FILE_COST", 6)
     made, _ = session_with(tmp_path)
     for data in ("", "", "", "", "123456789012", "123"):
-        made.submit_result("a", data)
+        made.files.submit("a", data)
     assert [max(each) for each in zip(*most, strict=True)] == [3, 12]
     assert [each.read_text() for each in tmp_path.iterdir()] == ["123"]
 

@@ -375,21 +375,21 @@ def test_the_newest_state_is_the_one_that_was_saved_last(steps, is_resumed):
         for number, step in enumerate(steps):
             if is_resumed:
                 session, _ = session_of(checkpoints=directory)
-                session.load()
-            session.save({"number": number}, step)
-            session.wait()
-        assert session.load() == {"number": len(steps) - 1}
+                session.saver.load()
+            session.saver.save({"number": number}, step)
+            session.saver.wait()
+        assert session.saver.load() == {"number": len(steps) - 1}
         fresh, _ = session_of(checkpoints=directory)
-        assert fresh.load() == {"number": len(steps) - 1}
+        assert fresh.saver.load() == {"number": len(steps) - 1}
         assert max(stored_steps_of(Path(directory))) == steps[-1]
 
 
 def test_a_step_that_goes_back_is_stored_where_others_are_in_memory(tmp_path, monkeypatch):
     session, _ = session_of(checkpoints=tmp_path)
-    session._has_memory = True
+    session.saver._has_memory = True
     for step, in_memory in ((100, False), (101, True), (50, True), (51, True)):
-        session.save({"step": step}, step, in_memory=in_memory)
-        session.wait()
+        session.saver.save({"step": step}, step, in_memory=in_memory)
+        session.saver.wait()
     assert stored_steps_of(tmp_path) == [50]
 
 
@@ -402,8 +402,8 @@ def test_the_driver_knows_that_a_later_step_was_replaced():
 def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
     run = new_run(tmp_path / "function")
     session, _ = session_of(checkpoints=run.checkpoints)
-    session.save({"weights": torch.ones(2)}, 3)
-    session.wait()
+    session.saver.save({"weights": torch.ones(2)}, 3)
+    session.saver.wait()
     trainer = new_trainer(run)
     expected = "checkpoints: expected a place with those of a recipe, got .*, which is that of a f"
     with pytest.raises(ConfigError, match=expected):
@@ -415,7 +415,7 @@ def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
     session, _ = session_of(checkpoints=run.checkpoints)
     expected = "expected a place with those of a function, got .*json, which is that of recipe Tiny"
     with pytest.raises(ConfigError, match=expected):
-        session.load()
+        session.saver.load()
 
 
 @pytest.mark.parametrize(
@@ -424,13 +424,13 @@ def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
 )
 def test_a_frameworks_loop_goes_on_from_its_own_checkpoints_alone(tmp_path, saved, got):
     before, _ = session_of(checkpoints=tmp_path)
-    before.trainer = saved
-    before.save({"generators": []} if saved else {"weights": [1.0]}, 3)
-    before.wait()
+    before.saver.trainer = saved
+    before.saver.save({"generators": []} if saved else {"weights": [1.0]}, 3)
+    before.saver.wait()
     session, _ = session_of(checkpoints=tmp_path)
-    assert session.load() is not None  # a look by the function
-    session.trainer = "prepare"
+    assert session.saver.load() is not None  # a look by the function
+    session.saver.trainer = "prepare"
     with pytest.raises(ConfigError, match=f"with those of prepare, got .*, which is {got}: give"):
-        session.load()
-    session.trainer = saved
-    assert session.load() is not None
+        session.saver.load()
+    session.saver.trainer = saved
+    assert session.saver.load() is not None

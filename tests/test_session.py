@@ -26,9 +26,9 @@ from tests.support.gang import session_of
 def test_a_report_counts_steps_where_none_is_given_and_other_ranks_are_sent_together():
     for rank in (0, 1):
         session, link = session_of(rank, 2)
-        session.report(None, None, {"loss": 1})
-        session.report(10, 0.5, {})
-        session.report(None, None, {})
+        session.reporter.report(None, None, {"loss": 1})
+        session.reporter.report(10, 0.5, {})
+        session.reporter.report(None, None, {})
         assert link.beats == [1, 10, 11]
         expected = [
             events.Reported(1, None, {"loss": 1.0}),
@@ -46,7 +46,7 @@ def test_a_report_counts_steps_where_none_is_given_and_other_ranks_are_sent_toge
 def test_reports_that_do_not_fit_are_told_once(caplog):
     session, link = session_of(1, 2)
     for step in range(1, 5001):
-        session.report(step, None, {})
+        session.reporter.report(step, None, {})
     session.close()
     steps = [each.step for event in link.events for each in event.reports]
     assert steps[-1] == 5000
@@ -88,9 +88,9 @@ def batches_with(**given):
 
 
 COUNTS = {
-    "session.report: step": lambda value: session_of()[0].report(value, None, {}),
-    "session.save: step": lambda value: session_of()[0].save({}, value),
-    "session.epochs: num_epochs": lambda value: session_of()[0].epochs(value),
+    "session.report: step": lambda value: session_of()[0].reporter.report(value, None, {}),
+    "session.save: step": lambda value: session_of()[0].saver.save({}, value),
+    "session.epochs: num_epochs": lambda value: session_of()[0].position.epochs(value),
     "session.batches: global_batch_size": lambda value: batches_with(global_batch_size=value),
     "session.batches: epoch": lambda value: batches_with(epoch=value),
     "session.batches: seed": lambda value: batches_with(seed=value),
@@ -125,7 +125,7 @@ def test_a_count_is_a_whole_number_of_any_kind_or_one_line(name):
         ("stall_timeout", lambda value: launch_run.Gang(stall_timeout=value), [None]),
         ("max_hours", lambda value: TimeLimit(value, time.time()).cancel(), [None]),
         ("max_hours", lambda value: Distributed(max_hours=value), [None]),
-        ("session.report: epoch", lambda value: session_of()[0].report(1, value, {}), []),
+        ("session.report: epoch", lambda value: session_of()[0].reporter.report(1, value, {}), []),
     ],
 )
 def test_a_number_is_finite_and_of_any_kind_or_one_line(name, enter, bad):
@@ -141,9 +141,9 @@ def test_a_number_is_finite_and_of_any_kind_or_one_line(name, enter, bad):
 def test_what_enters_is_an_int_and_what_is_reported_a_float(step, tmp_path):
     session, link = session_of(checkpoints=tmp_path)
     numbers = {"loss": torch.tensor(0.5), "nan": math.nan, "small": np.float32(2)}
-    session.report(step, None, numbers)
-    session.save({"a": 1}, step)
-    session.wait()
+    session.reporter.report(step, None, numbers)
+    session.saver.save({"a": 1}, step)
+    session.saver.wait()
     assert [(type(each), each) for each in link.beats if each] == [(int, 5)] * len(link.beats)
     assert repr(link.events[0].values) == "{'loss': 0.5, 'nan': nan, 'small': 2.0}"
     assert (tmp_path / "step-0000000005.json").exists()
@@ -152,7 +152,7 @@ def test_what_enters_is_an_int_and_what_is_reported_a_float(step, tmp_path):
 @pytest.mark.parametrize("value", ["low", np.ones(1), torch.ones(2), [1.0], None, 10**400, 1j])
 def test_a_report_of_something_else_than_numbers_is_refused(value):
     with pytest.raises(ConfigError, match=r"session\.report: loss: expected a number, got .*"):
-        session_of()[0].report(6, None, {"loss": value})
+        session_of()[0].reporter.report(6, None, {"loss": value})
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_a_save_without_a_place_or_memory_warns_once_and_nothing_is_loaded(
 ):
     session, link = session_of()
     for step in (1, 2):
-        session.save({"step": step}, step, in_memory=in_memory)
+        session.saver.save({"step": step}, step, in_memory=in_memory)
     assert caplog.messages == [f"session.save: {expected}"]
-    assert (session.load(), link.events) == (None, [])
+    assert (session.saver.load(), link.events) == (None, [])
 
 
 def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_all_ranks_ask(
@@ -177,20 +177,20 @@ def test_it_is_known_once_that_a_function_can_be_stopped_when_it_can_resume_and_
 ):
     store = HashStore()
     (first, link), (second, _) = (session_of(rank, 2, store, tmp_path) for rank in range(2))
-    assert not first.stop_requested
-    first.save({}, 1)
+    assert not first.stop.poll()
+    first.saver.save({}, 1)
     first.close()
-    assert not first.stop_requested
+    assert not first.stop.poll()
     assert not link.position.is_stoppable, "the second rank has not asked"
-    assert not second.stop_requested
-    assert not first.stop_requested
+    assert not second.stop.poll()
+    assert not first.stop.poll()
     assert link.position.is_stoppable
 
     resumed, link = session_of(checkpoints=tmp_path)
-    assert not resumed.stop_requested
+    assert not resumed.stop.poll()
     assert not link.position.is_stoppable
-    resumed.load()
-    assert not resumed.stop_requested
+    resumed.saver.load()
+    assert not resumed.stop.poll()
     assert link.position.is_stoppable
 
 
@@ -235,7 +235,7 @@ class Gang:
                 self.num_issued[rank] += 1
                 self.moved.notify_all()
                 self.moved.wait_for(lambda step=step: min(self.num_issued) >= step + 1 - self.lag)
-            if self.polls[step] and session.stop_requested:
+            if self.polls[step] and session.stop.poll():
                 self.ended[rank] = step
                 return
         session.close()
@@ -258,9 +258,9 @@ def test_a_rank_that_ended_before_the_stop_lets_the_others_go_on_to_their_end():
     store = HashStore()
     (first, link), (second, _) = (session_of(rank, 2, store) for rank in range(2))
     for _ in range(5):
-        assert not second.stop_requested
+        assert not second.stop.poll()
     second.close()
-    assert not first.stop_requested
+    assert not first.stop.poll()
     link.stop()
-    assert [first.stop_requested for _ in range(4)] == [False] * 4
+    assert [first.stop.poll() for _ in range(4)] == [False] * 4
     assert not first.stop.is_reached

@@ -62,7 +62,7 @@ def read(data, rank, world_size, size, stop=None, position=None, epoch=EPOCH, **
     """([(rows, weight)] of one rank from `position` on, up to `stop` batches; its position)."""
     current, _ = session_of(rank, world_size, HashStore())
     if position:
-        current._position = current._resumed = copy.deepcopy(position)
+        current.position.resume(copy.deepcopy(position))
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "_current", current)
@@ -73,8 +73,8 @@ def read(data, rank, world_size, size, stop=None, position=None, epoch=EPOCH, **
         for rows, weight in session.batches(data, size, epoch, **options):
             found.append(([tuple(row) for row in rows.tolist()], weight))
             if len(found) == stop:
-                return found, current._position
-    return found, current._position
+                return found, current.position.current
+    return found, current.position.current
 
 
 def batches_of(ranks):

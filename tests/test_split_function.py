@@ -147,7 +147,7 @@ def save_both(place):
         session.save(
             {"rows": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}, step
         )
-    session.current().wait()
+    session.current().saver.wait()
 
 
 def test_a_whole_state_is_loaded_in_parts_and_split_ones_after_it_are_of_one_step(tmp_path):
@@ -200,7 +200,7 @@ def misuse():
     ]
     first = state(note="x")
     session.save(first, 1)
-    session.current().wait()
+    session.current().saver.wait()
     for call in calls:
         try:
             call()
@@ -242,7 +242,7 @@ def outcome_of(state, step):
         session.save(state, step)
     except ConfigError as error:
         return str(error)
-    session.current().wait()
+    session.current().saver.wait()
     dist.barrier()
     own = {key: each.to_local().clone() for key, each in state.items()}
     for each in state.values():

@@ -157,13 +157,13 @@ def test_checkpoints_are_written_by_the_clock_at_logged_steps(tmp_path, monkeypa
         SimpleNamespace(**clock, **{name: getattr(time, name) for name in names}),
     )
     trainer.saved_at = 0.0
-    steps, write = [], trainer.session.write
+    steps, write = [], trainer.session.saver.write
 
     def note(state, step, *rest):
         steps.append(step)
         return write(state, step, *rest)
 
-    monkeypatch.setattr(trainer.session, "write", note)
+    monkeypatch.setattr(trainer.session.saver, "write", note)
     trainer.fit()
     # of the logged steps 1, 4, 8, ... the first one that is 50 minutes after the last checkpoint
     assert trainer.num_steps == 13

@@ -74,7 +74,7 @@ def prepare(
     log = accelerator.log
 
     def report_and_log(values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        session.report(step=session.current().step, **training.select_numbers(values))
+        session.report(step=session.current().reporter.step, **training.select_numbers(values))
         log(values, step, **options)
 
     accelerator.log = report_and_log
@@ -196,7 +196,7 @@ class _Training:
         if not self.accelerator.sync_gradients:
             training.beat()
             return
-        step = session.current().step + 1
+        step = session.current().reporter.step + 1
         place = epoch, number, order
         if is_last:
             place = epoch + 1, 0, self._generator.get_state()
@@ -217,5 +217,5 @@ class _Training:
             "num_batches": num_batches,
             "order": bytes(order.tolist()),
         }
-        step = session.current().step
+        step = session.current().reporter.step
         training.save(self._model, self._optimizers, self._others, step, values)

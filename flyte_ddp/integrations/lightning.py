@@ -74,7 +74,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not session.is_in_run() or trainer.global_step == session.current().step:
+        if not session.is_in_run() or trainer.global_step == session.current().reporter.step:
             training.beat()
             return
         self._num_batches = batch_idx + 1
@@ -149,7 +149,7 @@ class _Reports(Logger):  # type: ignore[misc]
     name, version = "session", ""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        session.report(step=session.current().step, **training.select_numbers(metrics))
+        session.report(step=session.current().reporter.step, **training.select_numbers(metrics))
 
     def log_hyperparams(self, *arguments: Any, **given: Any) -> None:
         """Report nothing."""

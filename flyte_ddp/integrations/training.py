@@ -40,10 +40,10 @@ def begin(call: str) -> None:
         ConfigError: another one has begun in this run: after a restart each would go on from the
             other's checkpoint.
     """
-    if session.current().trainer and session.checkpoints:
+    if session.current().saver.trainer and session.checkpoints:
         expected = "expected one call in a run, which has the checkpoints of one training"
         raise ConfigError(f"{call}: {expected}, got a second one")
-    session.current().trainer = call
+    session.current().saver.trainer = call
 
 
 def save(
@@ -72,7 +72,7 @@ def save(
 
 def load_values() -> dict[str, Any] | None:
     """Return what the newest checkpoint has but weights and optimizer state; None without one."""
-    return session.current().load_state(lambda keys, tensor: [range(0)] * tensor.dim())
+    return session.current().saver.load_state(lambda keys, tensor: [range(0)] * tensor.dim())
 
 
 def load(
@@ -90,7 +90,7 @@ def load(
             goes on.
     """
     places = {("optimizers", number): each for number, each in enumerate(optimizers)}
-    found = session.current().load_state(own_boxes(model, places))
+    found = session.current().saver.load_state(own_boxes(model, places))
     if found is None:
         return None
     load_model(model, found["model"])
@@ -134,7 +134,7 @@ def _load_exactly(
 def beat() -> None:
     """Report progress that is no optimizer step."""
     if session.is_in_run():
-        session.current().beat(session.current().step)
+        session.current().reporter.beat()
 
 
 def end_if_stopped(save_now: Any) -> None:

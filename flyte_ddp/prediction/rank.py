@@ -23,7 +23,7 @@ from flyte_ddp.world import World
 
 if TYPE_CHECKING:
     from flyte_ddp.rank.link import RankProcess
-    from flyte_ddp.rank.session import Session
+    from flyte_ddp.rank.reporter import Reporter
 
 # keys of the store: the numbers of the missing parts, and how many are claimed and finished
 MISSING, CLAIMED, FINISHED = (f"flyte_ddp/parts-{each}" for each in ("missing", "claimed", "done"))
@@ -35,28 +35,28 @@ def main(job: PredictionJob) -> None:
     ConfigError for a batch that the GPU cannot hold.
     """
     current = session.current()
-    process, store = current.process, current.open_store()
+    process, store, reporter = current.process, current.open_store(), current.reporter
     for name in STOP_SIGNALS:  # after one, the part in hand is finished
         signal.signal(signal.Signals[name], lambda number, frame: None)
     directory = process.link.wait_for_data()
     predictor = Predictor(job, str(directory), World(0, 1, _choose_device(process)))
     if process.rank == 0:
-        store.set(MISSING, json.dumps(_begin(predictor, current)))
+        store.set(MISSING, json.dumps(_begin(predictor, process, reporter)))
     missing = json.loads(store.get(MISSING))
     num_before = predictor.num_parts - len(missing)
-    current.beat(num_before)
+    reporter.beat(num_before)
     while not process.link.stop_requested:
         place = store.add(CLAIMED, 1) - 1
         if place >= len(missing):
             return
         part = part_name(missing[place])
         started = events.PartStarted(process.rank, part, predictor.num_parts)
-        current.emit(started, from_all=True)
-        _write(predictor, missing[place], current)
+        reporter.emit(started, from_all=True)
+        _write(predictor, missing[place], reporter)
         num_done = num_before + store.add(FINISHED, 1)
-        current.beat(num_done)
+        reporter.beat(num_done)
         written = events.CheckpointWritten(num_done, f"{job.output}/{part}", best=False)
-        current.emit(written, from_all=True)
+        reporter.emit(written, from_all=True)
 
 
 def _choose_device(process: RankProcess) -> torch.device:
@@ -68,9 +68,9 @@ def _choose_device(process: RankProcess) -> torch.device:
     return device
 
 
-def _write(predictor: Predictor, number: int, current: Session) -> None:
+def _write(predictor: Predictor, number: int, reporter: Reporter) -> None:
     try:
-        predictor.write_part(number, lambda: current.beat(current.step))
+        predictor.write_part(number, reporter.beat)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"batch_size: expected fewer samples for the memory of {predictor.device}, got "
@@ -78,12 +78,12 @@ def _write(predictor: Predictor, number: int, current: Session) -> None:
         ) from error
 
 
-def _begin(predictor: Predictor, current: Session) -> list[int]:
+def _begin(predictor: Predictor, process: RankProcess, reporter: Reporter) -> list[int]:
     """Write the manifest, or compare the data with it, and return the numbers of the missing parts.
 
     A file counts as a state that the run goes on from.
     """
-    job, process = predictor.job, current.process
+    job = predictor.job
     storage = Storage(job.output, "output")
     names = set(storage.names())
     if MANIFEST not in names:
@@ -93,7 +93,7 @@ def _begin(predictor: Predictor, current: Session) -> list[int]:
         predictor.check_data()
     missing = [each for each in range(predictor.num_parts) if part_name(each) not in names]
     num_there = predictor.num_parts - len(missing)
-    current.emit(events.CheckpointLoaded(num_there, job.output))
+    reporter.emit(events.CheckpointLoaded(num_there, job.output))
     process.link.position.is_stoppable = True
     # Each attempt begins elsewhere, so that a part which ends its rank keeps no other waiting.
     first = int(len(missing) * (GOLDEN_RATIO * process.node.num_restarts % 1))

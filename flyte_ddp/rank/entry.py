@@ -176,7 +176,7 @@ def call_program(process: RankProcess) -> Outcome:
     current = Session(process, store.open)
     session.make_current(current)
     if program.kind is not Kind.RECIPE:
-        current.emit_start()
+        current.reporter.emit_start()
         if process.node.world_size > 1:
             timeout = min(program.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.position, timeout)
@@ -203,10 +203,11 @@ def call_program(process: RankProcess) -> Outcome:
     threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
     atexit._run_exitfuncs()  # so may these, which Python then has done
     store.wait_until_all_ended()
-    if current.stop.is_reached or current.was_terminated:
+    if current.stop.is_stopping:
         return Outcome.STOPPED
     seconds = time.time() - process.job.launched_at
-    current.emit(events.RunFinished(current.step, seconds, value, **current.results))
+    reporter = current.reporter
+    reporter.emit(events.RunFinished(reporter.step, seconds, value, **current.results))
     return Outcome.DONE
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flyte_ddp.config.background import start_thread
+from flyte_ddp.launch.protocol.programs import Kind
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,33 +28,41 @@ CAN_RESUME = "flyte_ddp/can_resume"  # the store's key for: rank 0 has saved
 
 @dataclass(eq=False)
 class StopAgreement:
-    """One rank's part of it."""
+    """How one rank agrees with the others on the step to stop after."""
 
     process: RankProcess
     open_store: Callable[[], Store]
+    was_terminated: bool = False  # the function was sent a signal, because it does not ask
     num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
     is_asked: bool = False  # the function itself has called
     is_reached: bool = False  # a call has been told to stop
+    _has_begun: bool = False  # with the first batch, or by asking
     _is_stoppable: bool = False  # the agents know, or another rank tells them
     _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
     # number of the call that is told to stop, once that is agreed
     _stop_at: Future[int] = field(default_factory=Future)
     _agreeing: threading.Lock = field(default_factory=threading.Lock)
 
-    def poll(self, can_resume: bool) -> bool:
+    def __post_init__(self) -> None:
+        # There is a checkpoint, or will be one whenever the run is asked to stop.
+        self.can_resume = self.process.job.program.kind is Kind.RECIPE
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the function was told to stop, in either way."""
+        return self.is_reached or self.was_terminated
+
+    def poll(self) -> bool:
         """Return whether the call stops, the same call in every rank if all call it in the same
         steps.
 
         After the stop the first call waits until all ranks know of it. See `_agree`.
-
-        Args:
-            can_resume: there is a checkpoint, or will be one whenever the run is asked to stop.
         """
         self.is_asked = True
-        self.is_reached = self._poll(can_resume)
+        self.is_reached = self._poll()
         return self.is_reached
 
-    def poll_between_batches(self, can_resume: bool, is_saved: bool) -> bool:
+    def poll_between_batches(self, is_saved: bool) -> bool:
         """Return whether a function that does not ask is ended before its next batch, the same one
         in every rank.
 
@@ -62,10 +71,12 @@ class StopAgreement:
         call `session.save`. The others wait for that at each batch, from the stop on.
 
         Args:
-            can_resume: as of `poll`.
             is_saved: rank 0's last save has all batches so far.
         """
-        if not self._poll(can_resume):
+        if self.is_asked or not self._has_begun:  # in its first step it had no chance to
+            self._has_begun = True
+            return False
+        if not self._poll():
             return False
         key, link = f"flyte_ddp/ends-before-{self.num_polls}", self.process.link
         if self.process.rank > 0:
@@ -77,17 +88,17 @@ class StopAgreement:
             self.open_store().set(key, str(int(self.is_reached)))
         return self.is_reached
 
-    def _poll(self, can_resume: bool) -> bool:
+    def _poll(self) -> bool:
         self.num_polls += 1
         number = self.num_polls
         if not self._is_stoppable:
-            self._is_stoppable = self._announce(can_resume)
+            self._is_stoppable = self._announce()
         if not self.process.link.stop_requested:
             return False
         self._refuse_no_more(number - 1)
         return number >= self._stop_at.result()
 
-    def is_heeded(self, can_resume: bool) -> bool:
+    def is_heeded(self) -> bool:
         """Return whether the function ends when it is asked to: it asks, or it is ended between two
         batches.
 
@@ -95,14 +106,16 @@ class StopAgreement:
         could not go on later.
         """
         if self.is_asked or not self.num_polls or self.process.node.world_size == 1:
-            return self.is_asked or (bool(self.num_polls) and can_resume)
+            return self.is_asked or (bool(self.num_polls) and self.can_resume)
         # the function's own connection may be waiting for a key
-        return can_resume or bool(self.open_store().clone().check([CAN_RESUME]))
+        return self.can_resume or bool(self.open_store().clone().check([CAN_RESUME]))
 
     def note_saved(self) -> None:
-        """Tell the other ranks that rank 0 has a checkpoint to go on from. For rank 0."""
-        if self.process.node.world_size > 1:
+        """Note that there is a checkpoint to go on from. Rank 0 lets the other ranks know."""
+        is_first = self.process.rank == 0 and not self.can_resume
+        if is_first and self.process.node.world_size > 1:
             self.open_store().set(CAN_RESUME, "1")
+        self.can_resume = True
 
     def begin(self) -> None:
         """Tell the other ranks that this one was asked to stop. For a rank that has polled."""
@@ -118,7 +131,7 @@ class StopAgreement:
                     self._num_refused = self.num_polls
             self._publish(self.open_store())
 
-    def _announce(self, can_resume: bool) -> bool:
+    def _announce(self) -> bool:
         """Announce, once, that the run can be stopped and resumed, so that its gang may end in
         order to grow.
 
@@ -129,7 +142,7 @@ class StopAgreement:
         others = self.process.node.world_size - 1
         if self.process.rank > 0:
             self.open_store().add("flyte_ddp/num_polling", 1)
-        elif not can_resume or (
+        elif not self.can_resume or (
             others and self.open_store().add("flyte_ddp/num_polling", 0) < others
         ):
             return False

@@ -73,7 +73,7 @@ def main(
     # a launcher may have split it further
     if program.batch and program.batch != config.batch:
         config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
-    current.beat(0)
+    current.reporter.beat(0)
     parallelism = _prepare_torch(recipe, config, current.process)
     world = parallelism.world
     current.process.link.send(Device(device_name(world.device)))
@@ -126,12 +126,12 @@ def open_trainer(
     with unchanged(nn.Module(), recipe, train.dataset, test.dataset):
         facts = read()
         check_ranks(recipe, facts, read, world)
-    current.beat(0)
+    current.reporter.beat(0)
     torch.manual_seed(config.seed)
     model = open_model(parallelism)
 
     peers = Peers(world, current.open_store()) if parallelism.is_collective else None
-    current.open_checkpoints(config.checkpoints_to_keep, peers)
+    current.saver.open(config.checkpoints_to_keep, peers)
     origin = {
         "recipe": current.process.job.program.name,
         # absent from data that an earlier version has prepared
@@ -164,8 +164,8 @@ def train(parallelism: Parallelism, current: Session) -> None:
         with keep_beating(trainer.beat):
             check_resuming(model, parallelism, trainer.num_steps)
     if parallelism.saves:
-        current.emit_start(**_describe(trainer, data, current.process))
-        current.emit(
+        current.reporter.emit_start(**_describe(trainer, data, current.process))
+        current.reporter.emit(
             events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped)
         )
 
@@ -181,7 +181,7 @@ def train(parallelism: Parallelism, current: Session) -> None:
         # a large model takes its time
         with log_failures("predictions", others=(SystemExit,)), keep_beating(trainer.beat):
             predictions = make_predictions(model, test, parallelism)
-            current.emit(events.PredictionsMade(kept.epoch, predictions))
+            current.reporter.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
         state = parallelism.gather_state(state)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]

@@ -118,7 +118,7 @@ class Trainer:
         config, world = self.config, self.world = parallelism.config, parallelism.world
         self.hidden = hash_hidden(dataclasses.asdict(config))
         self.scaler = parallelism.scaler
-        self.store = self.session.open_checkpoints()
+        self.store = self.session.saver.open()
         self.store.returns_to_best = config.model_state == "best"
         self.num_steps = config.epochs * num_batches(self.train, config)
         self.evaluated_model, self.replica = parallelism.shard(model)
@@ -162,7 +162,7 @@ class Trainer:
             if is_best or finished.share == 1 or self.is_done:
                 self.save_checkpoint(is_best)
         self.store.has_finished = True
-        self.session.wait()
+        self.session.saver.wait()
         return self.progress
 
     @property
@@ -285,12 +285,12 @@ class Trainer:
         is_logged = self._is_logged(step)
         if is_logged and self.stretch.since_log.num_steps:
             self._report_step(self.stretch.begin_log(), gradient_norm)
-        stops = self.session.stop_requested
+        stops = self.session.stop.poll()
         to_store = stops or self._is_checkpoint_due(is_logged)
         if to_store or self.memory_interval.is_due(step):
             self._save_between_steps(to_store)
         if stops:
-            self.session.wait()
+            self.session.saver.wait()
             raise StopRequested
 
     def _save_between_steps(self, to_store: bool) -> None:
@@ -362,7 +362,7 @@ class Trainer:
         def on_batch() -> None:
             nonlocal is_saved
             self.beat()
-            stops = self.session.stop_requested
+            stops = self.session.stop.poll()
             # Its length differs between the ranks, which may have to save at once.
             is_long = time.perf_counter() - started > LONG_EVALUATION
             is_long = is_long and not self.parallelism.is_collective
@@ -370,7 +370,7 @@ class Trainer:
                 self.save_checkpoint(best=False)
                 is_saved = True
             if stops:
-                self.session.wait()
+                self.session.saver.wait()
                 raise StopRequested
 
         share_buffers(self.evaluated_model, self.world)
@@ -399,7 +399,7 @@ class Trainer:
             return False
         is_kept_in_memory = self.memory_interval.is_on
         with self.average.trained():
-            return self.session.write(
+            return self.session.saver.write(
                 self._state(), self.progress.step, best, started, to_store, is_kept_in_memory
             )
 
@@ -518,7 +518,7 @@ class Trainer:
 
     def beat(self) -> None:
         """Report that this rank makes progress."""
-        self.session.beat(self.progress.step)
+        self.session.reporter.beat(self.progress.step)
 
     def _check_loss(self, may_wait: bool = True) -> bool:
         """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`. Return
@@ -546,7 +546,7 @@ class Trainer:
         """
         is_shared = self.watch.is_shared
         if self.world.is_first or not is_shared:
-            self.session.emit(bad, from_all=True)
+            self.session.reporter.emit(bad, from_all=True)
             logger.warning("%s", bad)
         progress, config, why = self.progress, self.config, ""
         self.optimizer.zero_grad()  # else a save would find the bad gradient
@@ -587,7 +587,7 @@ class Trainer:
         Raises:
             _Rewound: it is done.
         """
-        self.session.note_saves(self.world)
+        self.session.saver.note_saves(self.world)
         process = self.session.process
         state = load_newest(self.world, process, self.store, self._boxes(), self._needed_step).state
         if state is None:
@@ -645,7 +645,7 @@ class Trainer:
                 "samples_per_second": sums.num_samples / sums.seconds,
             },
         )
-        self.session.emit(reported)
+        self.session.reporter.emit(reported)
         if self.world.is_first:
             with log_failures("result of on_step", self._failed, (SystemExit,)):
                 self.recipe.on_step(reported)
@@ -688,9 +688,9 @@ class Trainer:
                 finished = dataclasses.replace(
                     finished, sample=inspection.generate_sample(self.model, self.recipe)
                 )
-            self.session.emit(finished)
+            self.session.reporter.emit(finished)
             with log_failures("histograms", self._failed):
-                self.session.emit(
+                self.session.reporter.emit(
                     HistogramsTaken(
                         progress.step, inspection.take_histograms(self.model, self.parallelism)
                     )
@@ -701,7 +701,7 @@ class Trainer:
                 self.beat()
                 with log_failures("predictions", self._failed, (SystemExit,)):
                     made = inspection.make_predictions(self.model, self.test, self.parallelism)
-                    self.session.emit(PredictionsMade(progress.epoch, made))
+                    self.session.reporter.emit(PredictionsMade(progress.epoch, made))
         if world.is_first:
             with log_failures("result of on_epoch", self._failed, (SystemExit,)):
                 self.recipe.on_epoch(finished)

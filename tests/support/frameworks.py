@@ -60,7 +60,7 @@ class Task:
         time.sleep(self.step_seconds)
         for fault in Path(self.directory).glob(f"step-{step}-{os.environ['RANK']}-*"):
             fault.unlink()
-            session.current().wait()
+            session.current().saver.wait()
             os.kill(os.getpid(), int(fault.name.rpartition("-")[2]))
             time.sleep(30)
 
@@ -291,7 +291,7 @@ def train_accelerate(task: Task, splits: bool = False) -> Any:
         wrapped, optimizer, loader = accelerator.prepare(*objects)
     for _ in range(task.epochs):
         for number, batch in enumerate(loader, 1):
-            task.begin_step(session.current().step if task.save_steps else 0)
+            task.begin_step(session.current().reporter.step if task.save_steps else 0)
             loss = wrapped(**batch)["loss"]
             optimizer.zero_grad()
             accelerator.backward(loss)

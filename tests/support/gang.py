@@ -131,5 +131,6 @@ def train_recipe(world, store, recipe, config, data, checkpoints):
     process = SimpleNamespace(job=job, node=node, rank=world.rank, link=link, **NO_MEMORY)
     session = Session(process, lambda: store)
     train(choose_parallelism(get_recipe(recipe, config.recipe_options), config, world), session)
-    session.emit(events.RunFinished(session.step, time.time() - job.launched_at, **session.results))
+    reporter, seconds = session.reporter, time.time() - job.launched_at
+    reporter.emit(events.RunFinished(reporter.step, seconds, **session.results))
     return [to_dict(event) for event in link.events]

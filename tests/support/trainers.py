@@ -40,5 +40,5 @@ def new_trainer(run, initial_state="", stop_after=0, source="", **config):
     link = StoppingLink()
     link.stop_after = stop_after
     session, _ = session_of(checkpoints=run.checkpoints, link=link, kind=Kind.RECIPE)
-    session.open_checkpoints(config.checkpoints_to_keep)
+    session.saver.open(config.checkpoints_to_keep)
     return Trainer(parallelism, model, train, test, session)

@@ -1,0 +1,143 @@
+"""What a rank reports: its progress, its metrics, and the events of the run. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flyte_ddp import events
+from flyte_ddp.config.fields import finite_number, plain_number, whole_number
+from flyte_ddp.config.waits import BEAT_INTERVAL
+from flyte_ddp.errors import ConfigError
+from flyte_ddp.launch.protocol.messages import Emitted
+from flyte_ddp.launch.protocol.programs import Kind
+from flyte_ddp.rank.link import RankProcess
+from flyte_ddp.rank.position import DataPosition
+
+if TYPE_CHECKING:
+    from flyte_ddp.rank.step_timer import StepTimer
+
+MAX_REPORTS = 1000  # newest ones of another rank than 0 that travel as one message
+MAX_NAME = 100  # characters of a picture's name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class Reporter:
+    """Sends heartbeats, reports and events to the agent."""
+
+    process: RankProcess
+    position: DataPosition
+    step: int = 0  # the last one that was reported
+    _warnings: set[str] = field(default_factory=set)
+    _is_bad: bool = False  # the last loss that was reported
+    _timer: StepTimer | None = None  # of a function's steps, from report to report
+    # of another rank than 0, to be sent
+    _reports: deque[events.Reported] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))
+
+    def beat(self, step: int | None = None) -> None:
+        """Report progress; `step` counts optimizer steps from the start of the run."""
+        if step is not None:
+            self.step = step
+        self.process.link.beat(self.step)
+
+    def emit(self, event: events.Event, from_all: bool = False) -> None:
+        """Send `event` to the listeners of the run, from rank 0, or `from_all` that call it."""
+        if from_all or self.process.rank == 0:
+            self.process.link.send(Emitted(event))
+
+    def emit_start(self, **known: Any) -> None:
+        """Emit `events.RunStarted` with the given fields."""
+        node = self.process.node
+        name = self.process.job.program.name
+        self.emit(
+            events.RunStarted(name, node.world_size, node.num_nodes, node.num_restarts, **known)
+        )
+
+    def report(self, step: int | None, epoch: float | None, values: Mapping[str, float]) -> None:
+        """See `session.report`."""
+        self.step = self.step + 1 if step is None else whole_number("session.report: step", step)
+        epoch = None if epoch is None else finite_number("session.report: epoch", epoch, minimum=0)
+        self.beat()
+        self._time_report()
+        metrics = {
+            name: plain_number(f"session.report: {name}", value) for name, value in values.items()
+        }
+        self._check_loss(metrics.get("loss", 0.0))
+        reported = events.Reported(self.step, epoch, metrics)
+        if self.process.rank == 0:
+            self.emit(reported)
+            return
+        if len(self._reports) == MAX_REPORTS:
+            self.warn_once(
+                f"session.report: rank {self.process.rank} reports more than {MAX_REPORTS:,} times "
+                f"in {BEAT_INTERVAL:g} s: of each such time the newest {MAX_REPORTS:,} are kept"
+            )
+        self._reports.append(reported)
+        if len(self._reports) == 1:  # else a timer runs, which takes this one too
+            timer = threading.Timer(BEAT_INTERVAL, self.send_reports)
+            timer.daemon = True
+            timer.start()
+
+    def show(self, name: str, picture: Any) -> None:
+        """See `session.show`."""
+        from flyte_ddp.rank.pictures import encode_picture
+
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
+            raise ConfigError(
+                f"session.show: name: expected 1 to {MAX_NAME} characters, got {name!r:.200}"
+            )
+        if self.process.rank == 0:
+            self.emit(events.PictureShown(self.step, name, encode_picture(picture)))
+
+    def send_reports(self) -> None:
+        """Send what this rank has reported since the last time. Any thread may call this."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self._reports.popleft())
+        if found:
+            self.emit(events.RankReported(self.process.rank, found), from_all=True)
+
+    def warn_once(self, line: str) -> None:
+        """Log a warning, if it was not logged before."""
+        if line not in self._warnings:
+            self._warnings.add(line)
+            logger.warning(line)
+
+    def _check_loss(self, loss: float) -> None:
+        """Name the samples of the step behind the first loss that is not finite."""
+        was_bad, self._is_bad = self._is_bad, not math.isfinite(loss)
+        if was_bad or not self._is_bad:
+            return
+        reason = f"the loss that rank {self.process.rank} reports is {loss}"
+        position = self.position
+        bad = events.StepFoundBad(self.step, position.epoch, loss, reason, position.list_samples())
+        logger.warning("%s", bad)
+        self.emit(bad, from_all=True)
+
+    def _time_report(self) -> None:
+        """Publish the time from report to report of a function whose ranks may wait for one
+        another.
+        """
+        if (
+            self.process.job.program.kind is Kind.RECIPE
+            or "torch.distributed.distributed_c10d" not in sys.modules
+        ):
+            return
+        from torch import device
+
+        from flyte_ddp.rank.step_timer import STEP, StepTimer
+
+        if self._timer is None:
+            self._timer = StepTimer(self.process.link.set_pace, device("cpu"))
+        self._timer.end_step()
+        self._timer.begin(STEP)
