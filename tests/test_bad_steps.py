@@ -50,7 +50,7 @@ def test_a_loss_far_above_the_median_is_bad_and_the_losses_are_in_the_checkpoint
     with pytest.raises(NonFiniteLoss, match=r"x the median .* samples: 29 \(file-29.png\)"):
         trainer.fit()
     # the window has the losses of all steps so far, the bad one's included
-    assert len(trainer.progress.to_dict()["losses"]) == trainer.progress.step + 1
+    assert len(trainer.state.progress.to_dict()["losses"]) == trainer.state.progress.step + 1
     new_trainer(new_run(tmp_path / "off", RECIPE), epochs=1, **config).fit()
 
 
@@ -114,18 +114,21 @@ def test_a_skipped_step_leaves_nothing_behind(tmp_path, monkeypatch):
     config = {"recipe_options": planted(29, "pixel", mixes=True), "ema_decay": 0.9}
     skipping = new_trainer(new_run(tmp_path / "one", RECIPE), on_bad_step="skip", **config)
     skipping.fit()
-    assert [epoch for epoch, _ in skipping.progress.left_out] == [1, 2, 3]
+    assert [epoch for epoch, _ in skipping.state.progress.left_out] == [1, 2, 3]
     without = new_trainer(new_run(tmp_path / "two", RECIPE), **config)
-    without.progress.left_out = skipping.progress.left_out
+    without.state.progress.left_out = skipping.state.progress.left_out
     without.fit()
-    for name, value in without.model.state_dict().items():
-        assert value.equal(skipping.model.state_dict()[name]), name
-    assert all(each.equal(skipping.average.values[n]) for n, each in without.average.values.items())
+    for name, value in without.state.model.state_dict().items():
+        assert value.equal(skipping.state.model.state_dict()[name]), name
+    assert all(
+        each.equal(skipping.state.average.values[n])
+        for n, each in without.state.average.values.items()
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_too_and_so_many_steps_at_most(tmp_path):
     trainer = new_trainer(new_run(tmp_path, RECIPE), on_bad_step="skip", max_bad_steps=2)
-    next(trainer.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    next(trainer.state.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteLoss, match="norm is .* at step 3 .*max_bad_steps: 2 were met"):
         trainer.fit()
 
@@ -159,8 +162,8 @@ def test_a_run_without_a_state_and_one_that_went_back_too_often_stop(tmp_path):
     with pytest.raises(NonFiniteLoss, match="on_bad_step: there is no state to go back to"):
         new_trainer(new_run(tmp_path / "new", RECIPE), **config).fit()
     trainer = new_trainer(new_run(tmp_path, RECIPE), global_batch_size=6, **config)
-    trainer.recipe.plain_losses = lambda outputs, targets: outputs.sum(1) * math.nan
-    trainer.save_checkpoint(best=False)
+    trainer.parallelism.recipe.plain_losses = lambda outputs, targets: outputs.sum(1) * math.nan
+    trainer.checkpoints.save(best=False)
     with pytest.raises(NonFiniteLoss, match="the run went back to step 0 3 times before"):
         trainer.fit()
-    assert trainer.progress.left_out == [[1, 0], [1, 1], [1, 2]]
+    assert trainer.state.progress.left_out == [[1, 0], [1, 1], [1, 2]]

@@ -448,7 +448,7 @@ def test_targets_of_loaded_samples_count_as_those_in_memory(tmp_path):
     whole = new_trainer(new_run(tmp_path / "whole", "tests.support.mistakes.Masks"), **config)
     epochs = whole.fit().epochs
     loaded = new_run(tmp_path / "loaded", "tests.support.mistakes.LoadedMasks").train(3, **config)
-    torch.testing.assert_close(loaded.state(), dict(whole.model.state_dict()))
+    torch.testing.assert_close(loaded.state(), dict(whole.state.model.state_dict()))
     for one, other in zip(epochs, loaded.result.epochs, strict=True):
         assert other.train_loss == pytest.approx(one.train_loss, rel=1e-5)
         assert other.test_loss == pytest.approx(one.test_loss, rel=1e-5)
@@ -462,5 +462,5 @@ def test_samples_may_be_dataclasses_and_targets_dicts(tmp_path):
     first, second = one.fit().epochs
     assert second.test_loss < first.test_loss
     two = new_run(tmp_path / "two", "tests.support.mistakes.TwoInputs").train(2, epochs=2)
-    expected = dict(one.model.state_dict())
+    expected = dict(one.state.model.state_dict())
     torch.testing.assert_close(two.state(), expected, rtol=1e-3, atol=1e-5)

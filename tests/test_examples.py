@@ -48,8 +48,8 @@ def test_a_recipe_outside_the_package_trains_to_a_meaningful_accuracy(tmp_path):
 def train_here(name, directory):
     """Train an example in this process; return its data sets and the best metrics."""
     trainer = new_trainer(run := new_run(directory, name))
-    best = find_best(trainer.fit().epochs, trainer.config.monitor)
-    return trainer.recipe.datasets(run.data()), best.metrics
+    best = find_best(trainer.fit().epochs, trainer.parallelism.config.monitor)
+    return trainer.parallelism.recipe.datasets(run.data()), best.metrics
 
 
 @pytest.mark.long

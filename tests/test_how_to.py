@@ -49,7 +49,7 @@ def train(recipe, directory):
     trainer = new_trainer(new_run(directory, recipe), epochs=1, log_interval=5)
     trainer.fit()
     (directory / "export").mkdir()
-    get_recipe(recipe).export(trainer.model.state_dict(), directory / "export")
+    get_recipe(recipe).export(trainer.state.model.state_dict(), directory / "export")
     if recipe.endswith("Onnx"):
         assert (directory / "export/model.onnx").stat().st_size > 1000
     for name in {"Logged": ["curve.csv"], "Profiled": ["trace.json"]}.get(recipe.split(".")[1], []):

@@ -53,32 +53,32 @@ def train_from(url, run, **options):
 
 
 def weights_of(trainer):
-    return dict(trainer.model.state_dict())
+    return dict(trainer.state.model.state_dict())
 
 
 def test_a_checkpoint_overrides_the_initial_state_and_is_of_its_contents_alone(tmp_path):
     run, url = new_run(tmp_path), file_with(tmp_path / "given.pt", state_of(7))
     given = pin_state(url)
     first = new_trainer(run, given)
-    assert first.resume() == ("", [])
+    assert first.checkpoints.resume() == ("", [])
     torch.testing.assert_close(weights_of(first), dict(state_of(7)), rtol=0, atol=0)
-    first.model.load_state_dict(state_of(8))
-    first.progress.step = 5
-    first.save_checkpoint(best=True)
-    first.store.wait()
+    first.state.model.load_state_dict(state_of(8))
+    first.state.progress.step = 5
+    first.checkpoints.save(best=True)
+    first.checkpoints.store.wait()
 
     moved = pin_state(file_with(tmp_path / "moved.pt", state_of(7)))
     Path(url).unlink()  # which nobody needs any more
     for same in (given, moved, url):
         second = new_trainer(run, same)
-        second.resume()
-        assert second.progress.step == 5
+        second.checkpoints.resume()
+        assert second.state.progress.step == 5
         torch.testing.assert_close(weights_of(second), dict(state_of(8)), rtol=0, atol=0)
     for other in ("", pin_state(file_with(url, state_of(8)))):
         with pytest.raises(
             ConfigError, match="^initial_model_state: .* needs another place"
         ) as caught:
-            new_trainer(run, other).resume()
+            new_trainer(run, other).checkpoints.resume()
         assert f"expected {given!r}, from which" in str(caught.value)
         assert f"started, got {other!r};" in str(caught.value)
 
@@ -215,14 +215,14 @@ def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     first = new_trainer(run)
     first.recipe_version = "a1"
     first.origin = {"code": {"same.py": "1", "recipe.py": "2"}}
-    first.save_checkpoint(best=True)
-    first.store.wait()
+    first.checkpoints.save(best=True)
+    first.checkpoints.store.wait()
     second = new_trainer(run)
     name, second.recipe_version = code.split()
     second.origin = {"code": {"same.py": "1", "recipe.py": "3"}}
     own = type(second.recipe)
     second.recipe = type(name, (own,), {"__module__": own.__module__})()
-    assert second.resume()[0]
+    assert second.checkpoints.resume()[0]
     told = f"goes on with other code: recipe {code}, before Tiny a1; changed: recipe.py"
     assert [told in line for line in caplog.messages] == [True] * (code != "Tiny a1")
 
@@ -252,16 +252,16 @@ def test_another_head_is_trained_on_a_frozen_body(tmp_path):
     url = pin_state(str(tmp_path / "given.pt"))
     note = {"num_classes": 5, "note": "which changes nothing that is trained"}
     trainer = new_trainer(run, url, **{**options, "recipe_options": note})
-    trainer.data_fingerprint = describe_data(run.data())["fingerprint"]
-    assert trainer.resume()[0]
+    trainer.checkpoints.notes.data_fingerprint = describe_data(run.data())["fingerprint"]
+    assert trainer.checkpoints.resume()[0]
     # All that is trained is in the optimizer, and nothing else.
-    assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [2]
+    assert [len(group["params"]) for group in trainer.state.optimizer.param_groups] == [2]
     for field, changes in {
         "recipe_options.num_classes: expected 5": {"recipe_options": {"num_classes": 4}},
         r"frozen_layers: expected \['body'\]": {"frozen_layers": []},
     }.items():
         with pytest.raises(ConfigError, match=f"^{field}, with which .* needs another place"):
-            new_trainer(run, url, **{**options, **changes}).resume()
+            new_trainer(run, url, **{**options, **changes}).checkpoints.resume()
 
 
 @pytest.mark.parametrize(

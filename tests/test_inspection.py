@@ -68,7 +68,7 @@ def test_an_error_in_inspection_is_logged_and_the_run_continues(tmp_path, monkey
 
     monkeypatch.setattr("flyte_ddp.training.inspection.take_histograms", broken)
     trainer = new_trainer(new_run(tmp_path), epochs=1, memory_interval=0)
-    trainer.recipe.figures = trainer.recipe.generate_sample = broken
+    trainer.parallelism.recipe.figures = trainer.parallelism.recipe.generate_sample = broken
     with caplog.at_level(logging.WARNING):
         trainer.fit()
 

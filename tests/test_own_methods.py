@@ -117,16 +117,18 @@ def test_a_stop_keeps_trained_and_averaged_weights_apart_also_within_an_evaluati
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=stop_after, **config).fit()
     resumed = new_trainer(run, **config)
-    resumed.resume()
-    assert resumed.progress.step == min(stop_after, 9)
+    resumed.checkpoints.resume()
+    assert resumed.state.progress.step == min(stop_after, 9)
     resumed.fit()
-    trained = [resumed.model.state_dict(), whole.model.state_dict()]
+    trained = [resumed.state.model.state_dict(), whole.state.model.state_dict()]
     torch.testing.assert_close(*trained, rtol=0, atol=0)
     for each in (resumed, whole):
-        each.load_model_state()
-    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+        each.checkpoints.load_model_state()
+    torch.testing.assert_close(
+        resumed.state.model.state_dict(), whole.state.model.state_dict(), rtol=0, atol=0
+    )
     best = whole.evaluate()
-    assert best.loss == pytest.approx(min(each.test_loss for each in whole.progress.epochs))
+    assert best.loss == pytest.approx(min(each.test_loss for each in whole.state.progress.epochs))
 
 
 def test_floating_point_buffers_are_averaged_as_weights_are():
@@ -203,22 +205,26 @@ def test_complex_weights_are_trained_averaged_and_resumed(tmp_path, optimizer):
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=3, **options).fit()
     resumed = new_trainer(run, **options)
-    resumed.resume()
+    resumed.checkpoints.resume()
     resumed.fit()
-    torch.testing.assert_close(resumed.average.values, whole.average.values, rtol=0, atol=0)
-    assert not torch.equal(whole.average.values["filter"], whole.model.filter)
-    whole.load_model_state()
-    torch.testing.assert_close(whole.model.filter.data, whole.average.values["filter"])
-    assert whole.model.filter.imag.abs().max() > 0
+    torch.testing.assert_close(
+        resumed.state.average.values, whole.state.average.values, rtol=0, atol=0
+    )
+    assert not torch.equal(whole.state.average.values["filter"], whole.state.model.filter)
+    whole.checkpoints.load_model_state()
+    torch.testing.assert_close(whole.state.model.filter.data, whole.state.average.values["filter"])
+    assert whole.state.model.filter.imag.abs().max() > 0
 
 
 def test_a_checkpoint_of_before_without_complex_averages_is_read(tmp_path):
     run = new_run(tmp_path, "tests.support.own_optimizers.Complex")
     trainer = new_trainer(run, ema_decay=DECAY)
-    state = {name: each for name, each in trainer.average.values.items() if name != "filter"}
-    trainer.model.filter.data.add_(1j)
-    trainer.average.load(state)
-    torch.testing.assert_close(trainer.average.values["filter"], trainer.model.filter.data)
+    state = {name: each for name, each in trainer.state.average.values.items() if name != "filter"}
+    trainer.state.model.filter.data.add_(1j)
+    trainer.state.average.load(state)
+    torch.testing.assert_close(
+        trainer.state.average.values["filter"], trainer.state.model.filter.data
+    )
 
 
 def test_options_of_ddp_are_those_of_the_config():
@@ -232,8 +238,8 @@ def test_averages_begin_with_the_initial_state(tmp_path):
     state = {name: each + 1 for name, each in Tiny().model().state_dict().items()}
     torch.save(state, tmp_path / "state.pt")
     trainer = new_trainer(new_run(tmp_path), str(tmp_path / "state.pt"), ema_decay=DECAY)
-    trainer.resume()
-    torch.testing.assert_close(trainer.average.values, state, rtol=0, atol=0)
+    trainer.checkpoints.resume()
+    torch.testing.assert_close(trainer.state.average.values, state, rtol=0, atol=0)
 
 
 def test_a_model_without_a_copy_is_not_refused_for_its_memory():
@@ -247,7 +253,7 @@ def test_a_run_with_averaged_weights_does_not_go_on_from_a_state_without(tmp_pat
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=2).fit()
     with pytest.raises(ConfigError, match=r"^ema_decay: expected 0.0, with which .* got 0.9"):
-        new_trainer(run, ema_decay=0.9).resume()
+        new_trainer(run, ema_decay=0.9).checkpoints.resume()
 
 
 class Padded(Tiny):
@@ -333,12 +339,14 @@ def test_hooks_get_the_figures_and_neither_their_draws_nor_their_errors_change_t
     hooked = new_trainer(new_run(tmp_path / "hooked", "Dropping"), log_interval=4)
     hooked.fit()
     assert [each.step for each in seen if isinstance(each, Reported)] == [1, 4, 8, 12, 16, 20, 24]
-    assert [each for each in seen if not isinstance(each, Reported)] == hooked.progress.epochs
+    assert [each for each in seen if not isinstance(each, Reported)] == hooked.state.progress.epochs
     assert set(seen[0].values) > {"loss", "learning_rate", "gradient_norm"}
     for hook in ("on_step", "on_epoch"):
         line = f"result of {hook} cannot be shown: {kind.__name__}: their server is away"
         assert caplog.text.count(line) == 1
-    torch.testing.assert_close(hooked.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        hooked.state.model.state_dict(), plain.state.model.state_dict(), rtol=0, atol=0
+    )
 
 
 def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
@@ -351,9 +359,9 @@ def test_a_plateau_of_the_monitored_figure_lowers_the_rate_also_after_a_resume(
     with pytest.raises(StopRequested):
         new_trainer(new_run(tmp_path, "Restarting"), stop_after=20, epochs=5).fit()
     trainer = new_trainer(new_run(tmp_path, "Restarting"), epochs=5)
-    trainer.resume()
+    trainer.checkpoints.resume()
     trainer.fit()
-    assert [epoch.learning_rate for epoch in trainer.progress.epochs] == pytest.approx(
+    assert [epoch.learning_rate for epoch in trainer.state.progress.epochs] == pytest.approx(
         [0.1, 0.1, 0.05, 0.05, 0.025]  # also after the stop in the second epoch
     )
 
@@ -455,14 +463,14 @@ def test_evaluations_within_an_epoch_count_as_those_at_its_end_also_after_a_stop
     config = {"evaluation_interval": 4, "learning_rate": 1.0, "model_state": "best", "epochs": 2}
     whole = new_trainer(new_run(tmp_path / "whole"), **config)
     whole.fit()
-    epochs = whole.progress.epochs
+    epochs = whole.state.progress.epochs
     assert [each.step for each in epochs] == [4, 8, 9, 13, 17, 18]
     assert [each.position for each in epochs] == pytest.approx([4 / 9, 8 / 9, 1, 13 / 9, 17 / 9, 2])
     without = new_trainer(new_run(tmp_path / "without"), **{**config, "evaluation_interval": 0})
     without.fit()
-    ends = [each.test_loss for each in without.progress.epochs]
+    ends = [each.test_loss for each in without.state.progress.epochs]
     assert [each.test_loss for each in epochs if each.share == 1] == ends
-    assert whole.best is min(epochs, key=lambda each: each.test_loss)
+    assert whole.state.best is min(epochs, key=lambda each: each.test_loss)
     seconds = [each.seconds * each.samples_per_second for each in epochs]
     assert seconds == pytest.approx([48, 48, 1, 48, 48, 1])
 
@@ -472,13 +480,13 @@ def test_evaluations_within_an_epoch_count_as_those_at_its_end_also_after_a_stop
         with pytest.raises(StopRequested):
             new_trainer(run, stop_after=stop_after, **config).fit()
         resumed = new_trainer(run, **config)
-        resumed.resume()
-        assert resumed.progress.step == step
+        resumed.checkpoints.resume()
+        assert resumed.state.progress.step == step
         resumed.fit()
-        assert [each.test_loss for each in resumed.progress.epochs] == [
+        assert [each.test_loss for each in resumed.state.progress.epochs] == [
             each.test_loss for each in epochs
         ]
-        assert resumed.load_model_state().step == whole.best.step
+        assert resumed.checkpoints.load_model_state().step == whole.state.best.step
 
 
 def test_patience_counts_evaluations_and_ends_within_an_epoch(tmp_path):
@@ -486,8 +494,8 @@ def test_patience_counts_evaluations_and_ends_within_an_epoch(tmp_path):
     config = {"evaluation_interval": 2, "patience": 2, "monitor": monitor, "model_state": "best"}
     trainer = new_trainer(new_run(tmp_path), **config)
     trainer.fit()
-    assert [each.step for each in trainer.progress.epochs] == [2, 4, 6]
+    assert [each.step for each in trainer.state.progress.epochs] == [2, 4, 6]
     resumed = new_trainer(new_run(tmp_path), **config)
-    resumed.resume()
+    resumed.checkpoints.resume()
     assert resumed.is_done
-    assert resumed.load_model_state().step == 2
+    assert resumed.checkpoints.load_model_state().step == 2

@@ -28,15 +28,19 @@ def test_losses_and_metrics_are_sums_in_single_precision(precision):
 def test_a_step_whose_gradient_overflows_is_left_out_and_the_others_are_those_of_fp32(tmp_path):
     whole = new_trainer(new_run(tmp_path / "whole"), precision="fp16")
     taken = []
-    whole.optimizer.register_step_post_hook(lambda *given: taken.append(whole.progress.step))
-    whole.scaler._init_scale = 2.0**24  # too large for the first steps
+    whole.state.optimizer.register_step_post_hook(
+        lambda *given: taken.append(whole.state.progress.step)
+    )
+    whole.state.scaler._init_scale = 2.0**24  # too large for the first steps
     whole.fit()
     assert taken[0] > 0
-    assert whole.scaler.get_scale() == 2.0 ** (24 - (27 - len(taken)))
+    assert whole.state.scaler.get_scale() == 2.0 ** (24 - (27 - len(taken)))
 
     plain = new_trainer(new_run(tmp_path / "plain"))
     plain.fit()
-    losses = [[each.test_loss for each in trainer.progress.epochs] for trainer in (whole, plain)]
+    losses = [
+        [each.test_loss for each in trainer.state.progress.epochs] for trainer in (whole, plain)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=0.2)
 
 
@@ -46,9 +50,9 @@ def test_a_gradient_in_fp16_is_clipped_by_its_norm_before_it_was_scaled(tmp_path
         trainer = new_trainer(
             new_run(tmp_path / precision), precision=precision, gradient_clip_norm=0.1, epochs=1
         )
-        trainer.scaler._init_scale = 2.0**10  # at which none overflows
+        trainer.state.scaler._init_scale = 2.0**10  # at which none overflows
         trainer.fit()
-        states.append(trainer.model.state_dict())
+        states.append(trainer.state.model.state_dict())
     torch.testing.assert_close(*states, rtol=0.01, atol=0.002)
 
 
@@ -78,7 +82,7 @@ def test_a_killed_run_in_fp16_ends_with_the_same_weights(tmp_path, monkeypatch, 
 
 def test_gradients_that_always_overflow_end_the_training_in_one_line(tmp_path):
     trainer = new_trainer(new_run(tmp_path), precision="fp16")
-    parameter = next(trainer.model.parameters())
+    parameter = next(trainer.state.model.parameters())
     parameter.register_hook(lambda gradient: gradient * float("nan"))
     message = "^precision: every gradient overflows in fp16 up to step 27: bf16 or fp32 may help"
     with pytest.raises(NonFiniteLoss, match=message):

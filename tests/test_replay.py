@@ -141,14 +141,14 @@ def test_the_last_bad_step_leaves_one_state_which_retention_ignores(tmp_path):
     new_trainer(run, epochs=1, on_bad_step="skip", **options).fit()
     assert kept() == ["bad-step-0000000005-00000.pt"]
     last = new_trainer(run, on_bad_step="skip", max_bad_steps=1, **options)
-    last.resume()
+    last.checkpoints.resume()
     with pytest.raises(NonFiniteLoss, match="max_bad_steps: 1 were met before") as error:
         last.fit()
     step = int(re.search(r"at step (\d+)", str(error.value))[1])
     assert kept() == [f"bad-step-{step:010d}-00000.pt"]
     state = store.load(step, is_bad=True)
     assert state["progress"]["step"] == step - 1
-    for name, value in last.model.state_dict().items():  # its averages are without the NaN
+    for name, value in last.state.model.state_dict().items():  # its averages are without the NaN
         assert value.equal(state["model"][name])
         assert value.isfinite().all()
 
@@ -162,15 +162,15 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "none").exists()
     run = new_run(tmp_path / "run")
     trainer = new_trainer(run, epochs=1)
-    trainer.save_checkpoint(best=False)
+    trainer.checkpoints.save(best=False)
     trainer.session.saver.wait()
     refuse(run.checkpoints, 0, "--step: expected a whole number of at least 1, got 0")
     refuse(run.checkpoints, 1, "expected the run of a recipe that has a name, with this")
-    trainer.origin = {"code": {"recipe.py": "1"}}
-    trainer.data_facts = {"number of training samples": len(trainer.train)}
-    trainer.save_checkpoint(best=False)
+    trainer.checkpoints.notes.origin = {"code": {"recipe.py": "1"}}
+    trainer.checkpoints.notes.data_facts = {"number of training samples": len(trainer.train)}
+    trainer.checkpoints.save(best=False)
     trainer.session.saver.wait()
-    num_steps = trainer.num_steps
+    num_steps = trainer.state.schedule.num_steps
     refuse(run.checkpoints, num_steps + 1, f"--step: expected at most {num_steps}, because")
     function = CheckpointStore(str(tmp_path / "function"), 1)
     position = {"epoch": 1, "num_samples": 8}

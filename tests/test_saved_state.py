@@ -328,11 +328,13 @@ def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, mo
 @pytest.mark.parametrize("value", [np.float64(0.5), torch.tensor(0.5, requires_grad=True), 0.5])
 def test_a_recipes_figures_may_be_numbers_of_any_kind(tmp_path, value, monkeypatch):
     trainer = new_trainer(new_run(tmp_path), epochs=1)
-    monkeypatch.setattr(trainer.recipe, "figures", lambda epoch: {"f1": value}, raising=False)
+    monkeypatch.setattr(
+        trainer.parallelism.recipe, "figures", lambda epoch: {"f1": value}, raising=False
+    )
     progress = trainer.fit()
     assert progress.epochs[0].metrics.keys() == {"accuracy", "f1"}
     assert repr(progress.epochs[0].metrics["f1"]) == "0.5"
-    state, _, _ = trainer.store.load_latest()
+    state, _, _ = trainer.checkpoints.store.load_latest()
     assert Progress.from_dict(state["progress"]).epochs == progress.epochs
 
 
@@ -407,7 +409,7 @@ def test_a_functions_checkpoint_is_no_recipes_and_the_other_way_round(tmp_path):
     trainer = new_trainer(run)
     expected = "checkpoints: expected a place with those of a recipe, got .*, which is that of a f"
     with pytest.raises(ConfigError, match=expected):
-        trainer.resume()
+        trainer.checkpoints.resume()
 
     run = new_run(tmp_path / "recipe")
     with pytest.raises(StopRequested):

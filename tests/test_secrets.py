@@ -247,15 +247,15 @@ def test_a_checkpoint_has_no_secret_and_is_resumed_with_a_new_signature(tmp_path
     trainer = new_trainer(
         run, url.format("m", 1), recipe_options={"activation": url.format("a", "hunter2"), **TOKEN}
     )
-    trainer.save_checkpoint(best=False)
-    trainer.store.wait()
+    trainer.checkpoints.save(best=False)
+    trainer.checkpoints.store.wait()
     files = [each for each in run.checkpoints.rglob("*") if each.is_file()]
     assert len(files) > 1
     assert not any(b"hunter2" in each.read_bytes() for each in files)
     again = new_trainer(
         run, url.format("m", 2), recipe_options={"activation": url.format("a", 2), **TOKEN}
     )
-    assert again.resume()[0].endswith("step-0000000000.json")
+    assert again.checkpoints.resume()[0].endswith("step-0000000000.json")
     for initial, option in (("other", "a"), ("m", "other")):
         changed = new_trainer(
             run,
@@ -263,7 +263,7 @@ def test_a_checkpoint_has_no_secret_and_is_resumed_with_a_new_signature(tmp_path
             recipe_options={"activation": url.format(option, 1), **TOKEN},
         )
         with pytest.raises(ConfigError, match="other") as caught:
-            changed.resume()
+            changed.checkpoints.resume()
         assert "hunter2" not in str(caught.value)
 
 

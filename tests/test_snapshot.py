@@ -246,7 +246,7 @@ def test_a_run_ends_as_a_plain_loop_does(kind, tmp_path, monkeypatch):
     plain_values = plain.values()
 
     trainer = new_trainer(new_run(tmp_path, "tests.test_snapshot.KeptLine"), **CONFIG)
-    recipe, model = trainer.recipe, trainer.model
+    recipe, model = trainer.parallelism.recipe, trainer.state.model
     check_contract(model, trainer.train, trainer.parallelism)
     data = dict.fromkeys(("description", "fingerprint", "recipe_version"), "")
     assert next(layer.name for layer in _describe(trainer, data, OF_A_NODE)["layers"]) == "line"

@@ -206,8 +206,8 @@ def test_a_best_checkpoint_that_is_damaged_leaves_the_last_epoch_with_a_warning(
     config = {"epochs": 3, "monitor": {"metric": "mae", "mode": "max"}}
     trainer = new_trainer(new_run(tmp_path, HERE + "Numbers"), **config)
     trainer.fit()
-    (tmp_path / "checkpoints" / f"step-{trainer.best.step:010d}.json").write_text("{}")
-    assert trainer.load_model_state().epoch == 3
+    (tmp_path / "checkpoints" / f"step-{trainer.state.best.step:010d}.json").write_text("{}")
+    assert trainer.checkpoints.load_model_state().epoch == 3
     assert "the model state is that of epoch 3, and not of the best: " in caplog.text
 
 

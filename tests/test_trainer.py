@@ -150,13 +150,13 @@ def test_checkpoints_are_written_by_the_clock_at_logged_steps(tmp_path, monkeypa
     trainer = new_trainer(
         run, epochs=1, log_interval=4, checkpoint_minutes=50, global_batch_size=8, memory_interval=0
     )
-    clock = {"monotonic": lambda: 600.0 * trainer.progress.step}  # ten minutes a step
+    clock = {"monotonic": lambda: 600.0 * trainer.state.progress.step}  # ten minutes a step
     names = ("time", "perf_counter")
     monkeypatch.setattr(
-        "flyte_ddp.training.trainer.time",
+        "flyte_ddp.training.checkpointer.time",
         SimpleNamespace(**clock, **{name: getattr(time, name) for name in names}),
     )
-    trainer.saved_at = 0.0
+    trainer.checkpoints.saved_at = 0.0
     steps, write = [], trainer.session.saver.write
 
     def note(state, step, *rest):
@@ -166,8 +166,8 @@ def test_checkpoints_are_written_by_the_clock_at_logged_steps(tmp_path, monkeypa
     monkeypatch.setattr(trainer.session.saver, "write", note)
     trainer.fit()
     # of the logged steps 1, 4, 8, ... the first one that is 50 minutes after the last checkpoint
-    assert trainer.num_steps == 13
-    assert [step for step in steps if step < trainer.num_steps] == [8]
+    assert trainer.state.schedule.num_steps == 13
+    assert [step for step in steps if step < trainer.state.schedule.num_steps] == [8]
 
 
 def test_no_checkpoint_is_written_of_weights_that_another_rank_has_spoiled(tmp_path, monkeypatch):
@@ -199,17 +199,19 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
     assert (stopped.progress.step, stopped.progress.epochs) == (num_steps, [])
 
     resumed = new_trainer(run, epochs=2)
-    resumed.resume()
-    assert (resumed.progress.step, resumed.progress.batch) == (num_steps, num_steps)
+    resumed.checkpoints.resume()
+    assert (resumed.state.progress.step, resumed.state.progress.batch) == (num_steps, num_steps)
     resumed.fit()
 
     undisturbed = new_trainer(new_run(tmp_path / "undisturbed"), epochs=2)
     undisturbed.fit()
-    for ours, theirs in zip(resumed.progress.epochs, undisturbed.progress.epochs, strict=True):
+    for ours, theirs in zip(
+        resumed.state.progress.epochs, undisturbed.progress.epochs, strict=True
+    ):
         assert (ours.train_loss, ours.test_loss) == (theirs.train_loss, theirs.test_loss)
         assert ours.metrics["accuracy"] == theirs.metrics["accuracy"]
     expected = undisturbed.model.state_dict()
-    torch.testing.assert_close(resumed.model.state_dict(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(resumed.state.model.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_a_long_evaluation_saves_what_was_trained_before_it(tmp_path, monkeypatch):
@@ -260,8 +262,8 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=2, **config).fit()
     resumed = new_trainer(run, **config)
-    resumed.resume()
-    assert resumed.progress.step == 2
+    resumed.checkpoints.resume()
+    assert resumed.state.progress.step == 2
     resumed.fit()
 
     recipe, config = resumed.recipe, resumed.config
@@ -280,7 +282,7 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
                 (recipe.losses(model(inputs[part]), targets[part]).sum() * (1 / 20)).backward()
             optimizer.step()
             scheduler.step()
-    torch.testing.assert_close(resumed.model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(resumed.state.model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_finished_run_accepts_the_same_number_of_epochs_and_refuses_fewer(tmp_path):
@@ -288,11 +290,11 @@ def test_a_finished_run_accepts_the_same_number_of_epochs_and_refuses_fewer(tmp_
     new_trainer(run, epochs=2).fit()
 
     again = new_trainer(run, epochs=2)
-    again.resume()
+    again.checkpoints.resume()
     assert len(again.fit().epochs) == 2
     expected = "^epochs: expected at least 2, got 1: .*json was written in epoch 2"
     with pytest.raises(ConfigError, match=expected):
-        new_trainer(run, epochs=1).resume()
+        new_trainer(run, epochs=1).checkpoints.resume()
 
 
 @pytest.mark.parametrize(
@@ -302,10 +304,10 @@ def test_one_sample_is_normalized_by_running_statistics_or_to_the_bias(
     tmp_path, recipe, num_batches
 ):
     trainer = new_trainer(new_run(tmp_path, recipe), epochs=1)
-    norm = trainer.model[1]
+    norm = trainer.state.model[1]
 
     assert len(trainer.fit().epochs) == 1
-    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
     if num_batches:  # of 9, the last of which has no variance
         assert norm.num_batches_tracked == num_batches
         return
@@ -366,7 +368,7 @@ def test_the_other_optimizers_train_also_in_bfloat16(tmp_path, optimizer):
     epochs = trainer.fit().epochs
 
     assert epochs[-1].train_loss < epochs[0].train_loss
-    assert all(value.dtype == torch.float32 for value in trainer.model.state_dict().values())
+    assert all(value.dtype == torch.float32 for value in trainer.state.model.state_dict().values())
 
 
 @pytest.mark.parametrize(

@@ -160,12 +160,12 @@ def test_a_run_resumes_exactly_with_what_an_optimizer_adds_to_its_state(
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=17, epochs=2).fit()
     resumed = new_trainer(run, epochs=2)
-    resumed.resume()
-    assert 9 < resumed.progress.step < 18
+    resumed.checkpoints.resume()
+    assert 9 < resumed.state.progress.step < 18
     resumed.fit()
     trained = [each.model.state_dict() for each in (resumed, whole)]
     torch.testing.assert_close(*trained, rtol=0, atol=0)
-    saved = [each.optimizer.state_dict() for each in (resumed, whole)]
+    saved = [each.state.optimizer.state_dict() for each in (resumed, whole)]
     torch.testing.assert_close(*saved, rtol=0, atol=0)
 
 
@@ -194,7 +194,7 @@ def evaluated_weights(trainer):
 
     def note():
         found = evaluate()
-        seen.append(copy.deepcopy(trainer.model.state_dict()))
+        seen.append(copy.deepcopy(trainer.state.model.state_dict()))
         return found
 
     trainer.evaluate = note
@@ -208,26 +208,26 @@ def test_schedule_free_weights_are_evaluated_and_returned_and_others_trained(tmp
     whole = new_trainer(new_run(tmp_path / "whole", name), **options)
     seen = evaluated_weights(whole)
     whole.fit()
-    trained = copy.deepcopy(whole.model.state_dict())
-    group = whole.optimizer.param_groups[0]
-    for key, parameter in whole.model.named_parameters():
-        z = whole.optimizer.state[parameter]["z"]
+    trained = copy.deepcopy(whole.state.model.state_dict())
+    group = whole.state.optimizer.param_groups[0]
+    for key, parameter in whole.state.model.named_parameters():
+        z = whole.state.optimizer.state[parameter]["z"]
         average = seen[-1][key]
         torch.testing.assert_close(trained[key], average.lerp(z, 1 - group["beta"]))
         assert not torch.equal(trained[key], average)
-    assert whole.load_model_state() is whole.best
-    kept = seen[whole.progress.epochs.index(whole.best)]
-    torch.testing.assert_close(dict(whole.model.state_dict()), dict(kept), rtol=0, atol=0)
+    assert whole.checkpoints.load_model_state() is whole.state.best
+    kept = seen[whole.state.progress.epochs.index(whole.state.best)]
+    torch.testing.assert_close(dict(whole.state.model.state_dict()), dict(kept), rtol=0, atol=0)
 
     run = new_run(tmp_path / "stopped", name)
     with pytest.raises(StopRequested):
         new_trainer(run, stop_after=stop_after, **options).fit()
     resumed = new_trainer(run, **options)
-    resumed.resume()
+    resumed.checkpoints.resume()
     resumed.fit()
-    torch.testing.assert_close(resumed.model.state_dict(), trained, rtol=0, atol=0)
-    assert [each.test_loss for each in resumed.progress.epochs] == [
-        each.test_loss for each in whole.progress.epochs
+    torch.testing.assert_close(resumed.state.model.state_dict(), trained, rtol=0, atol=0)
+    assert [each.test_loss for each in resumed.state.progress.epochs] == [
+        each.test_loss for each in whole.state.progress.epochs
     ]
 
 
@@ -322,11 +322,11 @@ def test_other_epochs_at_a_resume_need_a_schedule_that_fits_any_length(
     if not fits:
         expected = f"^epochs: expected 3, with which .* got {epochs}: .*Restarting.schedule made a"
         with pytest.raises(ConfigError, match=expected):
-            resumed.resume()
+            resumed.checkpoints.resume()
         return
-    resumed.resume()
+    resumed.checkpoints.resume()
     resumed.fit()
-    assert len(resumed.progress.epochs) == epochs
+    assert len(resumed.state.progress.epochs) == epochs
 
 
 def test_a_scheduler_does_not_go_on_from_the_checkpoint_of_a_function(tmp_path, monkeypatch):
@@ -336,4 +336,4 @@ def test_a_scheduler_does_not_go_on_from_the_checkpoint_of_a_function(tmp_path, 
         new_trainer(run, stop_after=3).fit()
     monkeypatch.setattr(Restarting, "schedule", lambda self, optimizer, *_: StepLR(optimizer, 3))
     with pytest.raises(ConfigError, match="expected a function of the step, as in the run of the"):
-        new_trainer(run).resume()
+        new_trainer(run).checkpoints.resume()

@@ -41,8 +41,9 @@ from flyte_ddp.rank.snapshot import unchanged
 from flyte_ddp.rank.step_timer import device_name
 from flyte_ddp.recipes import Recipe, get_recipe, list_class_names
 from flyte_ddp.recipes.prepare import describe_data
-from flyte_ddp.storage import SHORT_TIMEOUT, Storage, redact_values
+from flyte_ddp.storage import SHORT_TIMEOUT, Storage
 from flyte_ddp.storage.weights import save_safetensors, with_class_names
+from flyte_ddp.training.checkpointer import RunNotes
 from flyte_ddp.training.contract import check_contract, open_datasets, open_model
 from flyte_ddp.training.inspection import describe_layers, make_predictions, sample_inputs
 from flyte_ddp.training.parallel import Parallelism, choose_parallelism, count_parameters
@@ -140,10 +141,9 @@ def open_trainer(
         "num_ranks": world.world_size,
         "num_threads": torch.get_num_threads(),
     }
-    trainer = kind(
-        *(parallelism, model, train, test, current),
-        *(data["fingerprint"], data["recipe_version"], facts, origin),
-    )
+    versions = data["fingerprint"], data["recipe_version"]
+    notes = RunNotes(parallelism, *versions, facts, read, origin)
+    trainer = kind(parallelism, model, train, test, current, notes)
     if config.compile:
         beat_while_compiling(trainer.beat)
     return trainer, data
@@ -151,89 +151,97 @@ def open_trainer(
 
 def train(parallelism: Parallelism, current: Session) -> None:
     """Train the recipe, and report and save its results."""
-    config, world = parallelism.config, parallelism.world
     trainer, data = open_trainer(Trainer, parallelism, current)
-    recipe, model, test, store = trainer.recipe, trainer.model, trainer.test, trainer.store
-
-    # Where to start: at the newest checkpoint, if there is one
-    with keep_beating(trainer.beat):  # a large checkpoint takes its time
-        url, skipped = trainer.resume()
-    # What one rank may do, such as a metric that counts for itself, several may not.
-    if trainer.progress.step == 0 or trainer.num_ranks_before != world.world_size:
-        check_contract(model, trainer.train, parallelism, test)
-        with keep_beating(trainer.beat):
-            check_resuming(model, parallelism, trainer.num_steps)
-    if parallelism.saves:
-        current.reporter.emit_start(**_describe(trainer, data, current.process))
-        current.reporter.emit(
-            events.CheckpointLoaded(trainer.progress.step, url, trainer.progress.epochs, skipped)
-        )
-
-    # Go!
+    _start(trainer, data)
     trainer.fit()
-    kept, best = trainer.load_model_state(), trainer.best
+    _save_results(trainer)
 
-    # Results: predictions to look at, the trained weights, and the run's figures
+
+def _start(trainer: Trainer, data: Mapping[str, str]) -> None:
+    """Go to the newest checkpoint, if there is one, and check what is new in this run."""
+    parallelism, session = trainer.parallelism, trainer.session
+    with keep_beating(trainer.beat):  # a large checkpoint takes its time
+        url, skipped = trainer.checkpoints.resume()
+    state, num_ranks = trainer.state, parallelism.world.world_size
+    progress = state.progress
+    # What one rank may do, such as a metric that counts for itself, several may not.
+    if progress.step == 0 or trainer.checkpoints.num_ranks_before != num_ranks:
+        check_contract(state.model, trainer.train, parallelism, trainer.test)
+        with keep_beating(trainer.beat):
+            check_resuming(state.model, parallelism, state.schedule.num_steps)
+    if parallelism.saves:
+        session.reporter.emit_start(**_describe(trainer, data, session.process))
+        loaded = events.CheckpointLoaded(progress.step, url, progress.epochs, skipped)
+        session.reporter.emit(loaded)
+
+
+def _save_results(trainer: Trainer) -> None:
+    """Save and report the results: predictions to look at, the trained weights, and the run's
+    figures.
+    """
+    parallelism, session, checkpoints = trainer.parallelism, trainer.session, trainer.checkpoints
+    model, store, world = trainer.state.model, checkpoints.store, parallelism.world
+    kept, best = checkpoints.load_model_state(), trainer.state.best
     store.staging.clear()  # which rank 0 may need for the whole model
     state = model.state_dict()
     num_parameters = [int(each) for each in world.all_gather(count_own_parameters(model))]
     if parallelism.saves:
         # a large model takes its time
         with log_failures("predictions", others=(SystemExit,)), keep_beating(trainer.beat):
-            predictions = make_predictions(model, test, parallelism)
-            current.reporter.emit(events.PredictionsMade(kept.epoch, predictions))
+            predictions = make_predictions(model, trainer.test, parallelism)
+            session.reporter.emit(events.PredictionsMade(kept.epoch, predictions))
         trainer.beat()
         state = parallelism.gather_state(state)
     peak_memory = [int(each) for each in world.all_gather(_peak_memory(world))]
-    if world.is_first:
-        state = with_class_names(portable(state), list_class_names(recipe))
-        model_state = store.save_file(MODEL_STATE, state, trainer.beat)
-        with keep_beating(trainer.beat):
-            exported = export_model(recipe, state, store.storage.url)
-        peak_memory[0] = _peak_memory(world)
-        current.results = {
-            "model_state_url": model_state,
-            **exported,
-            "best_epoch": best.epoch,
-            "best": {
-                name: best.figures().values[name] for name in (config.monitor.metric, "test_loss")
-            },
-            "model_state_epoch": kept.epoch,
-            "peak_memory_bytes": peak_memory[0],
-            "rank_peak_memory_bytes": peak_memory,
-            "rank_num_parameters": num_parameters,
-            "memory_interval": trainer.memory_interval.steps
-            if trainer.memory_interval.is_on
-            else 0,
-            "first_step_seconds": max(0.0, trainer.first_step_at - current.process.job.launched_at),
-        }
+    if not world.is_first:
+        return
+    state = with_class_names(portable(state), list_class_names(parallelism.recipe))
+    model_state = store.save_file(MODEL_STATE, state, trainer.beat)
+    with keep_beating(trainer.beat):
+        exported = export_model(parallelism.recipe, state, store.storage.url)
+    peak_memory[0] = _peak_memory(world)
+    figures = best.figures().values
+    interval, launched_at = checkpoints.memory_interval, session.process.job.launched_at
+    session.results = {
+        "model_state_url": model_state,
+        **exported,
+        "best_epoch": best.epoch,
+        "best": {name: figures[name] for name in (parallelism.config.monitor.metric, "test_loss")},
+        "model_state_epoch": kept.epoch,
+        "peak_memory_bytes": peak_memory[0],
+        "rank_peak_memory_bytes": peak_memory,
+        "rank_num_parameters": num_parameters,
+        "memory_interval": interval.steps * interval.is_on,
+        "first_step_seconds": max(0.0, trainer.measures.first_step_at - launched_at),
+    }
 
 
 def _describe(trainer: Trainer, data: Mapping[str, str], process: RankProcess) -> dict[str, Any]:
     """Return what is known of the run before its first step, by its name in `events.RunStarted`."""
-    recipe, world, model, config = trainer.recipe, trainer.world, trainer.model, trainer.config
+    parallelism, notes, state = trainer.parallelism, trainer.checkpoints.notes, trainer.state
+    recipe, world, model = parallelism.recipe, parallelism.world, state.model
     on_gpu = world.device.type == "cuda"
     layers: list[events.LayerDescribed] = []
     with log_failures("layers"), unchanged(model, recipe, trainer.test.dataset):
-        layers = describe_layers(model, sample_inputs(trainer.test, trainer.parallelism))
+        layers = describe_layers(model, sample_inputs(trainer.test, parallelism))
     return {
-        "config": redact_values(dataclasses.asdict(config)),
-        "hidden": trainer.hidden,
+        "config": notes.config,
+        "hidden": notes.hidden,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "backend": dist.get_backend() if world.world_size > 1 else "none",
         "num_threads": choose_threads(process.node.num_threads),
         "num_parameters": count_parameters(model),
         "num_train_samples": len(trainer.train),
         "num_test_samples": len(trainer.test),
-        "num_steps": trainer.num_steps,
+        "num_steps": state.schedule.num_steps,
         "layers": layers,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         "data": data["description"],
-        "data_fingerprint": data["fingerprint"],
+        "data_fingerprint": notes.data_fingerprint,
         "class_names": list_class_names(recipe),
         # absent from data that an earlier version has prepared
         "data_license": data.get("license", ""),
-        "recipe_version": data["recipe_version"],
+        "recipe_version": notes.recipe_version,
     }
 
 

@@ -42,6 +42,10 @@ class Progress:
     # `epochs` as JSON, one a line, so that a checkpoint takes as long however many there are
     _lines: str = ""
 
+    def is_left_out(self, batch: int) -> bool:
+        """Return whether the run leaves out a batch of the current epoch."""
+        return [self.epoch, batch] in self.left_out
+
     def note(self, finished: EpochFinished) -> None:
         """Note the results since the last evaluation, and advance to the next epoch after a whole
         one.

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import pdb
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,9 @@ from flyte_ddp.rank.session import Session
 from flyte_ddp.training.main import keep_beating, main, open_trainer
 from flyte_ddp.training.parallel import Parallelism
 from flyte_ddp.training.passes import gradient_norm
+from flyte_ddp.training.progress import Progress
 from flyte_ddp.training.trainer import Trainer
-from flyte_ddp.training.watch import WatchedStep
+from flyte_ddp.training.watch import LossWatch, WatchedStep
 
 
 def find_state(place: str, step: int) -> tuple[int, bool, dict[str, Any], list[list[int]]]:
@@ -144,67 +146,69 @@ class _ReducedShards(EpochShards):
         )
 
 
-@dataclass(eq=False)
+class _WatchUpTo(LossWatch):
+    """Ends the training in a step, behind its gradient."""
+
+    last_step: int
+
+    def end(self, watched: WatchedStep, num_targets: float | torch.Tensor, at: Progress) -> None:
+        super().end(watched, num_targets, at)
+        if watched.step == self.last_step:
+            raise _Reached
+
+
 class Replay(Trainer):
     """A trainer that goes up to the gradient of a step, and saves nothing."""
 
-    last_step: int = 0  # the one that is looked at
-    place: tuple[int, int] = (0, 0)  # epoch and batch of the step
-    # those of the step that are not left out, on all ranks
-    samples: list[int] = dataclasses.field(default_factory=list)
-    # the first module whose output is not finite
-    first: dict[str, Any] = dataclasses.field(default_factory=dict)
+    place = 0, 0  # epoch and batch of the step
+    samples: Sequence[int] = ()  # of the step on all ranks, without those that are left out
 
     def begin(self, call: ReplayCall) -> None:
         """Go to the state before the step. Every rank calls it. Raises as `ReplayCall.replay`."""
+        trained, config, world = self.state, self.parallelism.config, self.parallelism.world
+        self.checkpoints.is_read_only = True
         state = CheckpointStore(call.place, 1).load(
-            call.start + call.is_bad, self.world, self._boxes(), call.is_bad
+            call.start + call.is_bad, world, trained.boxes(), call.is_bad
         )
-        self._check(state, call.place)
-        self._load(state)
-        self.last_step, self.watch.is_shared = call.step, self.world.world_size > 1
-        epoch, batch = divmod(call.step - 1, num_batches(self.train, self.config))
-        self.place, progress = (epoch + 1, batch), self.progress
+        self.checkpoints.notes.check(state, call.place, trained)
+        trained.load(state)
+        self.watch = self.bad_steps.watch = _WatchUpTo(config, world, self.train)
+        self.watch.last_step, self.watch.is_shared = call.step, world.world_size > 1
+        self.first: dict[str, Any] = {}  # the first module whose output is not finite
+        epoch, batch = divmod(call.step - 1, num_batches(self.train, config))
+        self.place, progress = (epoch + 1, batch), trained.progress
         before = [each for each in progress.left_out if each < [progress.epoch, progress.batch]]
         # what the run met between the state and a step that it left out is met again
         progress.left_out = before if [*self.place] in call.left_out else call.left_out
-        alone = dataclasses.replace(self.world, rank=0, world_size=1)
-        whole = epoch_shards(self.train, self.config, alone, self.place[0])[batch]
+        alone = dataclasses.replace(world, rank=0, world_size=1)
+        whole = epoch_shards(self.train, config, alone, self.place[0])[batch]
         keys = {each: self.watch.key(each) for each in torch.cat([*whole.micro_batches]).tolist()}
         self.samples = [each for each in keys if call.without not in (str(each), keys[each] or " ")]
         if call.without and not 0 < len(self.samples) < len(keys):
             named = ", ".join(keys[each] or str(each) for each in [*keys][:3])
             raise ConfigError(
                 f"--without: expected index or key of one of several samples of step "
-                f"{self.last_step}, such as {named}, got {call.without!r}"
+                f"{call.step}, such as {named}, got {call.without!r}"
             )
         # the hooks of a compiled model would change what is compiled
-        for name, module in () if self.config.compile else self.model.named_modules():
+        for name, module in () if config.compile else trained.model.named_modules():
             module.register_forward_hook(functools.partial(self._look, name))
 
-    def save_checkpoint(self, best: bool, to_store: bool = True) -> bool:
-        return False
-
-    def _check_loss(self, may_wait: bool = True) -> bool:
-        if self.watch.last and self.watch.last.step == self.last_step:
-            raise _Reached
-        return super()._check_loss(may_wait)
-
-    def _shards(self) -> EpochShards:
-        shards, (epoch, batch) = super()._shards(), self.place
-        if self.progress.epoch != epoch:
+    def shards(self) -> EpochShards:
+        shards, (epoch, batch) = super().shards(), self.place
+        if self.state.progress.epoch != epoch:
             return shards
         left = torch.tensor(self.samples, device=self.train.index_device)
         return _ReducedShards(shards.samples, shards.plan, shards.size, batch, left)
 
     def _look(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Note the first module whose output is not finite in the step: a hook of all modules."""
-        is_due = self.progress.step == self.last_step - 1 and torch.is_grad_enabled()
+        is_due = self.state.progress.step == self.watch.last_step - 1 and torch.is_grad_enabled()
         if is_due and not self.first and not _is_finite(outputs):
             self.first = {
                 "name": name,
                 "kind": type(module).__name__,
-                "rank": self.world.rank,
+                "rank": self.parallelism.world.rank,
                 "input_is_finite": _is_finite(inputs),
             }
 
@@ -214,7 +218,7 @@ class Replay(Trainer):
         Args:
             terminal: gets the rank of the worst sample.
         """
-        world, watched = self.world, self.watch.last
+        world, watched, state = self.parallelism.world, self.watch.last, self.state
         assert watched is not None  # the step was reached
         own = [
             [order, each.index, each.key, each.loss, world.rank]
@@ -226,9 +230,9 @@ class Replay(Trainer):
         # one that stands in for none is on its own rank as well
         rows = {row[1]: row for found, _ in reversed(every) for row in found}
         worst = sorted(rows.values(), key=lambda row: row[0], reverse=True)
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(state.model.named_parameters())
         gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
-        scale, norm_of = self.scaler.get_scale(), torch.linalg.vector_norm
+        scale, norm_of = state.scaler.get_scale(), torch.linalg.vector_norm
         norms = {  # for which a GPU is waited for
             name: float(self.parallelism.gather(norm_of(each))) / scale
             for name, each in gradients.items()
@@ -237,7 +241,7 @@ class Replay(Trainer):
         if terminal:
             self._debug(watched, terminal, worst[0][-1])
         return {
-            "step": self.last_step,
+            "step": watched.step,
             "epoch": self.place[0],
             "num_ranks": world.world_size,
             "loss": float(watched.total or 0.0),
@@ -247,20 +251,21 @@ class Replay(Trainer):
                 {"index": index, "key": key, "rank": rank, "loss": loss, "largest_value": order[-1]}
                 for order, index, key, loss, rank in worst
             ],
-            "gradient_norm": gradient_norm(self.model, self.parallelism) / scale,
+            "gradient_norm": gradient_norm(state.model, self.parallelism) / scale,
             "gradient_norms": norms,
         }
 
     def _debug(self, watched: WatchedStep, terminal: str, rank: int) -> None:
         """Let a terminal debug a rank after its backward pass, while the others wait."""
-        if self.world.rank == rank:
-            model, losses = self.model, watched.losses  # noqa: F841 - to be looked at
+        world = self.parallelism.world
+        if world.rank == rank:
+            model, losses = self.state.model, watched.losses  # noqa: F841 - to be looked at
             batch = list(self.train.batches(watched.shard.micro_batches, watched.epoch))  # noqa: F841
             with open(f"{terminal}-in") as stdin, open(f"{terminal}-out", "w") as stdout:
                 with contextlib.suppress(bdb.BdbQuit):
                     pdb.Pdb(stdin=stdin, stdout=stdout, nosigint=True).set_trace()
                     stdout.flush()  # it stops here: model, batch and losses are those of this rank
-        self.world.all_reduce(0.0)
+        world.all_reduce(0.0)
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,0 +1,188 @@
+"""What the steps and epochs of a training measure, and what is reported of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.errors import NonFiniteLoss, log_failures
+from flyte_ddp.events import EpochFinished, HistogramsTaken, PredictionsMade, Reported
+from flyte_ddp.rank.data import Samples
+from flyte_ddp.rank.reporter import Reporter
+from flyte_ddp.rank.step_timer import StepTimer
+from flyte_ddp.training import inspection
+from flyte_ddp.training.bad_steps import REMEDY
+from flyte_ddp.training.evaluation import Evaluation, sample_utilization
+from flyte_ddp.training.metrics import check_monitor, read_figures
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.passes import gradient_norm
+from flyte_ddp.training.progress import Stretch
+from flyte_ddp.training.trained_state import TrainedState
+
+# of fp16, which begins with 65536 and is halved by each gradient that overflows
+MIN_LOSS_SCALE = 2.0**-10
+
+
+@dataclass(eq=False)
+class Measures:
+    """Sums up the steps of one rank, and reports them with those of the other ranks."""
+
+    reporter: Reporter
+    parallelism: Parallelism
+    state: TrainedState
+    timer: StepTimer
+    train: Samples
+    test: Samples
+    num_batches: int  # of an epoch
+    first_step_at: float = 0.0  # seconds since the epoch
+    # what could not be shown in this attempt: it is logged once
+    _failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.sample_utilization = sample_utilization(self.state.model, self.parallelism)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the sums up to the next evaluation anew, after those of an earlier attempt."""
+        before = dataclasses.replace(self.state.progress)
+        self.stretch = Stretch(self.parallelism.world.device, before)
+        self._before = sum(self.timer.seconds), self._count_unreadable()
+
+    def _count_unreadable(self) -> int:
+        return self.train.num_unreadable + self.test.num_unreadable
+
+    def add(
+        self,
+        loss_sum: Tensor,
+        own_targets: float | Tensor,
+        num_targets: float | Tensor,
+        num_samples: int,
+    ) -> None:
+        """Add one optimizer step."""
+        self.first_step_at = self.first_step_at or time.time()
+        for sums in (self.stretch.since_log, self.stretch.sums):
+            sums.add(loss_sum, own_targets, num_targets, num_samples)
+
+    def update_progress(self) -> None:
+        """Set the epoch's sums over all ranks: those of earlier attempts plus the stretch's.
+
+        Raises:
+            NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
+        """
+        progress, sums, earlier = self.state.progress, self.stretch.sums, self.stretch.before
+        progress.loss_sum = earlier.loss_sum + self.parallelism.world.all_reduce(sums.loss_sum)[0]
+        progress.num_targets = earlier.num_targets + float(sums.num_targets)
+        progress.num_samples = earlier.num_samples + sums.num_samples
+        progress.seconds = earlier.seconds + sums.seconds
+        if self.state.scaler.is_enabled():  # whose steps are left out where a gradient overflows
+            return
+        norm = gradient_norm(self.state.model, self.parallelism)
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(
+                f"the gradient's norm is {norm} at step {progress.step} (epoch "
+                f"{progress.epoch}); {REMEDY}"
+            )
+
+    def report_step(self, gradient_norm: float) -> None:
+        """Report the steps since the last report."""
+        progress, scaler, world = self.state.progress, self.state.scaler, self.parallelism.world
+        if not self.stretch.since_log.num_steps:
+            return
+        sums = self.stretch.begin_log()
+        if scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
+            raise NonFiniteLoss(
+                f"precision: every gradient overflows in fp16 up to step {progress.step}: "
+                "bf16 or fp32 may help, or the gradient is NaN"
+            )
+        reported = Reported(
+            step=progress.step,
+            epoch=progress.step / self.num_batches,
+            values={
+                "loss": world.all_reduce(sums.loss_sum)[0] / float(sums.num_targets),
+                "learning_rate": progress.learning_rate,
+                "gradient_norm": gradient_norm,
+                "samples_per_second": sums.num_samples / sums.seconds,
+            },
+        )
+        self.reporter.emit(reported)
+        if world.is_first:
+            with self._shown("result of on_step"):
+                self.parallelism.recipe.on_step(reported)
+
+    def finish_epoch(self, evaluation: Evaluation, exchange: dict[str, Any]) -> EpochFinished:
+        """Report the results since the last evaluation, and advance to the next epoch after a whole
+        one.
+
+        Args:
+            exchange: as of `Parallelism.exchange_seconds`.
+        """
+        finished = self._measure(evaluation, exchange)
+        if self.parallelism.saves:
+            finished = self._show(finished)
+        if self.parallelism.world.is_first:
+            with self._shown("result of on_epoch"):
+                self.parallelism.recipe.on_epoch(finished)
+        self.state.schedule.end_evaluation(finished)
+        self.state.progress.note(finished)
+        return finished
+
+    def _measure(self, evaluation: Evaluation, exchange: dict[str, Any]) -> EpochFinished:
+        progress, world, sums = self.state.progress, self.parallelism.world, self.stretch.sums
+        seconds, num_unreadable = self._before
+        # A straggler spends more on its own part of the steps, without its waits for the others.
+        own_seconds = (sum(self.timer.seconds) - seconds) / max(1, sums.num_steps)
+        finished = EpochFinished(
+            epoch=progress.epoch,
+            step=progress.step,
+            train_loss=progress.loss_sum / (progress.num_targets or math.nan),
+            test_loss=evaluation.loss,
+            learning_rate=progress.learning_rate,
+            seconds=progress.seconds,
+            samples_per_second=progress.num_samples / progress.seconds,
+            evaluation_seconds=evaluation.seconds,
+            rank_losses=world.all_gather(float(sums.loss_sum) / max(1.0, float(sums.own_targets))),
+            rank_step_seconds=world.all_gather(own_seconds),
+            num_unreadable=int(world.all_reduce(self._count_unreadable() - num_unreadable)[0]),
+            metrics=evaluation.metrics,
+            share=progress.batch / self.num_batches,
+            **exchange,
+        )
+        with self._shown("figures"):
+            figures = {**finished.metrics, **read_figures(self.parallelism.recipe, finished)}
+            if utilization := self.sample_utilization * finished.samples_per_second:
+                figures["model_flops_utilization"] = utilization
+            finished = dataclasses.replace(finished, metrics=figures)
+        check_monitor(self.parallelism.config, ["test_loss", *finished.metrics])
+        return finished
+
+    def _show(self, finished: EpochFinished) -> EpochFinished:
+        """Emit the results with views of the model. Return them with the recipe's sample."""
+        model, parallelism = self.state.model, self.parallelism
+        with self._shown("sample"):
+            sample = inspection.generate_sample(model, parallelism.recipe)
+            finished = dataclasses.replace(finished, sample=sample)
+        self.reporter.emit(finished)
+        with self._shown("histograms"):
+            histograms = inspection.take_histograms(model, parallelism)
+            self.reporter.emit(HistogramsTaken(finished.step, histograms))
+        interval = parallelism.config.prediction_interval
+        is_last = (
+            finished.epoch == parallelism.config.epochs
+        )  # the run's end shows the kept model's
+        is_due = interval and finished.share == 1 and finished.epoch % interval == 0
+        if is_due and not is_last:
+            self.reporter.beat(finished.step)
+            with self._shown("predictions"):
+                made = inspection.make_predictions(model, self.test, parallelism)
+                self.reporter.emit(PredictionsMade(finished.epoch, made))
+        return finished
+
+    def _shown(self, what: str) -> AbstractContextManager[object]:
+        """Return a context that ends without the error of a part of the report."""
+        return log_failures(what, self._failed, (SystemExit,))

@@ -1,0 +1,93 @@
+"""What the steps of a training change: the value of a checkpoint, out and in again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from flyte_ddp.checkpoints.assembly import BoxOf
+from flyte_ddp.config import TrainingConfig
+from flyte_ddp.events import EpochFinished, find_best
+from flyte_ddp.rank.sharding import load_model, load_optimizer, own_boxes
+from flyte_ddp.training.average import WeightAverage
+from flyte_ddp.training.optim import Schedule, has_modes, open_optimizer
+from flyte_ddp.training.parallel import Parallelism
+from flyte_ddp.training.progress import Progress
+
+
+@dataclass(eq=False)
+class TrainedState:
+    """A model that trains, with its optimizer and its progress."""
+
+    config: TrainingConfig
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: Schedule
+    scaler: GradScaler
+    average: WeightAverage
+    progress: Progress = field(default_factory=Progress)
+
+    @classmethod
+    def open(cls, parallelism: Parallelism, model: nn.Module, num_steps: int) -> TrainedState:
+        """Return the state before the first of `num_steps` steps."""
+        recipe, config = parallelism.recipe, parallelism.config
+        optimizer = open_optimizer(recipe, model, config, parallelism.has_fused_sgd)
+        schedule = Schedule(recipe, optimizer, config, num_steps)
+        average = WeightAverage(model, config.ema_decay, optimizer)
+        return cls(config, model, optimizer, schedule, parallelism.scaler, average)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as a checkpoint has it. Copies no tensor."""
+        return {
+            "progress": self.progress.to_dict(),
+            **self.average.state_dicts(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` has returned."""
+        load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.schedule.load_state_dict(state.get("schedule", {}))
+        self.scaler.load_state_dict(state.get("scaler", {}))
+        self.average.load(state.get("average", {}))
+        self.progress = Progress.from_dict(state["progress"])
+
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        """Load the weights to evaluate alone from a checkpoint of this run."""
+        load_model(self.model, state["model"])
+        if has_modes(self.optimizer):  # it has a part of the weights to evaluate
+            load_optimizer(self.optimizer, state["optimizer"])
+        self.average.load(state.get("average", {}))
+
+    def boxes(self) -> BoxOf:
+        """Return what this rank keeps of each tensor of a checkpoint."""
+        averages = {("average", name): each for name, each in self.average.values.items()}
+        return own_boxes(self.model, {("optimizer",): self.optimizer}, averages)
+
+    def end_step(self) -> None:
+        """Note that a step is done, or left out."""
+        self.schedule.end_step()
+        self.progress.step += 1
+        self.progress.batch += 1
+
+    @property
+    def best(self) -> EpochFinished:
+        """The best of the finished epochs, by `config.monitor`."""
+        best = find_best(self.progress.epochs, self.config.monitor)
+        assert best is not None  # there is one
+        return best
+
+    def needed_step(self, state: Mapping[str, Any]) -> int:
+        """Return the step of the checkpoint to which a run from `state` will go back at its end; 0
+        for none.
+        """
+        best = find_best(Progress.from_dict(state["progress"]).epochs, self.config.monitor)
+        return best.step if best and self.config.model_state == "best" else 0
