@@ -21,7 +21,8 @@ import torch
 from flyte_ddp.checkpoints import stored_steps
 from flyte_ddp.checkpoints.files import portable, save_state
 from flyte_ddp.checkpoints.staging import StagingMemory
-from flyte_ddp.checkpoints.store import WRITER_NICENESS, CheckpointStore
+from flyte_ddp.checkpoints.store import CheckpointStore
+from flyte_ddp.checkpoints.writer import WRITER_NICENESS
 from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
 from flyte_ddp.recipes import get_recipe
 from flyte_ddp.storage import Storage

@@ -252,10 +252,9 @@ def test_a_state_after_the_best_epoch_is_left_out_until_the_store_has_that_one(
 
     kept, store = [], CheckpointStore(str(tmp_path), 1, slots=Slots())
     store.returns_to_best, may_write = True, threading.Event()
-    write = store._sink.write
-    monkeypatch.setattr(
-        store._sink, "write", lambda *arguments: (may_write.wait(), write(*arguments))
-    )
+    sink = store.queue.writer.sink
+    write = sink.write
+    monkeypatch.setattr(sink, "write", lambda *arguments: (may_write.wait(), write(*arguments)))
     store.save({"progress": {}}, 1, True, to_store=True, to_memory=True)
     assert store.save({"progress": {}}, 2, False, to_store=False, to_memory=True) is None
     may_write.set()

@@ -174,8 +174,8 @@ def test_a_state_is_that_of_the_call_whatever_changes_afterwards(tmp_path):
         "sparse": torch.eye(2).to_sparse(),
     }
     store = CheckpointStore(str(tmp_path), 1)
-    begin, waiting = store._enqueue, []
-    store._enqueue = waiting.append
+    begin, waiting = store.queue.add, []
+    store.queue.add = waiting.append
     store.save({"state": state}, 1, best=False)
     for each in (tensor, key):
         each.fill_(7)
@@ -308,7 +308,7 @@ def test_an_error_of_a_whole_file_ends_the_attempt_and_touches_nothing(
 
 def test_an_older_checkpoint_of_another_format_is_refused_and_stays(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("flyte_ddp.checkpoints.store.FORMAT", 99)
+        patch.setattr("flyte_ddp.checkpoints.writer.FORMAT", 99)
         save(tmp_path, 1)
     with pytest.raises(ConfigError, match="expected format 4, got format 99; the file is whole"):
         CheckpointStore(str(tmp_path), 5).load_latest()

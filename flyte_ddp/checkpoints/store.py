@@ -13,130 +13,80 @@ Knows nothing of models. Rank 0 writes, or every rank its part, and rank 0 the m
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
-import logging
 import math
-import os
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from flyte_ddp.checkpoints.assembly import BoxOf, assemble, keep_all
 from flyte_ddp.checkpoints.files import (
-    CHECKSUM,
-    FORMAT,
     Damaged,
     Entry,
     checkpoint_name,
     is_manifest,
     read_file,
     read_manifest,
-    save_state,
 )
 from flyte_ddp.checkpoints.memory import Slots
-from flyte_ddp.checkpoints.ownership import check_owner
+from flyte_ddp.checkpoints.memory_writer import MemoryWriter
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
-from flyte_ddp.checkpoints.staging import Buffers, StagingMemory
-from flyte_ddp.checkpoints.state import Part, collect, find_tensors, map_tensors
-from flyte_ddp.config.background import start_thread
-from flyte_ddp.config.waits import BEAT_INTERVAL, POLL_INTERVAL
-from flyte_ddp.errors import CheckpointError, ConfigError, StorageUnavailable
-from flyte_ddp.storage import STORE_TIMEOUT, Storage, redact_url
-from flyte_ddp.storage.directory import FIRST_PAUSE, MAX_PAUSE
-from flyte_ddp.storage.failures import describe
+from flyte_ddp.checkpoints.staging import StagingMemory
+from flyte_ddp.checkpoints.state import Part, collect, find_tensors
+from flyte_ddp.checkpoints.write_queue import WriteQueue
+from flyte_ddp.checkpoints.writer import Report, UploadProgress, Write, Writer
+from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.errors import CheckpointError
+from flyte_ddp.storage import STORE_TIMEOUT, Storage
 from flyte_ddp.world import ALONE, World, call_together
 
-WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Write:
-    """A state that is to be written."""
-
-    state: Mapping[str, Any] | None  # None once it is in `contents`
-    name: str  # of the file, or what the names of all ranks' files begin with
-    step: int = 0
-    best: bool = False
-    has_manifest: bool = True
-    number: int = 0  # counts the saves of this process, so it is the same on all ranks
-    contents: bytes = b""
-    buffers: Buffers | None = None  # the memory of `state`
-    entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
-
-    def save_to(self, file: BinaryIO) -> tuple[int, str]:
-        self.entry = save_state(self.state or {}, file, not self.has_manifest)
-        return self.entry["bytes"], self.entry[CHECKSUM]
-
-
-@dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of one run below one URL.
 
-    A thread writes, so that training never waits for the store. While it writes one state, another
-    one waits, which a newer one replaces; the best one so far waits too. While the store is away,
-    the thread tries again.
+    A thread writes, so that training never waits for the store.
+
+    store = CheckpointStore("s3://bucket/run", num_kept=2)
+    store.save({"model": model.state_dict()}, step=100, best=False)
+    store.wait()
+    state, url, skipped = store.load_latest()
     """
 
-    url: str  # any fsspec URL or local path; created where missing
-    num_kept: int  # number of newest checkpoints that are kept; the best one is kept too
-    # seconds that the store may be away before `check`, `save` and `wait` raise
-    timeout: float = STORE_TIMEOUT
-    # The token of the run that owns the place (`ownership.Ownership`), checked before anything is
-    # written, renamed or deleted; "" for a place that nothing else uses.
-    owner: str = ""
-    # Called with True when a state is about to be written, and with False when none is being
-    # written; with step and URL of a checkpoint that the store now has whole, and whether it is the
-    # best, on rank 0 only.
-    report: Callable[[bool, tuple[int, str, bool] | None], None] = lambda is_busy, written: None
-    # who save a state together; all of them make the same calls then
-    peers: Peers = field(default_factory=lambda: Peers(ALONE))
-    slots: Slots | None = None  # take states in memory
-    returns_to_best: bool = False  # the run ends with the best state
-    # nothing resumes any more: on a full disk the model counts more than checkpoints
-    has_finished: bool = False
-    staging: StagingMemory = field(default_factory=StagingMemory)
-    _queue: list[_Write] = field(default_factory=list)
-    _num_saves: int = 0
-    _current: _Write | None = None  # what is being written
-    _stuck_since: float = 0.0  # monotonic: when the state being written was begun; 0 while idle
-    # Progress of an upload: the most bytes that any try has stored since the last complete
-    # checkpoint, and when.
-    _most_stored: int = 0
-    _stored_at: float = 0.0
-    _outage: str = ""  # why the last try failed
-    _failure: Exception | None = None  # final
-    _num_in_memory: int = 0  # states that are being written to the memory of the node
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread | None = None
+    def __init__(
+        self,
+        url: str,  # any fsspec URL or local path; created where missing
+        num_kept: int,  # number of newest checkpoints that are kept; the best one is kept too
+        # seconds that the store may be away before `check`, `save` and `wait` raise
+        timeout: float = STORE_TIMEOUT,
+        # The token of the run that owns the place (`ownership.Ownership`), checked before anything
+        # is written, renamed or deleted; "" for a place that nothing else uses.
+        owner: str = "",
+        report: Report = lambda is_busy, written: None,
+        # who save a state together; all of them make the same calls then
+        peers: Peers | None = None,
+        slots: Slots | None = None,  # take states in memory
+    ) -> None:
+        sink = Storage(url, timeout=0)
+        self.storage, self.peers = Storage(url, timeout=timeout), peers or Peers(ALONE)
+        self.retention = Retention(sink, num_kept, owner)
+        progress = UploadProgress(sink, timeout)
+        self.queue = WriteQueue(Writer(sink, self.peers, self.retention, report, progress))
+        self.memory, self.staging = MemoryWriter(slots), StagingMemory()
+        self.returns_to_best = False  # the run ends with the best state
+        self._num_saves = 0
 
-    def __post_init__(self) -> None:
-        self.storage = Storage(self.url, timeout=self.timeout)
-        # a failed try must not keep a newer state waiting
-        self._sink = Storage(self.url, timeout=0)
-        self.retention = Retention(self._sink, self.num_kept, self.owner)
-
-    def share_with(self, peers: Peers) -> None:
-        """Save every state together with `peers` from now on. Nothing may be waiting to be
+    def share_with(self, world: World, store: Store) -> None:
+        """Save every state together with other ranks from now on. Nothing may be waiting to be
         written.
         """
-        self.peers = peers
+        self.peers.world, self.peers.store = world, store
         self._num_saves = 0  # the ranks number them alike
-
-    @property
-    def _follows(self) -> bool:
-        """True where rank 0 chooses the states that this rank writes a part of."""
-        return not self.peers.world.is_first
 
     def save(
         self,
@@ -166,12 +116,9 @@ class CheckpointStore:
         self.check()
         if to_memory:
             # A state after the best epoch is of no use before the store has that epoch's.
-            waits = self.returns_to_best and any(
-                each.best for each in (self._current, *self._queue) if each
-            )
-            is_ready = self.slots and self.slots.is_ready and not self._num_in_memory
-            to_memory = bool(is_ready and (to_store or not waits))
-            to_memory = not self.peers.world.all_reduce(not to_memory)[0]
+            waits = self.returns_to_best and self.queue.has_best and not to_store
+            is_ready = self.memory.is_ready and not waits
+            to_memory = not self.peers.world.all_reduce(not is_ready)[0]
         if not (to_store or to_memory):
             return None
         part = collect(state, self.peers.world.is_first)
@@ -179,64 +126,19 @@ class CheckpointStore:
         # checkpoint is complete.
         self._num_saves += to_store
         name = f"{checkpoint_name(step)}-{uuid.uuid4().hex[:8]}"
-        write = _Write(None, name, step, best, number=self._num_saves)
+        write = Write(None, name, step, best, number=self._num_saves)
         if to_store:
-            self._make_room(write)
+            self.queue.make_room(write)
         on_gpu = any(each.is_cuda for _, each in find_tensors(part))
         if to_store or on_gpu:
             write.state, write.buffers = self.staging.copy(part)
         if to_memory:
-            self._save_in_memory(replace(write), part, on_gpu)
+            copy = replace(write) if on_gpu else Write(None, name, step)
+            self.memory.save(copy, part, self.peers.world.world_size)
         if not to_store:
             return ""
-        self._enqueue(write)
+        self.queue.add(write)
         return self.storage.join(checkpoint_name(step) + ".json")
-
-    def _save_in_memory(self, write: _Write, part: Any, on_gpu: bool) -> None:
-        """Write a part to the memory of the node: from a copy that GPUs have made, in a thread, or
-        on a CPU at once.
-
-        A thread would need a copy there, too, which takes as long on the same cores.
-        """
-        assert self.slots is not None  # else nothing is ready
-        slots = self.slots
-
-        def save() -> None:
-            if on_gpu:
-                _yield_cores_to_training()
-            try:
-                slots.write(write.step, self.peers.world.world_size, write.save_to)
-            except (
-                Exception
-            ) as error:  # nothing is ready any more, and the store still has its checkpoints
-                logger.warning("no more states are kept in memory: %s", describe(error))
-            write.state, write.buffers = None, None
-            with self._changed:
-                self._num_in_memory -= 1
-                self._changed.notify_all()
-
-        with self._changed:
-            self._num_in_memory += 1
-        if on_gpu:
-            start_thread("memory", save)
-        else:
-            write.state = map_tensors(part, lambda each: each.detach())
-            save()
-
-    def _make_room(self, write: _Write) -> None:
-        """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for
-        this one.
-        """
-        with self._changed:
-            if not self._follows:
-                self._keep([each.number for each in _choose_wanted([*self._queue, write])])
-            kept = [each.number for each in (self._current, *self._queue) if each]
-        kept = self.peers.world.broadcast_object(kept)
-        with self._changed:
-            self._keep(kept)
-
-    def _keep(self, numbers: list[int]) -> None:
-        self._queue = [each for each in self._queue if each.number in numbers]
 
     def save_file(self, name: str, state: Mapping[str, Any], on_wait: Callable[[], None]) -> str:
         """Write `state` to `name` beside the checkpoints, wait until it is there, and return its
@@ -246,7 +148,7 @@ class CheckpointStore:
             StorageUnavailable, CheckpointError, ConfigError: as `check`.
         """
         self.wait(on_wait)
-        self._enqueue(_Write(state, name, has_manifest=False))
+        self.queue.add(Write(state, name, has_manifest=False))
         self.wait(on_wait)
         return self.storage.join(name)
 
@@ -272,16 +174,7 @@ class CheckpointStore:
             ConfigError: the store refuses (`StorageDenied`), or the place belongs to another run.
             CheckpointError: the state cannot be written.
         """
-        if self._failure is not None:
-            raise self._failure
-        since = self._stuck_since
-        if (stored := self._sink.stored_bytes) > self._most_stored:
-            self._most_stored, self._stored_at = stored, time.monotonic()
-        if since and time.monotonic() - max(since, self._stored_at) > self.timeout:
-            raise StorageUnavailable(
-                f"checkpoints: {redact_url(self.storage.url)} could not be written to for "
-                f"{self.timeout:g} s (store_timeout): {self._outage or 'the store does not answer'}"
-            )
+        self.queue.check()
 
     def wait(self, on_wait: Callable[[], None] | None = None, seconds: float = math.inf) -> None:
         """Return when everything saved so far is in place, or after `seconds`.
@@ -295,12 +188,8 @@ class CheckpointStore:
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            with self._changed:
-                if self._failure is None and not (
-                    self._queue or self._current or self._num_in_memory
-                ):
-                    return
-                self._changed.wait(0 if self._failure else POLL_INTERVAL)
+            if self.queue.wait(POLL_INTERVAL) and self.memory.wait(POLL_INTERVAL):
+                return
             self.check()
             if on_wait:
                 on_wait()
@@ -395,170 +284,3 @@ class CheckpointStore:
         )
         self.retention.own[name] = manifest
         return state
-
-    # --- Writing: everything below runs in the writing thread
-    # -----------------------------------------------------
-
-    def _enqueue(self, write: _Write) -> None:
-        self.report(True, None)
-        with self._changed:
-            self._queue.append(write)
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = start_thread("checkpoint", self._write_queue)
-
-    def _write_queue(self) -> None:
-        _yield_cores_to_training()
-        pause = FIRST_PAUSE
-        while True:
-            write: _Write | None = None
-            try:
-                write = self._next()
-                self.report(True, None)
-                self._write(write)
-            except StorageUnavailable as error:  # the storage has logged it
-                self.report(False, None)
-                self._outage = str(error)
-                with self._changed:
-                    waiting = [write, *self._queue] if write else self._queue
-                    self._queue = waiting if self._follows else _choose_wanted(waiting)
-                    self._current = None
-                if error.is_full and self.peers.world.world_size == 1 and self._make_space():
-                    continue
-                time.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE)
-            except Exception as error:
-                if not isinstance(error, ConfigError):
-                    place, why = redact_url(self.storage.url), describe(error.__cause__ or error)
-                    error = CheckpointError(f"{place}: a checkpoint could not be written: {why}")
-                with self._changed:
-                    self._failure, self._current = error, None
-                    self.report(False, None)
-                    self._changed.notify_all()
-                return
-            else:
-                pause = FIRST_PAUSE
-                write.state, write.buffers = None, None  # the memory is free before the wait ends
-                with self._changed:
-                    self._outage, self._current = "", None
-                    self.report(bool(self._queue), None)
-                    self._stuck_since, self._most_stored = 0.0, 0
-                    self._changed.notify_all()
-
-    def _next(self) -> _Write:
-        """Wait for a state to write, and take it from the queue: the oldest, or the one that rank 0
-        has begun.
-        """
-        pause = POLL_INTERVAL
-        while True:
-            with self._changed:
-                while not self._queue:
-                    self._changed.wait()
-                follows = self._follows and self._queue[0].has_manifest
-            number, name = self.peers.announced(0) if follows else (0, "")
-            with self._changed:
-                # older ones are not written any more
-                self._queue = [each for each in self._queue if each.number >= number]
-                if self._queue and (not follows or self._queue[0].number == number):
-                    self._current = write = self._queue.pop(0)
-                    write.name = name or write.name
-                    self._stuck_since = self._stuck_since or time.monotonic()
-                    return write
-                self._changed.notify_all()
-            time.sleep(pause)
-            pause = min(2 * pause, BEAT_INTERVAL)  # all followers ask one process
-
-    def _write(self, write: _Write) -> None:
-        if write.has_manifest and not self._follows:
-            self.peers.announce(write.number, write.name)
-        # Not for a local disk, which gets the tensors without a copy of them all: this thread's
-        # core is the training's.
-        if write.state is not None and not self._sink.is_local:
-            write.save_to(buffer := io.BytesIO())
-            write.contents, write.state, write.buffers = buffer.getvalue(), None, None
-        check_owner(self._sink, self.owner)
-        file = self.peers.file(write.name) if write.has_manifest else write.name
-        self._sink.write(file, write.contents if write.state is None else write.save_to)
-        if not write.has_manifest:
-            return
-        entry = {"file": file, **write.entry}
-        if self._follows:
-            self.peers.announce(write.number, entry)
-            return
-        manifest = {
-            "format": FORMAT,
-            "files": [entry, *self._wait_for_peers(write.number)],
-            "step": write.step,
-            "best": write.best,
-            "written_at": time.time(),
-        }
-        check_owner(self._sink, self.owner)  # an upload may take long
-        name = checkpoint_name(write.step) + ".json"
-        self._sink.write(name, json.dumps(manifest).encode())
-        self.retention.own[name] = manifest
-        self.report(True, (write.step, self.storage.join(name), write.best))
-        try:
-            self.retention.prune(name)
-        except (
-            Exception
-        ) as error:  # the checkpoint is in place: what could not be deleted now goes the next time
-            logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
-
-    def _make_space(self) -> bool:
-        """Make space on a full disk: while a training goes on, for the next checkpoint, and at its
-        end for the model.
-
-        For a checkpoint by deleting all but the newest and the best. For the model, of which the
-        best may be a copy, then by giving up those that are not written yet; and where it is to be
-        written itself, by deleting the best.
-
-        Returns:
-            True if another try may succeed.
-        """
-        if not self.has_finished and self.retention.num_kept > 1:
-            logger.warning(
-                "the disk is full: from now on only the newest checkpoint and the best one stay"
-            )
-        with self._changed:
-            checkpoints = [write for write in self._queue if write.has_manifest]
-        with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
-            if self.retention.keep_newest(keeps_best=bool(checkpoints)):
-                return True
-        if not (self.has_finished and checkpoints):
-            return False
-        with self._changed:
-            self._queue = [write for write in self._queue if not write.has_manifest]
-            self._stuck_since = 0.0
-            self._changed.notify_all()
-        logger.warning(
-            "the last checkpoint is not written: the disk is full, and the training has finished"
-        )
-        return True
-
-    def _wait_for_peers(self, number: int) -> list[Entry]:
-        """Return the other ranks' entries once their files are in place. `check` ends the run if
-        none comes.
-        """
-        entries: list[Entry] = []
-        for rank in range(1, self.peers.world.world_size):
-            while (announced := self.peers.announced(rank))[0] != number:
-                self._outage = f"the shard of rank {rank} is not in place"
-                time.sleep(POLL_INTERVAL)
-            entries.append(announced[1])
-            self._stuck_since = time.monotonic()
-        return entries
-
-
-def _choose_wanted(queue: list[_Write]) -> list[_Write]:
-    """Return what is worth writing of `queue`, oldest first: the newest state, and the newest that
-    was the best.
-    """
-    best = [write for write in queue if write.best][-1:]
-    return [write for write in queue if write is queue[-1] or write in best]
-
-
-def _yield_cores_to_training() -> None:
-    """Lower the priority of the calling thread. Only on Linux a thread has one of its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.nice(WRITER_NICENESS)

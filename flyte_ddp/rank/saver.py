@@ -101,7 +101,6 @@ class Saver:
 
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
         """Return the ranks that save a split state together: those of the function's own group."""
-        from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.rank.agreement import check_save, function_world
 
         world, group_timeout = function_world()
@@ -115,7 +114,7 @@ class Saver:
                     "before, got split ones"
                 )
             self.wait()  # for what rank 0 may have saved whole
-            self.open().share_with(Peers(world, self.open_store()))
+            self.open().share_with(world, self.open_store())
         return world
 
     def write(
@@ -226,9 +225,10 @@ class Saver:
         self.wait()
         process, job = self.process, self.process.job
         own = []
-        if self._store is not None and self._store.slots is not None:
+        slots = self._store and self._store.memory.slots
+        if slots:
             attempt = process.node.num_restarts
-            for slot, saved in self._store.slots.written.items():
+            for slot, saved in slots.written.items():
                 own.append(Part(**vars(saved), file=process.slots[slot], attempt=attempt))
         in_memory, step = world.broadcast_object([bool(own), self._stored_step])
         stored = job.stored
@@ -247,9 +247,7 @@ class Saver:
             peers: the ranks that save a checkpoint together; None for this one alone.
         """
         from flyte_ddp.checkpoints.memory import Slots
-        from flyte_ddp.checkpoints.peers import Peers
         from flyte_ddp.checkpoints.store import CheckpointStore
-        from flyte_ddp.world import ALONE
 
         if self._store is None:
             process, job = self.process, self.process.job
@@ -263,7 +261,7 @@ class Saver:
                 job.program.store_timeout,
                 job.owner,
                 self._report_writing,
-                peers or Peers(ALONE),
+                peers,
                 slots,
             )
         return self._store

@@ -85,7 +85,7 @@ class Trainer:
             is_best = finished is self.state.best
             if is_best or finished.share == 1 or self.is_done:
                 self.checkpoints.save(is_best)
-        self.checkpoints.store.has_finished = True
+        self.checkpoints.store.queue.has_finished = True
         self.session.saver.wait()
         return self.state.progress
 

@@ -87,7 +87,7 @@ def wait_for_copies(seconds=5):
     from flyte_ddp import session
 
     store = session.is_in_run() and session.current().saver._store
-    slots = store and store.slots
+    slots = store and store.memory.slots
     deadline = time.monotonic() + seconds  # the other node may be gone
     while slots and slots._files and not slots.is_ready and time.monotonic() < deadline:
         time.sleep(0.005)

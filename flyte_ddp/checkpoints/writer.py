@@ -1,0 +1,163 @@
+"""The write of one state to the store, and what tells a slow store from one that is away."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from flyte_ddp.checkpoints.files import CHECKSUM, FORMAT, Entry, checkpoint_name, save_state
+from flyte_ddp.checkpoints.ownership import check_owner
+from flyte_ddp.checkpoints.peers import Peers
+from flyte_ddp.checkpoints.retention import Retention
+from flyte_ddp.checkpoints.staging import Buffers
+from flyte_ddp.config.waits import POLL_INTERVAL
+from flyte_ddp.errors import StorageUnavailable
+from flyte_ddp.storage import Storage, redact_url
+from flyte_ddp.storage.failures import describe
+
+WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
+
+logger = logging.getLogger(__name__)
+
+# Called with True when a state is about to be written, and with False when none is being written;
+# with step and URL of a checkpoint that the store now has whole, and whether it is the best, on
+# rank 0 only.
+Report = Callable[[bool, tuple[int, str, bool] | None], None]
+
+
+@dataclass(eq=False)
+class Write:
+    """A state that is to be written."""
+
+    state: Mapping[str, Any] | None  # None once it is in `contents`
+    name: str  # of the file, or what the names of all ranks' files begin with
+    step: int = 0
+    best: bool = False
+    has_manifest: bool = True
+    number: int = 0  # counts the saves of this process, so it is the same on all ranks
+    contents: bytes = b""
+    buffers: Buffers | None = None  # the memory of `state`
+    entry: Entry = field(default_factory=dict)  # size and checksum of the file, once it was written
+
+    def save_to(self, file: BinaryIO) -> tuple[int, str]:
+        self.entry = save_state(self.state or {}, file, not self.has_manifest)
+        return self.entry["bytes"], self.entry[CHECKSUM]
+
+    def free(self) -> None:
+        """Free the memory of the state."""
+        self.state = self.buffers = None
+
+
+@dataclass(eq=False)
+class UploadProgress:
+    """The progress of the writing thread, as the training's thread sees it."""
+
+    sink: Storage
+    timeout: float  # seconds that the store may be away
+    outage: str = ""  # why the last try failed
+    since: float = 0.0  # monotonic: when the state being written was begun; 0 while idle
+    # the most bytes that any try has stored since the last complete checkpoint, and when
+    _most_stored: int = 0
+    _stored_at: float = 0.0
+
+    def begin(self) -> None:
+        """Note that a state is begun, maybe in another try."""
+        self.since = self.since or time.monotonic()
+
+    def end(self) -> None:
+        """Note that a state is in place."""
+        self.outage, self.since, self._most_stored = "", 0.0, 0
+
+    def check(self) -> None:
+        """Raise StorageUnavailable if nothing was stored for `timeout` seconds."""
+        since, stored = self.since, self.sink.stored_bytes
+        if stored > self._most_stored:
+            self._most_stored, self._stored_at = stored, time.monotonic()
+        if since and time.monotonic() - max(since, self._stored_at) > self.timeout:
+            raise StorageUnavailable(
+                f"checkpoints: {redact_url(self.sink.url)} could not be written to for "
+                f"{self.timeout:g} s (store_timeout): {self.outage or 'the store does not answer'}"
+            )
+
+
+@dataclass(eq=False)
+class Writer:
+    """Writes states, each in one try."""
+
+    sink: Storage  # in which a failed try is not repeated: it must not keep a newer state waiting
+    peers: Peers
+    retention: Retention
+    report: Report
+    progress: UploadProgress
+
+    @property
+    def follows(self) -> bool:
+        """True where rank 0 chooses the states that this rank writes a part of."""
+        return not self.peers.world.is_first
+
+    def write(self, write: Write) -> None:
+        """Write this rank's part of a state, and on rank 0 the manifest."""
+        if write.has_manifest and not self.follows:
+            self.peers.announce(write.number, write.name)
+        # Not for a local disk, which gets the tensors without a copy of them all: this thread's
+        # core is the training's.
+        if write.state is not None and not self.sink.is_local:
+            buffer = io.BytesIO()
+            write.save_to(buffer)
+            write.contents = buffer.getvalue()
+            write.free()
+        check_owner(self.sink, self.retention.owner)
+        file = self.peers.file(write.name) if write.has_manifest else write.name
+        self.sink.write(file, write.contents if write.state is None else write.save_to)
+        entry = {"file": file, **write.entry}
+        if self.follows and write.has_manifest:
+            self.peers.announce(write.number, entry)
+        elif write.has_manifest:
+            self._complete(write, [entry, *self._wait_for_peers(write.number)])
+
+    def _complete(self, write: Write, entries: list[Entry]) -> None:
+        """Write the manifest, and delete what the checkpoint replaces."""
+        manifest = {
+            "format": FORMAT,
+            "files": entries,
+            "step": write.step,
+            "best": write.best,
+            "written_at": time.time(),
+        }
+        check_owner(self.sink, self.retention.owner)  # an upload may take long
+        name = checkpoint_name(write.step) + ".json"
+        self.sink.write(name, json.dumps(manifest).encode())
+        self.retention.own[name] = manifest
+        self.report(True, (write.step, self.sink.join(name), write.best))
+        try:
+            self.retention.prune(name)
+        except Exception as error:  # what could not be deleted now goes the next time
+            logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
+
+    def _wait_for_peers(self, number: int) -> list[Entry]:
+        """Return the other ranks' entries once their files are in place. `UploadProgress.check`
+        ends the run if none comes.
+        """
+        entries: list[Entry] = []
+        for rank in range(1, self.peers.world.world_size):
+            while (announced := self.peers.announced(rank))[0] != number:
+                self.progress.outage = f"the shard of rank {rank} is not in place"
+                time.sleep(POLL_INTERVAL)
+            entries.append(announced[1])
+            self.progress.since = time.monotonic()
+        return entries
+
+
+def yield_cores_to_training() -> None:
+    """Lower the priority of the calling thread. Only on Linux a thread has one of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.nice(WRITER_NICENESS)
