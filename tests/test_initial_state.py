@@ -213,15 +213,15 @@ def test_a_replaced_state_is_another_trial_and_another_input_of_the_cache(tmp_pa
 def test_a_run_that_goes_on_with_other_code_says_so(code, tmp_path, caplog):
     run = new_run(tmp_path)
     first = new_trainer(run)
-    first.recipe_version = "a1"
-    first.origin = {"code": {"same.py": "1", "recipe.py": "2"}}
+    first.checkpoints.notes.recipe_version = "a1"
+    first.checkpoints.notes.origin = {"code": {"same.py": "1", "recipe.py": "2"}}
     first.checkpoints.save(best=True)
     first.checkpoints.store.wait()
     second = new_trainer(run)
-    name, second.recipe_version = code.split()
-    second.origin = {"code": {"same.py": "1", "recipe.py": "3"}}
-    own = type(second.recipe)
-    second.recipe = type(name, (own,), {"__module__": own.__module__})()
+    name, second.checkpoints.notes.recipe_version = code.split()
+    second.checkpoints.notes.origin = {"code": {"same.py": "1", "recipe.py": "3"}}
+    own = type(second.parallelism.recipe)
+    second.parallelism.recipe = type(name, (own,), {"__module__": own.__module__})()
     assert second.checkpoints.resume()[0]
     told = f"goes on with other code: recipe {code}, before Tiny a1; changed: recipe.py"
     assert [told in line for line in caplog.messages] == [True] * (code != "Tiny a1")

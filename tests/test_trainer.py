@@ -196,7 +196,7 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
     stopped = new_trainer(run, stop_after=num_steps + 2, epochs=2)
     with pytest.raises(StopRequested):
         stopped.fit()
-    assert (stopped.progress.step, stopped.progress.epochs) == (num_steps, [])
+    assert (stopped.state.progress.step, stopped.state.progress.epochs) == (num_steps, [])
 
     resumed = new_trainer(run, epochs=2)
     resumed.checkpoints.resume()
@@ -206,11 +206,11 @@ def test_a_stop_during_an_evaluation_keeps_the_epoch_and_the_resumed_run_ends_in
     undisturbed = new_trainer(new_run(tmp_path / "undisturbed"), epochs=2)
     undisturbed.fit()
     for ours, theirs in zip(
-        resumed.state.progress.epochs, undisturbed.progress.epochs, strict=True
+        resumed.state.progress.epochs, undisturbed.state.progress.epochs, strict=True
     ):
         assert (ours.train_loss, ours.test_loss) == (theirs.train_loss, theirs.test_loss)
         assert ours.metrics["accuracy"] == theirs.metrics["accuracy"]
-    expected = undisturbed.model.state_dict()
+    expected = undisturbed.state.model.state_dict()
     torch.testing.assert_close(resumed.state.model.state_dict(), expected, rtol=0, atol=0)
 
 
@@ -266,7 +266,7 @@ def test_the_schedule_scales_each_groups_own_rate_as_torchs_does_also_after_a_re
     assert resumed.state.progress.step == 2
     resumed.fit()
 
-    recipe, config = resumed.recipe, resumed.config
+    recipe, config = resumed.parallelism.recipe, resumed.parallelism.config
     torch.manual_seed(config.seed)
     model = recipe.model()
     options = {"lr": config.learning_rate, "momentum": config.momentum, "fused": True}

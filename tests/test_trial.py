@@ -163,7 +163,7 @@ def test_a_run_resumes_exactly_with_what_an_optimizer_adds_to_its_state(
     resumed.checkpoints.resume()
     assert 9 < resumed.state.progress.step < 18
     resumed.fit()
-    trained = [each.model.state_dict() for each in (resumed, whole)]
+    trained = [each.state.model.state_dict() for each in (resumed, whole)]
     torch.testing.assert_close(*trained, rtol=0, atol=0)
     saved = [each.state.optimizer.state_dict() for each in (resumed, whole)]
     torch.testing.assert_close(*saved, rtol=0, atol=0)

@@ -21,9 +21,12 @@ from flyte_ddp.checkpoints.state import (
     Part,
     Piece,
     Place,
+    are_alike,
     find_tensors,
     in_mesh,
     is_split,
+    local_part,
+    map_entries,
     map_tensors,
     own_box,
 )
@@ -222,32 +225,37 @@ def fill(into: Any, state: Any, place: Place = ()) -> Any:
     Raises:
         ConfigError: they have other keys or shapes, or a type that cannot hold all values.
     """
-    if isinstance(state, Mapping) and isinstance(into, Mapping):
-        if missing := [key for key in [*state, *into] if key not in into or key not in state]:
-            where = "the checkpoint" if missing[0] in state else "into"
-            raise ConfigError(
-                f"session.load: {_name(place)}: expected the same keys, only "
-                f"{where} has {missing[0]!r}"
-            )
-        return {key: fill(into[key], value, (*place, key)) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and isinstance(into, (list, tuple)):
-        if len(state) != len(into):
-            raise ConfigError(
-                f"session.load: {_name(place)}: expected a list of {len(state)} as in the "
-                f"checkpoint, got one of {len(into)}"
-            )
-        return type(state)(
-            fill(into[index], value, (*place, index)) for index, value in enumerate(state)
-        )
-    if not isinstance(state, Tensor) or not in_mesh(into):
-        return into if isinstance(state, Tensor) else state
-    local = into.to_local() if is_split(into) else into
+    if are_alike(state, into):
+        _check_keys(place, into, state)
+        return map_entries(state, lambda key, each: fill(into[key], each, (*place, key)))
+    if not isinstance(state, Tensor):
+        return state
+    if not in_mesh(into):
+        return into
+    local = local_part(into)
     # what does not fit was read whole
     target = local if getattr(local, "shape", None) == state.shape else into
     _check(place, target, state)
     with torch.no_grad():
         target.copy_(state)
     return into
+
+
+def _check_keys(place: Place, into: Any, state: Any) -> None:
+    """Check that `into` has the keys of what was saved."""
+    if isinstance(state, Mapping):
+        for key in [*state, *into]:
+            if key not in into or key not in state:
+                where = "the checkpoint" if key in state else "into"
+                raise ConfigError(
+                    f"session.load: {_name(place)}: expected the same keys, only "
+                    f"{where} has {key!r}"
+                )
+    elif len(state) != len(into):
+        raise ConfigError(
+            f"session.load: {_name(place)}: expected a list of {len(state)} as in the "
+            f"checkpoint, got one of {len(into)}"
+        )
 
 
 def _check(place: Place, target: Any, saved: Tensor) -> None:

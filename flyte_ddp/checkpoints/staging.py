@@ -34,50 +34,59 @@ class StagingMemory:
     def copy(self, state: Any) -> tuple[Any, Buffers]:
         """Return a copy of nested dicts, lists and tuples with their tensors on the CPU, and the
         memory it is in. Whoever uses the copy has to keep both.
-
-        Tensors that share memory, such as tied weights, share it in the copy too: they are written
-        once.
         """
-        reused = iter(self._free.pop() if self._free else [])
-        buffers = Buffers()
-        copies: dict[int, UntypedStorage] = {}
-        # alive until the end: `copies` knows their memory by its address
-        resolved: list[torch.Tensor] = []
-        devices: set[torch.device] = set()
-
-        def copy_tensor(value: torch.Tensor) -> torch.Tensor:
-            if value.is_meta:
-                return value
-            if value.layout != torch.strided or value.is_quantized:
-                return value.detach().to("cpu", copy=True)
-            if value.is_conj() or value.is_neg():  # such a sign is no part of the memory
-                value = value.detach().resolve_conj().resolve_neg()
-                resolved.append(value)
-            source = value.untyped_storage()
-            if source._cdata not in copies:
-                on_gpu = source.device.type == "cuda"
-                devices.update([source.device] if on_gpu else [])
-                buffer = next(reused, None)
-                if buffer is None or buffer.nbytes() != source.nbytes():
-                    buffer = UntypedStorage(source.nbytes())
-                    buffer = buffer.pin_memory() if on_gpu else buffer
-                buffers.append(buffer)
-                copies[source._cdata] = buffer
-                _view_bytes(buffer).copy_(_view_bytes(source), non_blocking=on_gpu)
-            copy = torch.empty(0, dtype=value.dtype)
-            return copy.set_(
-                copies[source._cdata], value.storage_offset(), value.size(), value.stride()
-            )
-
-        copied = map_tensors(state, copy_tensor)
-        for device in devices:
+        copy = _Copy(self._free.pop() if self._free else [])
+        copied = map_tensors(state, copy.add)
+        for device in copy.devices:
             torch.cuda.current_stream(device).synchronize()  # copies into pinned memory run on
+        buffers = Buffers(copy.buffers.values())
         weakref.finalize(buffers, self._free.append, list(buffers)).atexit = False
         return copied, buffers
 
     def clear(self) -> None:
         """Return the memory that is not in use."""
         self._free.clear()
+
+
+class _Copy:
+    """A copy of one state. Tensors that share memory, such as tied weights, share it in the copy
+    too: they are written once.
+    """
+
+    def __init__(self, reused: list[UntypedStorage]) -> None:
+        self._reused = iter(reused)
+        self.buffers: dict[int, UntypedStorage] = {}  # by the addresses of the storages
+        self.devices: set[torch.device] = set()  # GPUs that are copied from
+        # alive until the end: `buffers` knows their memory by its address
+        self._resolved: list[torch.Tensor] = []
+
+    def add(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor."""
+        if value.is_meta:
+            return value
+        if value.layout != torch.strided or value.is_quantized:
+            return value.detach().to("cpu", copy=True)
+        if value.is_conj() or value.is_neg():  # such a sign is no part of the memory
+            value = value.detach().resolve_conj().resolve_neg()
+            self._resolved.append(value)
+        source = value.untyped_storage()
+        if source._cdata not in self.buffers:
+            self.buffers[source._cdata] = self._copy_storage(source)
+        buffer = self.buffers[source._cdata]
+        copy = torch.empty(0, dtype=value.dtype)
+        return copy.set_(buffer, value.storage_offset(), value.size(), value.stride())
+
+    def _copy_storage(self, source: UntypedStorage) -> UntypedStorage:
+        on_gpu = source.device.type == "cuda"
+        if on_gpu:
+            self.devices.add(source.device)
+        buffer = next(self._reused, None)
+        if buffer is None or buffer.nbytes() != source.nbytes():
+            buffer = UntypedStorage(source.nbytes())
+            if on_gpu:
+                buffer = buffer.pin_memory()
+        _view_bytes(buffer).copy_(_view_bytes(source), non_blocking=on_gpu)
+        return buffer
 
 
 def _view_bytes(storage: UntypedStorage) -> torch.Tensor:

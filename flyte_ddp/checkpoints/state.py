@@ -37,6 +37,7 @@ SCALARS = (
     torch.Size,
 )
 TENSORS = (Tensor, torch.nn.Parameter)
+NESTED = (Mapping, list, tuple)
 # pickle has another form for larger ones, which weights_only=True does not read
 MAX_INT_BITS = 255 * 8 - 1
 
@@ -105,11 +106,13 @@ def _read(value: Any, place: str, take: Take) -> Any:
     if isinstance(value, Mapping):
         return _read_mapping(value, place, take)
     if type(value) in (list, tuple):
-        return type(value)(
-            _read(each, f"{place}[{index}]", take) for index, each in enumerate(value)
-        )
+        return map_entries(value, lambda index, each: _read(each, f"{place}[{index}]", take))
     if type(value) is set:
         return {_read(each, place, _copy) for each in value}
+    return _read_numpy(value, place, take)
+
+
+def _read_numpy(value: Any, place: str, take: Take) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.generic) and type(value.item()) in SCALARS:
         return value.item()
@@ -155,25 +158,43 @@ def map_tensors(state: Any, function: Take) -> Any:
         ordered = OrderedDict((key, map_tensors(each, function)) for key, each in state.items())
         vars(ordered).update(vars(state))  # the versions of its modules' formats
         return ordered
-    if isinstance(state, Mapping):
-        return {key: map_tensors(each, function) for key, each in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(map_tensors(each, function) for each in state)
+    if isinstance(state, NESTED):
+        return map_entries(state, lambda key, each: map_tensors(each, function))
     return function(state) if isinstance(state, Tensor) else state
+
+
+def map_entries(values: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Return a dict, list or tuple with `function` of each key or number and its value."""
+    if isinstance(values, Mapping):
+        return {key: function(key, each) for key, each in values.items()}
+    return type(values)(function(number, each) for number, each in enumerate(values))
+
+
+def entries_of(values: Any) -> Mapping[Any, Any]:
+    """Return the values in a dict, list or tuple by their keys or numbers."""
+    return values if isinstance(values, Mapping) else dict(enumerate(values))
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether both are dicts, or both are lists or tuples."""
+    is_nested = isinstance(one, NESTED) and isinstance(other, NESTED)
+    return is_nested and isinstance(one, Mapping) == isinstance(other, Mapping)
 
 
 def find_tensors(state: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples with their places, in the order of
     `map_tensors`.
     """
-    if isinstance(state, Mapping):
-        for key, each in state.items():
+    if isinstance(state, NESTED):
+        for key, each in entries_of(state).items():
             yield from find_tensors(each, (*place, key))
-    elif isinstance(state, (list, tuple)):
-        for number, each in enumerate(state):
-            yield from find_tensors(each, (*place, number))
     elif isinstance(state, Tensor):
         yield place, state
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor, of one that is not split all of it."""
+    return tensor.to_local() if is_split(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def is_split(value: Any) -> bool:

@@ -283,23 +283,7 @@ class LoadedSamples:
         self._plan.batches = ([(epoch, sample) for sample in index.tolist()] for index in indices)
         try:
             for batch, num_read in self._loader:
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    raise DataError(
-                        "datasets: expected (input, target) pairs as samples, got "
-                        f"{describe_kind(batch)}"
-                    )
-                num_samples = num_read or 1  # another sample stands in
-                if self.has_own_sizes:
-                    place = locate(self.recipe, "num_samples")
-                    kept = check_count(place, self.recipe.num_samples(*batch), num_samples)
-                    self._num_unreadable[0] += num_samples - kept
-                elif self.has_own_collate:
-                    if not num_read and not hasattr(self.dataset, "UNREADABLE"):
-                        raise ConfigError(
-                            f"{locate(self.recipe, 'collate')}: expected a batch, or a recipe with "
-                            "num_samples, got None"
-                        )
-                    self._check_size(batch, num_samples)
+                self._check(batch, num_read)
                 moved = map_tensors(
                     lambda each: each.to(self.device, non_blocking=True), tuple(batch)
                 )
@@ -318,6 +302,25 @@ class LoadedSamples:
             if message.startswith("datasets: "):  # not one of the recipe's own
                 message = locate(self.recipe, "datasets") + message.removeprefix("datasets")
             raise DataError(message) from error
+
+    def _check(self, batch: Any, num_read: int) -> None:
+        """Check what the loader has made of so many samples, and count those that are left out."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise DataError(
+                f"datasets: expected (input, target) pairs as samples, got {describe_kind(batch)}"
+            )
+        num_samples = num_read or 1  # another sample stands in
+        if self.has_own_sizes:
+            place = locate(self.recipe, "num_samples")
+            kept = check_count(place, self.recipe.num_samples(*batch), num_samples)
+            self._num_unreadable[0] += num_samples - kept
+        elif self.has_own_collate:
+            if not num_read and not hasattr(self.dataset, "UNREADABLE"):
+                raise ConfigError(
+                    f"{locate(self.recipe, 'collate')}: expected a batch, or a recipe with "
+                    "num_samples, got None"
+                )
+            self._check_size(batch, num_samples)
 
     def _check_size(self, batch: Any, num_samples: int) -> None:
         """Raise ConfigError if the recipe's `collate` has not made its batch of all samples."""

@@ -44,7 +44,7 @@ from flyte_ddp.config.main_module import show_working_directory
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import StopRequested, StorageUnavailable
 from flyte_ddp.launch.protocol.messages import Outcome, RaisedError, RankBeat, Returned
-from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind
+from flyte_ddp.launch.protocol.programs import CUDA_OUT_OF_MEMORY, Job, Kind, Program
 from flyte_ddp.launch.protocol.ranks import (
     STOP_SIGNALS,
     NodeRanks,
@@ -182,6 +182,26 @@ def call_program(process: RankProcess) -> Outcome:
             watch_main_thread(process.link.position, timeout)
     if process.node.num_nodes > 1 and program.kind is not Kind.COMMAND:
         start_thread("copies", _receive_copies, process, store.open)
+    value = _call(program, current)
+    current.close()
+    # whose ranks learn by it that this one has ended, or this one of them
+    if process.node.num_nodes > 1:
+        store.open()  # may import torch, which a process that has shut down its threads cannot
+    threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
+    atexit._run_exitfuncs()  # so may these, which Python then has done
+    store.wait_until_all_ended()
+    if current.stop.is_stopping:
+        return Outcome.STOPPED
+    seconds = time.time() - process.job.launched_at
+    reporter = current.reporter
+    reporter.emit(events.RunFinished(reporter.step, seconds, value, **current.results))
+    return Outcome.DONE
+
+
+def _call(program: Program, current: Session) -> bytes:
+    """Return what the program returns; nothing if the session has ended it. Raises as
+    `call_program`.
+    """
     # Nothing shows that multiprocessing has started this process: a script may ask, or choose a
     # start method.
     multiprocessing.set_start_method(None, force=True)
@@ -196,19 +216,7 @@ def call_program(process: RankProcess) -> Outcome:
             f"{program.name}: expected a value of at most {MAX_RETURNED_BYTES >> 20} MiB, got "
             f"{len(value) >> 20} MiB: write it to session.checkpoints, and return where it is"
         )
-    current.close()
-    # whose ranks learn by it that this one has ended, or this one of them
-    if process.node.num_nodes > 1:
-        store.open()  # may import torch, which a process that has shut down its threads cannot
-    threading._shutdown()  # type: ignore[attr-defined]  # threads may use the store
-    atexit._run_exitfuncs()  # so may these, which Python then has done
-    store.wait_until_all_ended()
-    if current.stop.is_stopping:
-        return Outcome.STOPPED
-    seconds = time.time() - process.job.launched_at
-    reporter = current.reporter
-    reporter.emit(events.RunFinished(reporter.step, seconds, value, **current.results))
-    return Outcome.DONE
+    return value
 
 
 def _flush_files() -> None:

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.checkpoints.assembly import BoxOf, boxes_of, slices
-from flyte_ddp.checkpoints.state import Place, is_split, map_tensors, own_box
+from flyte_ddp.checkpoints.state import (
+    NESTED,
+    Place,
+    are_alike,
+    entries_of,
+    is_split,
+    local_part,
+    map_entries,
+    map_tensors,
+    own_box,
+)
 
 # options of an optimizer that change no result
 KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -110,11 +120,8 @@ def _split_as(state: Any, parameters: Sequence[Tensor], place: Place) -> Any:
     """Return an optimizer's state, or what is at `place` in it, with its tensors split as the
     parameters that they belong to.
     """
-    if isinstance(state, Mapping):
-        return {key: _split_as(each, parameters, (*place, key)) for key, each in state.items()}
-    if isinstance(state, (list, tuple)):
-        parts = (_split_as(each, parameters, (*place, number)) for number, each in enumerate(state))
-        return type(state)(parts)
+    if isinstance(state, NESTED):
+        return map_entries(state, lambda key, each: _split_as(each, parameters, (*place, key)))
     if not isinstance(state, Tensor):
         return state
     found = part_like(state, _numbered(place, parameters))
@@ -152,22 +159,20 @@ def keep_kernels(state: Any, own: Any) -> Any:
 
 def find_changed_value(found: Any, saved: Any, place: str = "state_dict()") -> str:
     """Return the place of the first value that is another one than what was saved; "" for none."""
-    if isinstance(found, Mapping) and isinstance(saved, Mapping):
-        for key in [*saved, *found]:
+    if are_alike(found, saved):
+        ours, theirs = entries_of(found), entries_of(saved)
+        for key in [*theirs, *ours]:
             inner = f"{place}[{key!r}]"
-            if key not in found or key not in saved:
+            if key not in ours or key not in theirs:
                 return inner
-            if difference := find_changed_value(found[key], saved[key], inner):
+            difference = find_changed_value(ours[key], theirs[key], inner)
+            if difference:
                 return difference
         return ""
-    if isinstance(found, (list, tuple)) and isinstance(saved, (list, tuple)):
-        for number, pair in enumerate(zip(found, saved, strict=False)):
-            if difference := find_changed_value(*pair, f"{place}[{number}]"):
-                return difference
-        return "" if len(found) == len(saved) else place
     if isinstance(found, Tensor) and isinstance(saved, Tensor):
-        return "" if _is_same_tensor(found, saved) else place
-    is_same = found == saved or (found != found and saved != saved)
+        is_same = _is_same_tensor(found, saved)
+    else:
+        is_same = found == saved or (found != found and saved != saved)
     return "" if is_same else place
 
 
@@ -185,8 +190,7 @@ def _is_same_tensor(found: Any, saved: Tensor) -> bool:
 
 def count_own_parameters(model: nn.Module) -> int:
     """Count the parameters that this rank holds: of a split model its part."""
-    own = (each.to_local() if is_split(each) else each for each in model.parameters())  # type: ignore[attr-defined]
-    return sum(tensor.numel() for tensor in own)
+    return sum(local_part(each).numel() for each in model.parameters())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from flyte_ddp.checkpoints.state import is_split
+from flyte_ddp.checkpoints.state import is_split, local_part
 from flyte_ddp.rank.sharding import is_sharded, reshard
 from flyte_ddp.recipes import Recipe
 
@@ -132,7 +132,7 @@ class _Snapshot:
     def _take_tensor(self, tensor: Any) -> list[Any]:
         if isinstance(tensor, LAZY) or tensor.is_meta or tensor.is_inference():
             return []
-        data = (tensor.to_local() if is_split(tensor) else tensor).detach()
+        data = local_part(tensor).detach()
         is_weight = id(tensor) in self.weights
         if not is_weight and data.numel() * data.element_size() > MAX_DATA_BYTES:
             return []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flyte_ddp.checkpoints.state import is_split
+from flyte_ddp.checkpoints.state import local_part
 from flyte_ddp.rank.sharding import part_like, reshard
 from flyte_ddp.training.optim import has_modes
 
@@ -60,8 +60,8 @@ class WeightAverage:
         if not self.decay:
             return
         share = 1 - min(self.decay, (1 + step) / (10 + step))
-        averages = [_local(each) for each in self.values.values()]
-        own = [_local(each).to(_wide(each)) for each in self._own().values()]
+        averages = [local_part(each) for each in self.values.values()]
+        own = [local_part(each).to(_wide(each)) for each in self._own().values()]
         torch._foreach_lerp_(averages, own, share)
         for name, average, value in zip(self.values, averages, own, strict=True):
             is_mean = average.isfinite()
@@ -152,8 +152,3 @@ def _wide(tensor: Tensor) -> torch.dtype:
     if tensor.is_complex():
         return torch.promote_types(tensor.dtype, torch.complex64)
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,80 +136,93 @@ def check_contract(
         expected = f"expected at most {size}, the number of training samples"
         raise ConfigError(f"global_batch_size: {expected}, got {config.global_batch_size}")
     per_rank = config.batch.size_per_rank(parallelism.world.world_size)
-    place = locate(recipe, "model")
-
-    def call_model(given: Any) -> Any:
-        expected = "expected a model of the samples' inputs"
-        return _call(recipe, "model", expected, model, inputs=given)
-
-    is_first = parallelism.world.is_first  # one rank warns for all
-    has_own_sizes = train.has_own_sizes
-    if is_first and train.has_own_collate and not has_own_sizes and size > 1:
-        _tell_mixing(recipe, train)
+    if parallelism.world.is_first:  # one rank warns for all
+        _warn_of_mixing(recipe, train)
     for most in sorted({min(per_rank, MAX_SAMPLES), per_rank}):
-        num_samples = most
         with unchanged(model, recipe, train.dataset):
-            first = torch.arange(num_samples, device=train.index_device)
-            inputs, targets, *_ = next(iter(train.batches([first], epoch=1)))
-            if has_own_sizes or hasattr(train.dataset, "UNREADABLE"):  # some may be left out
-                num_samples = count_samples(recipe, inputs, targets)
+            inputs, targets, num_samples = _read_first(recipe, train, most)
             model.train()
             try:
-                outputs = forward(call_model, parallelism, inputs)
+                outputs = forward(partial(_call_model, recipe, model), parallelism, inputs)
             except Exception:
                 # the pass of a part of the ranks would hang
                 if most == per_rank or parallelism.is_collective:
                     raise
                 continue  # a model may have a state of a whole batch from its start
-            is_one = num_samples == 1 and not has_own_sizes
+            is_one = num_samples == 1 and not train.has_own_sizes
             if is_one and isinstance(outputs, Tensor) and outputs.shape[:1] == (1,):
                 # With another, as larger batches of the evaluation would broadcast where a batch of
                 # one does not.
                 outputs, num_samples = torch.cat([outputs, outputs / 2]), 2
-                targets = map_tensors(
-                    lambda each: torch.cat([each, torch.zeros_like(each)]), targets
-                )
+                targets = map_tensors(_double, targets)
             if _find_base(recipe, "losses") is Recipe:
-                for samples in (train, held_out):
-                    check_classes(outputs, getattr(samples, "targets", None))
-                check_classes(outputs, targets)
+                known = (getattr(each, "targets", None) for each in (train, held_out))
+                for each in (*known, targets):
+                    check_classes(outputs, each)
             losses = _check_results(recipe, config, outputs, targets, num_samples)
-            gradients = _gradients(losses.sum() * 0.0, model, parallelism)
-        for problem, names in {
-            "dense gradients, which optimizers here take, got sparse ones of {}: leave out "
-            "sparse=True, as of nn.Embedding": [
-                name for name, each in gradients.items() if each is not None and each.is_sparse
-            ],
-            "a gradient for every parameter, got none for {}: use them in the forward pass, or "
-            "freeze them by requires_grad_(False); with ddp the config's find_unused_parameters "
-            "allows it": [
-                name
-                for name, each in gradients.items()
-                if each is None and (parallelism.is_collective or not config.find_unused_parameters)
-            ],
-        }.items():
-            if names:
-                shown = problem.format(abbreviate(names, MAX_NAMES))
-                raise ConfigError(f"{place}: expected {shown}")
+            _check_gradients(losses.sum() * 0.0, model, parallelism)
         return
 
 
-def _gradients(
-    loss: Tensor, model: nn.Module, parallelism: Parallelism
-) -> dict[str, Tensor | None]:
+def _read_first(recipe: Recipe, train: Samples, num_samples: int) -> tuple[Any, Any, int]:
+    """Return the first samples as a batch of inputs and targets, and their number."""
+    first = torch.arange(num_samples, device=train.index_device)
+    inputs, targets, *_ = next(iter(train.batches([first], epoch=1)))
+    if train.has_own_sizes or hasattr(train.dataset, "UNREADABLE"):  # some may be left out
+        num_samples = count_samples(recipe, inputs, targets)
+    return inputs, targets, num_samples
+
+
+def _call_model(recipe: Recipe, model: nn.Module, inputs: Any) -> Any:
+    return _call(recipe, "model", "expected a model of the samples' inputs", model, inputs=inputs)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, torch.zeros_like(tensor)])
+
+
+def _check_gradients(loss: Tensor, model: nn.Module, parallelism: Parallelism) -> None:
+    """Check that each trained parameter has a dense gradient of `loss`."""
+    is_collective = parallelism.is_collective
+    may_lack = parallelism.config.find_unused_parameters and not is_collective
+    sparse, missing = [], []
+    for name, gradient in _gradients(loss, model, is_collective).items():
+        if gradient is None:
+            missing.append(name)
+        elif gradient.is_sparse:
+            sparse.append(name)
+    problem = ""
+    if sparse:
+        problem = (
+            f"dense gradients, which optimizers here take, got sparse ones of "
+            f"{abbreviate(sparse, MAX_NAMES)}: leave out sparse=True, as of nn.Embedding"
+        )
+    elif missing and not may_lack:
+        problem = (
+            f"a gradient for every parameter, got none for {abbreviate(missing, MAX_NAMES)}: use "
+            "them in the forward pass, or freeze them by requires_grad_(False); with ddp the "
+            "config's find_unused_parameters allows it"
+        )
+    if problem:
+        raise ConfigError(f"{locate(parallelism.recipe, 'model')}: expected {problem}")
+
+
+def _gradients(loss: Tensor, model: nn.Module, is_collective: bool) -> dict[str, Tensor | None]:
     """Return the gradient of each trained parameter, None where `loss` has none."""
-    if parallelism.is_collective:
+    if is_collective:
         loss.backward()  # after which the parameters are split again
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if parallelism.is_collective:
+    if is_collective:
         return {name: each.grad for name, each in trained.items()}
     # a backward pass would call DDP's hooks, which note the parameters that its next one uses
     found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return dict(zip(trained, found, strict=True))
 
 
-def _tell_mixing(recipe: Recipe, train: Samples) -> None:
+def _warn_of_mixing(recipe: Recipe, train: Samples) -> None:
     """Warn if a sample's part of a batch depends on the other samples in it."""
+    if not train.has_own_collate or train.has_own_sizes or len(train) == 1:
+        return
     first = torch.arange(min(MAX_SAMPLES, len(train)))
     with unchanged(nn.Module(), recipe, train.dataset):
         whole, *halves = train.batches([first, *first.tensor_split(2)], epoch=1)

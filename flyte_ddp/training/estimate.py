@@ -11,8 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.fields import finite_number, read_object, whole_number
@@ -82,25 +85,9 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
     model = open_model(alone).train()
     alone.shard(model)
     optimizer = open_optimizer(recipe, model, config)
-    saved: dict[int, int] = {}  # bytes by the address of a tensor that the backward pass needs
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    # in the second one the optimizer has its state, and libraries have chosen their kernels
+    # in the second step the optimizer has its state, and libraries have chosen their kernels
     for _ in range(2):
-        saved.clear()
-        started = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            losses = recipe.losses(forward(model, alone, inputs), targets)
-        losses.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds, saved = _take_step(alone, model, optimizer, inputs, targets)
     weights = list(model.parameters())
     gradients, states = [each.grad for each in weights], list(optimizer.state.values())
     held = tensors_in([weights, list(model.buffers()), gradients, states])
@@ -116,6 +103,30 @@ def estimate(recipe: Recipe, config: TrainingConfig, directory: Path, num_ranks:
         activation_bytes + planned.gathered_bytes(model),
         seconds * num_batches,
     )
+
+
+def _take_step(
+    parallelism: Parallelism, model: nn.Module, optimizer: Optimizer, inputs: Any, targets: Any
+) -> tuple[float, dict[int, int]]:
+    """Train one step. Return its seconds, and the bytes of each tensor that the backward pass needs
+    by its address.
+    """
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    started = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        losses = parallelism.recipe.losses(forward(model, parallelism, inputs), targets)
+    losses.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    if parallelism.world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, saved
 
 
 def main(arguments: Sequence[str]) -> str:

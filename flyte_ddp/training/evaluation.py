@@ -78,37 +78,41 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     metrics = HeldOutMetrics(recipe, world.device)
     num_targets: float | Tensor = 0.0
-    leaves_out = hasattr(samples.dataset, "UNREADABLE")
-    stand_in: list[float]
     shard = evaluation_shard(samples, config, world)
     # some ranks may have one more
     num_common = -(-(len(samples) // world.world_size) // config.evaluation_batch_size)
     # before the first pass, which another rank would take for this exchange
-    num_more = parallelism.count_passes(len(shard)) - len(shard)
+    num_passes = parallelism.count_passes(len(shard))
+    # the others may need this rank's part of the weights
+    first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
+    indices = [*shard, *(num_passes - len(shard)) * [first]]
+    stand_in: list[float]
     with evaluating(model):
-        for number, (index, (inputs, targets, *stand_in)) in enumerate(
-            zip(shard, samples.batches(shard, epoch=0), strict=True)
-        ):
+        for number, (inputs, targets, *stand_in) in enumerate(samples.batches(indices, epoch=0)):
             outputs = forward(model, parallelism, inputs)
-            if not stand_in:
+            if number < len(shard) and not stand_in:
                 loss_sum += recipe.losses(outputs, targets).sum()
                 metrics.update(outputs, targets)
                 on_outputs(outputs, targets)
-                counted = None if leaves_out else samples.num_targets(index)
-                if counted is None:
-                    counted = count_targets(recipe, inputs, targets).to(world.device)
-                num_targets += counted
+                num_targets += _count(samples, indices[number], recipe, inputs, targets)
             if number < num_common:
                 on_batch()
-        # the others may need this rank's part of the weights
-        if num_more:
-            first = torch.zeros(1, dtype=torch.int64, device=samples.index_device)
-            for inputs, *_ in samples.batches(num_more * [first], epoch=0):
-                forward(model, parallelism, inputs)
     parallelism.release(model)
     total_loss, total = world.all_reduce(loss_sum, num_targets)
     values = metrics.compute(world, len(samples), total)
     return Evaluation(total_loss / total, values, time.perf_counter() - started)
+
+
+def _count(
+    samples: Samples, index: Tensor, recipe: Recipe, inputs: Any, targets: Any
+) -> float | Tensor:
+    """Return the number of targets in a batch of the samples at `index`."""
+    counted = None
+    if not hasattr(samples.dataset, "UNREADABLE"):  # else some may be left out
+        counted = samples.num_targets(index)
+    if counted is None:
+        counted = count_targets(recipe, inputs, targets).to(samples.device)
+    return counted
 
 
 def evaluate_state(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flyte_ddp.checkpoints.assembly import assemble
-from flyte_ddp.checkpoints.state import collect, is_split, map_tensors
+from flyte_ddp.checkpoints.state import collect, local_part, map_tensors
 from flyte_ddp.config import OWN
 from flyte_ddp.errors import ConfigError, in_one_line
 from flyte_ddp.rank.sharding import find_changed_value, load_optimizer, own_boxes
@@ -75,7 +75,7 @@ def _check_optimizer(
     place = locate(parallelism.recipe, "optimizer")
     _take_step(model, first)
     saved = _save(model, first, parallelism)
-    weights = [_local(each).to("cpu", copy=True) for each in model.parameters()]
+    weights = [local_part(each).detach().to("cpu", copy=True) for each in model.parameters()]
     expected = _take_next_step(model, first, weights)
     first.state.clear()  # the device need not hold two of them
     _load_weights(model, weights)
@@ -181,7 +181,7 @@ def _take_next_step(
     _take_step(model, optimizer)
     updates = []
     for parameter, before in zip(model.parameters(), weights, strict=True):
-        own = _local(parameter)
+        own = local_part(parameter).detach()
         change = own - before.to(own.device)
         if change.is_complex():
             change = torch.view_as_real(change)
@@ -216,12 +216,7 @@ def _save(model: nn.Module, optimizer: Optimizer, parallelism: Parallelism) -> d
 @torch.no_grad()
 def _load_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
     for parameter, before in zip(model.parameters(), weights, strict=True):
-        _local(parameter).copy_(before)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    found = tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]
-    return found.detach()
+        local_part(parameter).copy_(before)
 
 
 def _check_equal(found: Any, saved: Any, place: str) -> None:
