@@ -96,7 +96,7 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
             values = json.loads(line)
             del values["time"]
             kind = values.pop("event")
-            if kind != TimeSpent.__name__:  # which follows from the others
+            if kind != TimeSpent.__name__:  # the account follows from the other lines
                 events.append(_restore(values, KINDS[kind]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -40,7 +40,7 @@ class Figures:
     # "step" or "epoch", the x axis of their curves; "" for the newest ones, which have no curve
     axis: str = ""
     step: int | None = None  # optimizer steps done then; None if that is not known
-    # of the data, as many are done, such as 1.5; None if that is not known
+    # passes over the data that are done, such as 1.5; None if they are not known
     epoch: float | None = None
 
 
@@ -63,8 +63,8 @@ class AttemptStarted(Timed):
     """
 
     num_nodes: int
-    launched_at: float  # of the run, seconds since the epoch
-    # for nodes, since the attempt before it has ended or the run was launched
+    launched_at: float  # start of the run, seconds since the epoch
+    # waiting for nodes, since the end of the attempt before or the launch
     waited_seconds: float
     # for a last checkpoint, from the notice that a node has to go; 0: not known
     grace_seconds: float = 0.0
@@ -90,7 +90,7 @@ class LayerDescribed:
 
     name: str  # dotted path within the model
     kind: str  # class name
-    output_shape: list[int]  # of a batch of one
+    output_shape: list[int]  # shape for a batch of one
     num_parameters: int
 
 
@@ -98,12 +98,12 @@ class LayerDescribed:
 class RunStarted(Timed):
     """All ranks are up: a function is about to be called, a recipe's model is built."""
 
-    name: str  # of the recipe, the function or the script
+    name: str  # name of the recipe, the function or the script
     world_size: int
     num_nodes: int = 1
-    num_restarts: int = 0  # of the gang before
+    num_restarts: int = 0  # earlier restarts of the gang
     # Known of a recipe:
-    data: str = ""  # one line that describes the data
+    data: str = ""  # description of the data in one line
     config: dict[str, Any] = field(default_factory=dict)
     # hashes of the config's values that are not shown, see `storage.hidden`; None in histories of
     # an earlier version
@@ -120,7 +120,7 @@ class RunStarted(Timed):
     data_fingerprint: str = ""  # SHA-256 of the prepared files
     data_license: str = ""  # "" where it is not known
     class_names: list[str] = field(default_factory=list)  # in the order of the model's outputs
-    # of the user's project, as `describe_commit` has it; the launcher adds it
+    # commit of the user's project, from `describe_commit`; the launcher adds it
     commit: str = ""
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
@@ -151,8 +151,8 @@ class EpochFinished(Timed):
     rank_step_seconds: list[float] = field(default_factory=list)
     # training and held-out samples that could not be read and were left out
     num_unreadable: int = 0
-    # Of this attempt's steps so far, from DDP's own timers (a sample of the steps); empty for a
-    # single rank:
+    # Means over this attempt's steps so far, from DDP's own timers (a sample of the steps). Empty
+    # for a single rank:
     # mean wait for gradients after the backward pass
     rank_wait_seconds: list[float] = field(default_factory=list)
     # mean all-reduce time during the backward pass
@@ -161,7 +161,7 @@ class EpochFinished(Timed):
     metrics: dict[str, float] = field(default_factory=dict)
     # text that the model generated after this epoch, if the recipe's models generate any
     sample: str = ""
-    share: float = 1.0  # of the epoch that was done then
+    share: float = 1.0  # share of the epoch that was done then
 
     @property
     def position(self) -> float:
@@ -193,11 +193,11 @@ class CheckpointLoaded(Timed):
     step: int  # optimizer steps done by earlier attempts
     url: str  # "" if there is none
     epochs: list[EpochFinished] = field(default_factory=list)  # finished by earlier attempts
-    # one line for each checkpoint that is unusable
+    # a line for each checkpoint that is unusable
     skipped: list[str] = field(default_factory=list)
 
     def figures(self) -> Figures:
-        # What an earlier attempt copied and did not write is lost.
+        # A state that an earlier attempt copied and did not write is lost.
         return Figures(
             values={"checkpoint_step": self.step, "checkpoint_copied_step": self.step},
             step=self.step,
@@ -217,7 +217,7 @@ class Reported(Timed):
     step: int  # optimizer steps since the start of the run
     epoch: float | None  # epochs done, such as 1.5 in the middle of the second
     values: dict[str, float]  # by name
-    # what a swept function has returned beside numbers, as text by name
+    # other values that a swept function has returned, as text by name
     notes: dict[str, str] = field(default_factory=dict)
 
     def figures(self) -> Figures:
@@ -261,9 +261,9 @@ class Prediction:
     image: bytes = b""  # a PNG if the sample is an image
     text: str = ""  # the sample if it is text
     numbers: list[float] = field(default_factory=list)  # truth and guess, if they are numbers
-    # of the guess, larger for a worse one, where it is not just right or wrong
+    # error of the guess, larger for a worse guess; None if the guess is just right or wrong
     error: float | None = None
-    sample: int = -1  # its number among the held-out samples, from 0; -1 where it is not known
+    sample: int = -1  # number among the held-out samples, from 0; -1 if it is not known
 
     def __post_init__(self) -> None:
         """Turn names into short texts of UTF-8: a recipe may call its classes by numbers, by the
@@ -287,7 +287,7 @@ class PredictionsMade(Timed):
     run returns.
     """
 
-    epoch: int  # whose weights that model has
+    epoch: int  # epoch of the model's weights
     predictions: list[Prediction]
 
 
@@ -297,7 +297,7 @@ class CheckpointSaved(Timed):
 
     step: int
     url: str  # "" for one that is kept in the memory of nodes alone
-    best: bool  # it has the weights of the best epoch so far
+    best: bool  # the state has the weights of the best epoch so far
     seconds: float  # for which rank 0 interrupted the training
 
     def figures(self) -> Figures:
@@ -312,7 +312,7 @@ class CheckpointWritten(Timed):
 
     step: int
     url: str
-    best: bool  # it had the weights of the best epoch when it was saved
+    best: bool  # the state had the weights of the best epoch when it was saved
 
     def figures(self) -> Figures:
         return Figures(values={"checkpoint_step": self.step})
@@ -323,19 +323,19 @@ class RunFinished(Timed):
     """The last event of a run that succeeded, on every rank."""
 
     step: int
-    seconds: float  # of this attempt, from the launch of its ranks
-    value: bytes = b""  # what a function returned on rank 0, pickled
+    seconds: float  # seconds of this attempt, from the launch of its ranks
+    value: bytes = b""  # value that a function returned on rank 0, pickled
     # Known of a recipe:
     model_state_url: str = ""
     best_epoch: int = 0  # by the config's `monitor`
-    # its monitored figure by name, and its held-out loss
+    # the best epoch's monitored figure by name, and held-out loss
     best: dict[str, float] = field(default_factory=dict)
-    model_state_epoch: int = 0  # whose weights the model state has
-    peak_memory_bytes: int = 0  # of rank 0: its GPU's memory, or its process's without a GPU
+    model_state_epoch: int = 0  # epoch of the weights of the model state
+    peak_memory_bytes: int = 0  # memory of rank 0's GPU, or of its process without a GPU
     # from the launch of the ranks to the end of the first optimizer step
     first_step_seconds: float = 0.0
-    rank_peak_memory_bytes: list[int] = field(default_factory=list)  # of each rank
-    # that each rank holds: of a split model its part
+    rank_peak_memory_bytes: list[int] = field(default_factory=list)  # peak of each rank
+    # parameters that each rank holds: its part of a split model
     rank_num_parameters: list[int] = field(default_factory=list)
     # steps between two states in the memory of the nodes; 0: none were kept there
     memory_interval: int = 0
@@ -359,7 +359,7 @@ class Straggler:
 
     rank: int
     node: str  # for people; "" for this machine
-    device: str  # its GPU; "" for none
+    device: str  # GPU of the rank; "" without a GPU
     phase: str  # data, forward or backward: the one that makes most of the difference
     seconds: float  # per step in this phase
     median_seconds: float
@@ -384,7 +384,7 @@ class Straggler:
 class StragglersFound(Timed):
     """The ranks that are slower than the others have changed. The launcher emits it."""
 
-    step: int  # that the gang has reached
+    step: int  # step that the gang has reached
     stragglers: list[Straggler]  # all of them now
 
     def figures(self) -> Figures:
@@ -396,8 +396,8 @@ class StragglersFound(Timed):
 class BadSample:
     """A training sample of a bad step."""
 
-    index: int  # in the data set
-    key: str  # that the data set has for it, such as a file's name; "" for none
+    index: int  # place in the data set
+    key: str  # key of the sample in the data set, such as a file's name; "" without a key
     loss: float | None  # None where it is not known
 
     def __str__(self) -> str:
@@ -409,11 +409,11 @@ class BadSample:
 class StepFoundBad(Timed):
     """The loss of a step is NaN, infinite, or above `spike_factor` times the median."""
 
-    step: int  # its number, from 1
+    step: int  # number of the step, from 1
     epoch: int | None  # None if that is not known
     loss: float  # mean over the targets of all ranks
     reason: str
-    # those of the step with the largest losses, the worst first; all of them of a function's step
+    # The samples with the largest losses, the worst first; all samples of a function's step.
     samples: list[BadSample]
 
     def figures(self) -> Figures:
@@ -445,12 +445,12 @@ class NodeMeasured(Timed):
     """The use of a node, in [0, 1]. Its agent emits it, less often the longer an attempt takes."""
 
     node: int  # from 0
-    cpu: float  # of all cores of the machine
-    memory: float  # of the machine, or of the container
+    cpu: float  # share of all cores of the machine
+    memory: float  # share of the machine's memory, or of the container's
     memory_limit: int  # bytes
-    # Of the GPUs of its ranks; None where the driver does not tell.
+    # Use of the GPUs of the node's ranks; None if the driver does not report it.
     gpu: float | None = None  # the mean share of time in which a kernel ran
-    gpu_memory: float | None = None  # of the fullest
+    gpu_memory: float | None = None  # share of the fullest GPU's memory
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class RunState(Listener):
     reports: list[Reported] = field(default_factory=list)
     # the newest values of the other ranks in this attempt
     rank_values: dict[int, dict[str, float]] = field(default_factory=dict)
-    # those of earlier attempts included; with `evaluation_interval` several of an epoch
+    # The epochs of all attempts. With `evaluation_interval` an epoch is there several times.
     epochs: list[EpochFinished] = field(default_factory=list)
     checkpoint: CheckpointWritten | None = None  # the newest
     predictions: PredictionsMade | None = None
@@ -101,18 +101,15 @@ class RunState(Listener):
     num_starts: int = 0
     num_announced_losses: int = 0  # ends of a gang because nodes left, as they had announced
     departure: str = ""  # why nodes left, the last time
-    grace_seconds: float = 0.0  # as `AttemptStarted` has it
+    grace_seconds: float = 0.0  # see `AttemptStarted`
     # from the copy of the newest whole checkpoint until the store had it; 0: not known
     writing_seconds: float = 0.0
-    # seconds and step of the first and the last sign of progress of the ranks that started last
-    _progress: list[tuple[float, int]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-    # by step
-    _copied_at: dict[int, float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _time: WallTime = field(default_factory=WallTime, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # seconds and step of the first and the last sign of progress of the ranks that started last
+        self._progress: list[tuple[float, int]] = []
+        self._copied_at: dict[int, float] = {}  # seconds by step
+        self._time = WallTime()
 
     @classmethod
     def of(cls, events: Iterable[Event], keep_reports: bool = True) -> RunState:

@@ -41,7 +41,7 @@ class TimeSpent:
     announced_losses: float = 0.0
     # all work that was lost with an attempt, because no checkpoint had it
     redone_steps: float = 0.0
-    # of a function or a script: whatever it did that it has not reported
+    # everything that a function or a script did and has not reported
     program: float = 0.0
 
     @property
@@ -68,16 +68,16 @@ class WallTime:
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: TimeSpent().parts())
-    pause: str = "starting"  # what the time without steps goes to
-    phase: str = "starting"  # what the time since the last event goes to
-    # What the time of running ranks goes to. All time of a recipe is known; of another program only
-    # the time up to a report.
+    pause: str = "starting"  # purpose of the time without steps
+    phase: str = "starting"  # purpose of the time since the last event
+    # Purpose of the time of running ranks. All time of a recipe is known; another program's time
+    # is known only up to a report.
     work: str = "program"
     has_saved: bool = False
     last: float = 0.0  # event, seconds since the epoch
     # steps of this attempt's checkpoints, and the seconds then
     saved: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    # likewise the steps after the newest of them
+    # the same after the newest of these checkpoints
     reached: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def handle(self, event: Event) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from flyte_ddp.events import AttemptEnded, Event, RunStarted, RunState
 
 PORT_VARIABLE = "FLYTE_DDP_METRICS_PORT"  # set by registration; nothing is served without it
-PORT_NAME = "metrics"  # of that port in the task's pod, by which deploy/alerts.yaml finds it
+PORT_NAME = "metrics"  # name of the port in the task's pod; deploy/alerts.yaml uses it
 
 # The figure that each metric is, by its name in `Figures`, and the metric's help.
 METRICS = {

@@ -64,19 +64,18 @@ class Mlflow(Recorder):
     service, label = "MLflow", "MLflow run"
     close_timeout = 60.0
 
-    server: str  # its URL, such as http://mlflow.team:5000
+    server: str  # URL of the server, such as http://mlflow.team:5000
     experiment: str  # created if missing
     run_id: str  # the same in every attempt of one run
     _: KW_ONLY
     origin: Mapping[str, str] = field(default_factory=dict)  # see `run_card`
     # path or URL of the run's, for the command that uploads the rest
     history: str = "history.jsonl"
-    _client: Any = field(default=None, init=False)
-    # names of metrics by the names under which MLflow has them
-    _names: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         require("mlflow", "mlflow")
+        self._client: Any = None
+        self._names: dict[str, str] = {}  # metrics by the names that MLflow takes
         words = (redact_url(self.history), redact_url(self.server), self.experiment, self.run_id)
         command = f"{own_command()} mlflow {shlex.join(filter(None, words))}"
         self.hint = f"; to upload the rest later: {command}"
@@ -108,7 +107,7 @@ class Mlflow(Recorder):
             if name in self.keys:  # not in the environment, which ranks inherit
                 getattr(environment_variables, name).get = functools.partial(self.keys.get, name)
         self._client = MlflowClient(self.server)
-        with contextlib.suppress(MlflowException):  # as where it is there
+        with contextlib.suppress(MlflowException):  # the experiment may exist already
             self._client.create_experiment(self.experiment)
         experiment = self._client.get_experiment_by_name(self.experiment).experiment_id
         tags = {

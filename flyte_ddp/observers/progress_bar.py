@@ -26,11 +26,11 @@ from flyte_ddp.observers.formats import duration, format_count
 from flyte_ddp.observers.streams import Output, open_standard_streams
 from flyte_ddp.storage import redact_url
 
-# Of figures, where it is not the name and five digits.
+# Formats of figures. Other figures have their name and five digits.
 FORMATS = {
     "accuracy": "accuracy {:.2%}",
     "samples_per_second": "{:,.0f} samples/s",
-    "seconds": "",  # which the samples per second tell
+    "seconds": "",  # hidden: samples_per_second shows it
     "num_unreadable": "{:,.0f} samples could not be read",
 }
 
@@ -48,7 +48,9 @@ class ProgressBar:
     _bar: Any = None
     _state: RunState = field(default_factory=lambda: RunState(keep_reports=False))
     _next_step_line: float = 0.0
-    _lost_step: int = 0  # that the attempt before had reached
+    _lost_step: int = 0  # step that the attempt before had reached
+    _num_epochs: str = ""  # epochs of the whole run, such as "/3"
+    _num_steps: str = ""  # steps of the whole run, such as " of 12"
     # `write` is called from other threads than `handle`
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,26 +92,37 @@ class ProgressBar:
                 self._bar = None
 
     def _start(self, event: RunStarted) -> None:
-        nodes = f" on {event.num_nodes} nodes" if event.num_nodes > 1 else ""
-        threads = format_count(event.num_threads, "thread")
-        parts = [
-            event.name,
-            format_count(event.world_size, "rank") + nodes,
-            f"each on {event.device} ({event.backend}, {threads})" if event.device else "",
-            f"{event.num_parameters:,} parameters" if event.num_parameters else "",
-        ]
-        data = f"; data: {event.data}" if event.data else ""
-        self._print(", ".join(filter(None, parts)) + data)
+        self._num_epochs = self._num_steps = ""
+        if event.config.get("epochs"):
+            self._num_epochs = f"/{event.config['epochs']}"
+        if event.num_steps:
+            self._num_steps = f" of {event.num_steps:,}"
+        line = f"{event.name}, {format_count(event.world_size, 'rank')}"
+        if event.num_nodes > 1:
+            line += f" on {event.num_nodes} nodes"
+        if event.device:
+            threads = format_count(event.num_threads, "thread")
+            line += f", each on {event.device} ({event.backend}, {threads})"
+        if event.num_parameters:
+            line += f", {event.num_parameters:,} parameters"
+        if event.data:
+            line += f"; data: {event.data}"
+        self._print(line)
 
     def _resume(self, event: CheckpointLoaded) -> None:
         for skipped in event.skipped:
             self._print(f"warning: {skipped}")
-        num_steps = max(0, self._lost_step - event.step)  # that the attempt before had done
-        start = f"resumed at step {event.step:,}{self._total_steps()} from {event.url}"
-        again = f": {format_count(num_steps, 'step')} again" if num_steps else ""
-        if event.url or again:
-            self._print((start if event.url else "started again at step 0") + again)
-        started = self._state.started
+        num_again = self._lost_step - event.step
+        line = "started again at step 0"
+        if event.url:
+            line = f"resumed at step {event.step:,}{self._num_steps} from {event.url}"
+        if num_again > 0:
+            line += f": {format_count(num_again, 'step')} again"
+        if event.url or num_again > 0:
+            self._print(line)
+        started, epoch = self._state.started, 0.0
+        if event.epochs:
+            epoch = event.epochs[-1].position
         if not self._is_live or not started or not started.num_steps:
             return
         from tqdm import tqdm
@@ -124,7 +137,7 @@ class ProgressBar:
             leave=False,
             miniters=0,
             unit="step",
-            desc=self._epoch_label(event.epochs[-1].position if event.epochs else 0),
+            desc=self._label_epoch(epoch),
         )
 
     def _show_figures(self, figures: Figures) -> None:
@@ -134,21 +147,25 @@ class ProgressBar:
         values = self._describe(figures.values)
         epoch = ""
         if figures.epoch is not None:
-            # Of a step, the epoch that it is in: the step tells how far.
-            is_whole = figures.axis == "epoch"
-            epoch = self._epoch_label(figures.epoch if is_whole else math.ceil(figures.epoch))
+            position = figures.epoch
+            if figures.axis == "step":  # the number of the step shows how far the epoch is
+                position = math.ceil(position)
+            epoch = self._label_epoch(position)
         if figures.axis == "epoch":
             self._print(f"{epoch}: {values}")
         elif self._bar is not None:
             self._bar.set_description(epoch, refresh=False)
             self._bar.set_postfix_str(values, refresh=False)
-        elif (now := time.monotonic()) >= self._next_step_line:
-            self._next_step_line = now + LINE_INTERVAL
-            step = f"step {figures.step:,}{self._total_steps()}"
+        elif time.monotonic() >= self._next_step_line:
+            self._next_step_line = time.monotonic() + LINE_INTERVAL
+            step = f"step {figures.step:,}{self._num_steps}"
+            line = ", ".join(filter(None, [epoch, step]))
+            if values:
+                line += f": {values}"
             seconds = self._state.seconds_left(time.time())
-            left = "" if seconds is None else f"; {duration(seconds)} left"
-            start = ", ".join(filter(None, [epoch, step]))
-            self._print(start + (f": {values}" if values else "") + left)
+            if seconds is not None:
+                line += f"; {duration(seconds)} left"
+            self._print(line)
         if self._bar is not None and figures.step is not None:
             self._bar.update(figures.step - self._bar.n)
 
@@ -159,14 +176,8 @@ class ProgressBar:
         )
         return ", ".join(filter(None, words))
 
-    def _epoch_label(self, epoch: float) -> str:
-        started = self._state.started
-        epochs = started.config.get("epochs") if started else None
-        return f"epoch {epoch:.4g}" + (f"/{epochs}" if epochs else "")
-
-    def _total_steps(self) -> str:
-        started = self._state.started
-        return f" of {started.num_steps:,}" if started and started.num_steps else ""
+    def _label_epoch(self, epoch: float) -> str:
+        return f"epoch {epoch:.4g}{self._num_epochs}"
 
     def _print(self, line: str, stream: Output | None = None) -> None:
         line, stream = redact_url(line), stream or self._stream

@@ -19,6 +19,7 @@ from flyte_ddp.config.background import call_in_background
 from flyte_ddp.errors import TrainingStopped
 from flyte_ddp.events import (
     CheckpointLoaded,
+    EpochFinished,
     Event,
     Histogram,
     HistogramsTaken,
@@ -33,13 +34,14 @@ from flyte_ddp.events import (
 from flyte_ddp.storage import redact_url, redact_values
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # by their options
-MAX_EVENTS = 20_000  # that wait for the service
+MAX_EVENTS = 20_000  # events that may wait for the service
 MAX_VALUES = 500  # sent at once; MLflow takes 1000 in one request, and an event adds some
 # Fields of RunStarted that are not shown beside the configuration, or under another name.
 NOT_IN_CONFIG = ("at", "name", "num_restarts", "config", "hidden", "layers")
 
 NOTHING = {"step": 0.0, "epoch": 0.0}
-PREFIXES = {"step": "train/", "epoch": "epoch/", "": ""}  # of figures, by their axis
+# Beginning of the name of a figure, by its axis.
+PREFIXES = {"step": "train/", "epoch": "epoch/", "": ""}
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,9 @@ class Sender:
     the recording.
     """
 
+    is_off = False  # the service has failed, or is not wanted
+    hint = ""  # end of the line about a failure: what to do
+
     service: ClassVar[str]
     close_timeout: ClassVar[float]  # seconds until this process continues without the service
 
@@ -76,8 +81,6 @@ class Sender:
     # API keys by their environment variables; no message contains them
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     say: Callable[[str], None] = logger.warning  # prints a line for people
-    is_off: bool = field(default=False, init=False)  # the service has failed, or is not wanted
-    hint: str = field(default="", init=False)  # end of the line about a failure: what to do
     _recording: Future[None] | None = field(default=None, init=False)  # set by the first event
     # events, and at last the status at the end
     _queue: queue.Queue[Event | str] = field(
@@ -152,6 +155,12 @@ class Recorder(Sender):
     A run with the same `run_id` is continued: only what it does not have yet is logged.
     """
 
+    # name under which the model is uploaded at the end, see `TrainingConfig`; "" uploads none
+    model_artifact = ""
+    url = ""  # URL of the run's page, when the service has answered
+    _reached = NOTHING  # the last place that the service's run has on each axis
+    _known = NOTHING  # the same when the ranks started
+
     label: ClassVar[str]  # text of the link to the run
 
     _: KW_ONLY
@@ -161,13 +170,6 @@ class Recorder(Sender):
     # shown besides the run's own configuration
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    # name under which the model is uploaded at the end, see `TrainingConfig`; "" uploads none
-    model_artifact: str = field(default="", init=False)
-    url: str = field(default="", init=False)  # URL of the run's page, when the service has answered
-    # the last place that the service's run has on each axis
-    _reached: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
-    # the same when the ranks started
-    _known: dict[str, float] = field(default_factory=lambda: dict(NOTHING), init=False)
     _run: Any = field(default=None, init=False)  # the run, in the form of the service's client
     _waiting: list[Entry] = field(default_factory=list, init=False)  # entries for `_send`
     _state: RunState = field(default_factory=lambda: RunState(keep_reports=False), init=False)
@@ -201,7 +203,7 @@ class Recorder(Sender):
                 }
                 config = {**self.config, **event.config, **known, "program": event.name}
                 self._open(event, plain(redact_values(config)))
-                self._known = dict(self._reached)
+                self._known = self._reached
             case CheckpointLoaded():
                 for epoch in event.epochs:
                     self._add(epoch)
@@ -228,13 +230,12 @@ class Recorder(Sender):
                 place, known = figures.step, self._known
             if place is None or place <= known[axis]:
                 return
-            self._reached[axis] = max(self._reached[axis], place)
+            self._reached = {**self._reached, axis: max(self._reached[axis], place)}
         elif not figures.values:
             return
         values: dict[str, Any] = {PREFIXES[axis] + name: x for name, x in figures.values.items()}
-        sample = getattr(event, "sample", "")
-        if sample:
-            values["epoch/sample"] = sample
+        if isinstance(event, EpochFinished) and event.sample:
+            values["epoch/sample"] = event.sample
         self._waiting.append(Entry(axis, figures.step, figures.epoch, values, at))
         if sum(len(each.values) for each in self._waiting) >= MAX_VALUES:
             self._send()

@@ -21,7 +21,7 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # it gets the lowest free number, which is this
+            # The new file gets the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:  # not of its descriptor, which may be another file's by now
             setattr(sys, name, open(os.devnull, "w" if descriptor else "r"))  # noqa: SIM115
@@ -40,7 +40,7 @@ def _release() -> None:
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except ValueError:
-            pass  # it is closed
+            pass  # the stream is closed
 
 
 class Output:

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ class Tensorboard(Recorder):
 
     service, label = "TensorBoard", "TensorBoard log"
     close_timeout = SHORT_TIMEOUT
+    _has_earlier = False  # earlier ranks have written epochs
+    _has_start = False  # the present ranks have their purging record
+    _next_upload = 0.0
 
     logdir: str  # path or URL; created if missing
     run_id: str  # the same in every attempt of one run; the name of the directory
-    _has_earlier: bool = field(default=False, init=False)  # earlier ranks have written epochs
-    _has_start: bool = field(default=False, init=False)  # these ranks have their purging record
-    _next_upload: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         require("tensorboard", "tensorboard")
@@ -49,7 +49,7 @@ class Tensorboard(Recorder):
             self._start()
         self._has_earlier = self._has_earlier or self._has_start
         self._has_start = False
-        self._reached = dict(NOTHING)  # repeated steps are written again
+        self._reached = NOTHING  # repeated steps are written again
         if not self._has_earlier:
             rows = (f"| {name} | {value} |" for name, value in config.items())
             self._write_text("config", "\n".join(["| | |", "|---|---|", *rows]), 0)

@@ -61,7 +61,7 @@ class Wandb(Recorder):
     run_id: str  # the same in every attempt of one run; letters, digits, "-" and "_"
     directory: str | Path  # for W&B's files; created if missing
     _: KW_ONLY
-    # Of a directory to which an offline run is copied at the end, as one archive. Set it if
+    # Directory to which an offline run is copied at the end, as one archive. Set it if
     # `directory` is lost with the process, as in a pod; "" leaves the run in `directory`.
     offline_url: str = ""
 
@@ -134,7 +134,7 @@ class Wandb(Recorder):
         _set_environment(directory)
         import wandb
 
-        # its own output would damage the progress bar
+        # W&B's own output would damage the progress bar
         session = wandb.setup(wandb.Settings(silent=True))
         mode: Any = os.environ.get("WANDB_MODE") or session.settings.mode
         api_key = self.keys["WANDB_API_KEY"] or None

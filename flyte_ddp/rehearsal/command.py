@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     num_ranks = whole_number("--nproc-per-node", options.nproc_per_node, minimum=1)
     modules = find_imports(options.program)
     start_server(modules)
-    # so that no process is left behind
+    # SystemExit leaves no process behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with own_directory("rehearsal-") as directory:
         make, data = find_program(options.program, options.arguments, options.data, directory)

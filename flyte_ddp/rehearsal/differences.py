@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from flyte_ddp.rehearsal.seen import Attempt, Run, Step
 
-# Of what the training has changed: sums on another number of ranks differ by less, and a batch that
-# is left out makes a larger difference.
+# Share of what the training has changed. Sums on another number of ranks differ by less. If a batch
+# is left out, the difference is larger.
 TOLERANCE = 1e-3
 
 

@@ -31,7 +31,7 @@ class Nodes:
     """A Dask scheduler and its workers, as processes."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        self.environment = environment  # of all processes
+        self.environment = environment  # variables of all processes
         self.file = directory / "scheduler.json"
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.num_started = 0

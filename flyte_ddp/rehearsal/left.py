@@ -24,8 +24,8 @@ from flyte_ddp.rehearsal.seen import CHECKPOINTS, list_left
 from flyte_ddp.storage import Storage
 from flyte_ddp.storage.weights import from_bytes
 
-MAX_BYTES = 2**31  # of a file
-NUM_VALUES = 16  # of each tensor that are compared, besides sums
+MAX_BYTES = 2**31  # bytes of a file that is read
+NUM_VALUES = 16  # values of each tensor that are compared, besides sums
 KNOWN = ("torch", "numpy", "collections", "builtins", "_codecs")  # packages whose classes are made
 
 
@@ -58,7 +58,7 @@ class Unpickler(pickle.Unpickler):
         return Unknown
 
 
-# As `torch.load` wants a module for its argument.
+# `torch.load` expects a module as its argument.
 READER = SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 Entries = dict[int, list[dict[str, Any]]]  # by rank, in their order
 
-CHECKPOINTS = "checkpoints"  # directory of those that the session writes
+CHECKPOINTS = "checkpoints"  # directory of the checkpoints that the session writes
+OF_FIRST_RANK = ("at", "weights", "loss", "gradient", "scales", "buffers", "unsaved")
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class Step:
     weights: list[float]  # sums and single values, of the optimizer that steps first
     momentum: tuple[float, ...]  # sum of the optimizer's state, by rank, after the step
     draws: tuple[int, ...]  # checksum of the generators before the step, by rank
-    loss: float  # of rank 0
+    loss: float  # as rank 0 has it
     content: float  # sum of all values of its batches
     gradient: list[float]  # sums and single values
     # Before the step:
     others: list[float]  # weights of the other optimizers that step, in the order of first steps
     other_states: tuple[tuple[float, ...], ...]  # sums of their state, by rank
     rates: tuple[float, ...]  # learning rates, of the first optimizer and of these
-    scales: tuple[float, ...]  # of the loss
-    buffers: list[float]  # of modules, as far as a state dict has them
+    scales: list[float]  # factors of the loss
+    buffers: list[float]  # buffers of modules that state dicts contain
     unsaved: list[float]  # other buffers of modules
 
 
@@ -86,8 +87,8 @@ class Run:
     error: str = ""
     exit_code: int = 0
     is_cut: bool = False
-    is_resized: bool = False  # it ended on another number of ranks
-    not_tried: str = ""  # why
+    is_resized: bool = False  # the run ended on another number of ranks
+    not_tried: str = ""  # reason if the run was not tried
 
     def find(self, weights: Sequence[float]) -> int:
         """Return the step after which the weights were these, or the nearest ones."""
@@ -148,26 +149,25 @@ def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
         return [values[number] for number in optimizers if number < len(values)]
 
     ranks = [[each for each in entries[rank] if each["kind"] == "step"] for rank in sorted(entries)]
-    return [
-        Step(
-            at=rows[0]["at"],
-            samples=[
-                key if isinstance(key, (int, str)) else json.dumps(key)  # which can be counted
-                for row in rows
-                for key in row["samples"]
-            ],
-            weights=rows[0]["weights"],
+    steps = []
+    for rows in zip(*ranks, strict=False):
+        first = rows[0]
+        keys = itertools.chain(*(row["samples"] for row in rows))
+        step = Step(
+            **{name: first[name] for name in OF_FIRST_RANK},
+            samples=list(map(_to_countable, keys)),
             momentum=tuple(row["momentum"] for row in rows),
             draws=tuple(row["draws"] for row in rows),
-            loss=rows[0]["loss"],
             content=sum(row["content"] for row in rows),
-            gradient=rows[0]["gradient"],
-            others=[value for each in choose(rows[0]["all_weights"])[1:] for value in each],
+            others=list(itertools.chain(*choose(first["all_weights"])[1:])),
             other_states=tuple(tuple(choose(row["states"])[1:]) for row in rows),
-            rates=tuple(choose(rows[0]["rates"])),
-            scales=tuple(rows[0]["scales"]),
-            buffers=rows[0]["buffers"],
-            unsaved=rows[0]["unsaved"],
+            rates=tuple(choose(first["rates"])),
         )
-        for rows in zip(*ranks, strict=False)
-    ]
+        steps.append(step)
+    return steps
+
+
+def _to_countable(key: Any) -> int | str:
+    if isinstance(key, (int, str)):
+        return key
+    return json.dumps(key)

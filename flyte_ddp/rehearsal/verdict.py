@@ -31,7 +31,7 @@ class Row:
     """The comparison of one run with the undisturbed one."""
 
     run: Run
-    problems: list[str]  # one line for each; a run without any is right
+    problems: list[str]  # lines; a run without problems is right
     lost: int = 0
     doubled: int = 0
     difference: float = 0.0  # distance of the weights as a share of what the training changed

@@ -47,7 +47,7 @@ from flyte_ddp.rank.snapshot import is_look
 from flyte_ddp.rehearsal.faults import FullFile, Refusal
 from flyte_ddp.rehearsal.seen import read_run
 
-NUM_WEIGHTS = 4  # of each parameter that are recorded, besides its sum
+NUM_WEIGHTS = 4  # values of each parameter that are recorded, besides its sum
 GO = "go"  # file by which the paused ranks go on
 
 

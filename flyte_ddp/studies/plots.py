@@ -36,7 +36,7 @@ from flyte_ddp.studies.scaling import Estimate, Row, Study, by_world_size, estim
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_LINES = 100  # of trials; more would become one grey area
+MAX_LINES = 100  # lines of trials; more would become one grey area
 # range of a hyperparameter from which its axis is logarithmic; just below 10, for rounded choices
 DECADE = 9.99
 MAX_CHOICE = 14  # characters of a value below an axis

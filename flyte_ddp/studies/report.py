@@ -27,7 +27,7 @@ from flyte_ddp.studies.results import (
 from flyte_ddp.studies.scaling import Estimate, Study, by_world_size, estimate
 from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK
 
-MAX_METRICS = 4  # of a trial, in the table and in tiles
+MAX_METRICS = 4  # metrics of a trial, in the table and in tiles
 MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback
 MAX_FAILURES = 20  # trials whose tracebacks are shown

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
 # Histories of trials, beside their checkpoints.
-OUTCOME = "outcome.jsonl"  # of a trial that needs no more training
-UNFINISHED = "unfinished.jsonl"  # of a trial that was interrupted
+OUTCOME = "outcome.jsonl"  # history of a trial that needs no more training
+UNFINISHED = "unfinished.jsonl"  # history of a trial that was interrupted
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED_EARLY = "stopped early"  # because other trials are better

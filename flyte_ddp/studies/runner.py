@@ -151,7 +151,7 @@ class Entries:
         if run.status == WAITING and run.trial.number not in self.recalled:
             replace = functools.partial(self._replace, run.trial)
         trial = self.search.start(run.trial, replace)
-        for result in run.results:  # of an earlier attempt
+        for result in run.results:  # results of an earlier attempt
             self.should_stop(run, result)
         if trial is not run.trial:
             Storage(run.url).write(self.search.note, json.dumps(dict(trial.values)).encode())
@@ -191,25 +191,24 @@ class TrialRunner:
     one_at_a_time: bool = False
     # the ranks reach `checkpoints`, for states of theirs
     keeps_states: bool = True
-    # which stops trials early, and may suggest others
+    # stops trials early, and may suggest others
     search: Search = field(default_factory=Search)
     # Called with a trial and its event. The event is None before the first trial starts (once for
     # every trial, in order) and when a trial has ended. One call at a time, in any thread.
     observe: Observer = lambda run, event: None
-    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()  # of one trial's run
+    make_listeners: Callable[[TrialRun], Sequence[Listener]] = lambda run: ()  # for one trial
     # called with every line a rank prints, prefixed with its trial
     relay: Callable[[str], None] = print_line
-    run_name: str = ""  # as given to `open_cluster`
+    run_name: str = ""  # name given to `open_cluster`
     run: str = ""  # the same for all attempts of the study, see `Job`
     # receives all trials, in order, before the first one starts
     runs: list[TrialRun] = field(default_factory=list)
-    stop: StopRequest = field(default_factory=StopRequest, init=False)
-    # stop requests of running trials, by number
-    stops: dict[int, StopRequest] = field(default_factory=dict, init=False)
-    failures: list[Exception] = field(default_factory=list, init=False)
-    notifying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
+        self.stop = StopRequest()
+        self.stops: dict[int, StopRequest] = {}  # stop requests of running trials, by number
+        self.failures: list[Exception] = []
+        self.notifying = threading.Lock()
         self.storage = Storage(self.checkpoints)
         self.pool = None  # the workers that trials share
         if not self.one_at_a_time:

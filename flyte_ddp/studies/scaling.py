@@ -34,12 +34,12 @@ class Row:
     epochs: int
     final_test_loss: float
     best: float  # the monitored figure of the best epoch
-    step_seconds: float  # of the median epoch
+    step_seconds: float  # mean over the median epoch
     samples_per_second: float
-    # of samples per second, relative to the smallest world size (the mean of its repeats)
+    # samples per second, relative to the mean of the smallest world size
     speed_up: float
     efficiency: float  # speed_up / ideal speed_up
-    seconds_to_target: float | None  # of training; None if the target was not reached
+    seconds_to_target: float | None  # seconds of training; None if the target was not reached
     # share of a step that ranks wait for gradients after their own backward pass, mean over ranks
     wait_share: float
     # share of a step with communication during the backward pass, mean over ranks
@@ -91,7 +91,7 @@ class Study:
         self.device_unit = (
             "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
         )
-        self.names = [  # of what the study varies beside the world size
+        self.names = [  # values that the study varies besides the world size
             name
             for name in (finished[0].trial.values if finished else ())
             if name not in (WORLD_SIZE, SEED)
@@ -117,10 +117,10 @@ class Study:
 
     def _row(self, run: TrialRun, series: Sequence[TrialRun]) -> Row:
         started, best, last = started_of(run), run.state.best, run.epochs[-1]
-        assert best is not None  # it has epochs
+        assert best is not None  # the trial has epochs
         step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
         samples_per_second = started.num_train_samples / _epoch_seconds(run)
-        first = started_of(series[0])  # of the smallest world size
+        first = started_of(series[0])  # the smallest world size
         baseline = [
             started_of(each).num_train_samples / _epoch_seconds(each)
             for each in series
@@ -177,7 +177,7 @@ def build_scaling_table(study: Study) -> pandas.DataFrame:
 
 
 def started_of(run: TrialRun) -> RunStarted:
-    assert run.state.started is not None  # it has epochs
+    assert run.state.started is not None  # the trial has epochs
     return run.state.started
 
 

@@ -62,13 +62,13 @@ class Trial:
     """One model of a study: a configuration to train, in a scaling study at a world size."""
 
     number: int  # from 1, in starting order
-    values: Mapping[str, Any]  # of what the study varies, by name
-    # what differs from the recipe's defaults, in the form of `--config`
+    values: Mapping[str, Any]  # values that the study varies, by name
+    # differences from the recipe's defaults, in the form of `--config`
     overrides: Mapping[str, Any] = field(repr=False)
     config: TrainingConfig = field(repr=False)
     world_size: int = 0  # ranks; 0: all of one node
     recipe: str = ""
-    # of the events whose figures count: those after an epoch
+    # kind of the events with the figures that count
     counted: ClassVar[type[Event]] = EpochFinished
 
     @property
@@ -278,19 +278,19 @@ class Search:
         ConfigError: an unknown rule or sampler.
     """
 
-    stop_early: str = "none"  # one of `STOP_EARLY`
+    stop_early: str = "none"  # a value of `STOP_EARLY`
     sampler: str = "random"  # or "tpe"; "random" trials are drawn beforehand: see `expand_grid`
-    grid: Any = None  # that "tpe" samples from
-    seed: int = 0  # of "tpe"
-    # name of the file with what was trained in place of a drawn trial
-    note: str = field(default="", init=False)
-    _distributions: dict[str, BaseDistribution] = field(default_factory=dict, init=False)
-    _trials: dict[int, optuna.Trial] = field(default_factory=dict, init=False)  # that run
-    # of each trial, how many results it has, and the epoch or step of the last one
-    _reached: dict[int, tuple[int, float]] = field(default_factory=dict, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    grid: Any = None  # the grid that "tpe" samples from
+    seed: int = 0  # seed of "tpe"
+
+    note = ""  # name of the file with what was trained in place of a drawn trial
 
     def __post_init__(self) -> None:
+        self._distributions: dict[str, BaseDistribution] = {}
+        self._trials: dict[int, optuna.Trial] = {}  # running trials
+        # number of results of each trial, and the epoch or step of the last one
+        self._reached: dict[int, tuple[int, float]] = {}
+        self._lock = threading.Lock()
         check("stop_early", self.stop_early, str, Limits(choices=STOP_EARLY))
         check("sampler", self.sampler, str, Limits(choices=SAMPLERS))
         self._optuna = load_optuna()
@@ -322,7 +322,8 @@ class Search:
             self._reached[trial.number] = 0, 0.0
             if replace and self._distributions and trial.number > NUM_RANDOM:
                 asked = self._study.ask(self._distributions)
-                if suggested := replace(asked.params):
+                suggested = replace(asked.params)
+                if suggested:
                     self._trials[trial.number] = asked
                     return suggested
                 self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
@@ -347,7 +348,11 @@ class Search:
 
     def finish(self, number: int, outcome: str, score: float) -> None:
         """Tell the study how trial `number` ended: COMPLETE, with its score, PRUNED or FAIL."""
-        value = None if outcome != "COMPLETE" else score if math.isfinite(score) else math.inf
+        value = None
+        if outcome == "COMPLETE":
+            value = math.inf
+            if math.isfinite(score):
+                value = score
         with self._lock:
             self._study.tell(
                 self._trials.pop(number), value, state=self._optuna.trial.TrialState[outcome]
@@ -387,7 +392,9 @@ def _distributions(grid: Mapping[str, Any]) -> dict[str, BaseDistribution]:
             distributions[name] = CategoricalDistribution(values)
             continue
         are_whole = all(isinstance(value, int) for value in values.values())
-        number = kinds[name] if kinds.get(name) in (int, float) else int if are_whole else float
+        number = kinds.get(name)
+        if number not in (int, float):
+            number = int if are_whole else float
         for key, value in values.items():
             check(f"grid.{name}.{key}", value, bool if key == "log" else number)
         try:
@@ -415,22 +422,20 @@ def load_optuna() -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", "All-NaN slice encountered")  # of a trial that has diverged
-    # that a stored study could not have
+    warnings.filterwarnings("ignore", "All-NaN slice encountered")  # a trial has diverged
+    # a stored study could not have such choices
     warnings.filterwarnings("ignore", "Choices for a categorical distribution")
     return optuna
 
 
 def _merge_overrides(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    overrides = {
-        **base,
-        **{name: value for name, value in values.items() if not name.startswith(OPTION_PREFIX)},
-    }
-    options = {
-        name.removeprefix(OPTION_PREFIX): value
-        for name, value in values.items()
-        if name.startswith(OPTION_PREFIX)
-    }
+    overrides = dict(base)
+    options = {}
+    for name, value in values.items():
+        if name.startswith(OPTION_PREFIX):
+            options[name.removeprefix(OPTION_PREFIX)] = value
+        else:
+            overrides[name] = value
     if options:
         overrides["recipe_options"] = {**overrides.get("recipe_options", {}), **options}
     return overrides

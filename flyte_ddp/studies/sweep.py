@@ -51,7 +51,7 @@ class FunctionTrial(Trial):
     function: Callable[..., Any] = field(repr=False)
     # none where `overrides` are its keywords
     arguments: tuple[Any, ...] = field(repr=False)
-    version: str = field(repr=False)  # of the function's code
+    version: str = field(repr=False)  # version of the function's code
     counted: ClassVar[type[Event]] = Reported
 
     @property
@@ -63,7 +63,7 @@ class FunctionTrial(Trial):
         program = function_program(self.function, self.arguments, keywords)
         if "torch" not in sys.modules:
             return program
-        # As this process has imported torch, the function does not need to be the first to do so.
+        # This process has imported torch, so the function does not need to be the first to do so.
         # To import it in each trial would take seconds.
         return dataclasses.replace(program, slow_imports=("torch",))
 

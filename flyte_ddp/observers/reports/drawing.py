@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 # Neighbors differ in brightness or in the blue-yellow direction, which almost everyone can see.
 PALETTE = ("#3b82f6", "#ea580c", "#0d9488", "#a855f7", "#db2777", "#65810d", "#0e8fb8", "#b7791f")
 
-MAX_MARKERS = 30  # of one line; with more points it has none
+MAX_MARKERS = 30  # markers of a line; a line with more points has no markers
 MAX_TITLE = 40  # characters of a title
 MAX_LEGEND = 54  # characters of one line of a legend, its lines and gaps included
-MAX_STRIPS = 48  # of a panel, which show values on hover
+MAX_STRIPS = 48  # strips of a panel that show values on hover
 MAX_TEXT = 200  # characters of any text: more have no room, and take long to lay out
 
-# of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
+# color of text and axes: a contrast of at least 4.5:1 on white and on black (WCAG 2.1, 1.4.3)
 INK = "#767676"
 PAGE_INK = "#767677"  # on a color of ours; in a page its own
 # inches of a panel with text of 10 points, which is about 10 pixels on a phone
@@ -81,7 +81,8 @@ LOOK = {  # settings of matplotlib: no frame, faint horizontal rules
     "legend.labelcolor": INK,
 }
 
-_TITLE, _BREAK = "title:", "\u2028"  # of the ids of what shows a text on hover; its line break
+# Beginning and line break of the ids that become texts on hover.
+_TITLE, _BREAK = "title:", "\u2028"
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -132,17 +133,18 @@ class Panel:
     title.
     """
 
-    name: str  # of letters and hyphens, unique on a page
+    name: str  # letters and hyphens, unique on a page
     title: str
     summary: str  # a description for people who cannot see it
     lines: Sequence[Line] = ()
     x_label: str = ""
     subtitle: str = ""
-    has_whole_x: bool = False  # its ticks are whole numbers
+    has_whole_x: bool = False  # the ticks of the x axis are whole numbers
     from_zero: bool = False  # where a linear y axis starts
-    log_ratio: float = math.inf  # of the values, above which the y axis is logarithmic
-    tick: Callable[[float, object], str] = lambda value, _: f"{value:.4g}"  # of a linear y axis
-    draw: Callable[[Axes], object] = lambda axes: None  # what else there is
+    log_ratio: float = math.inf  # a larger range of values makes the y axis logarithmic
+    # format of a linear y axis
+    tick: Callable[[float, object], str] = lambda value, _: f"{value:.4g}"
+    draw: Callable[[Axes], object] = lambda axes: None  # draws everything else
     figure: str = ""  # name of the figure on the y axis, by which its values are formatted
 
     def draw_on(self, axes: Axes) -> None:
@@ -161,7 +163,7 @@ class Panel:
         axes.set_xlabel(self.x_label, loc="right", fontsize=9.5, labelpad=1, color=INK)
         self.draw(axes)
         labels = axes.get_legend_handles_labels()[1]
-        num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # of the legend
+        num_rows = 1 + (sum(len(label) + 5 for label in labels) > MAX_LEGEND)  # rows of the legend
         axes.set_title(self.title[:MAX_TITLE], pad=9 + 15 * num_rows)
         if self.from_zero and axes.get_yscale() == "linear":
             top = axes.dataLim.y1  # minus infinity if nothing is drawn
@@ -284,7 +286,7 @@ def _settings(salt: str) -> Iterator[None]:
     import matplotlib
 
     with _drawing, matplotlib.rc_context({**LOOK, "svg.hashsalt": salt}), warnings.catch_warnings():
-        # of characters that the font does not have: the reader's has them
+        # The font lacks some characters, and the reader's font has them.
         warnings.simplefilter("ignore")
         yield
 

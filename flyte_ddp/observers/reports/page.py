@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Page(ABC):
     """A report that can be rendered at any time."""
 
-    progress_label: ClassVar[str] = ""  # what the progress bar counts
+    progress_label: ClassVar[str] = ""  # unit of the progress bar
 
     _: KW_ONLY
     # URLs of other pages by name; may be added at any time

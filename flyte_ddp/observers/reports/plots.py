@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 # reported values with a panel of their own
 KNOWN = ("loss", "samples_per_second", "learning_rate", "gradient_norm")
 MAX_REPORTED = 12  # other values that are drawn
-MAX_METRICS = 4  # of the held-out data
-MEASURED = {  # of a node, with its title
+MAX_METRICS = 4  # metrics of the held-out data with a panel
+MEASURED = {  # measurements of a node, with the titles of their panels
     "gpu": "GPU utilization (%)",
     "gpu_memory": "GPU memory in use (%)",
     "cpu": "CPU utilization (%)",
     "memory": "Memory in use (%)",
 }
 PICTURES = (".pdf", ".png", ".svg")
-MAX_LINES = len(PALETTE)  # of ranks or nodes, one color each; more are faint
+MAX_LINES = len(PALETTE)  # lines of ranks or nodes with a color each; more lines are faint
 
 Curve = list[tuple[float, float]]  # x, y
 

@@ -23,7 +23,7 @@ from flyte_ddp.observers.reports.drawing import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_CLASSES, MAX_CLASS_NAME = 20, 12  # of a confusion matrix; characters of each
+MAX_CLASSES, MAX_CLASS_NAME = 20, 12  # classes of a confusion matrix; characters of a name
 MAX_OPACITY = 0.75
 
 

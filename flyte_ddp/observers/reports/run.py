@@ -32,15 +32,15 @@ from flyte_ddp.observers.reports.plots import run_panels
 from flyte_ddp.observers.reports.run_rows import RunView, make_sections, make_tiles
 
 # These keep the page below 3 MB for any run. The rest of it is 250 kB at most.
-MAX_PREDICTION_BYTES = 1_400_000  # of HTML with images
-MAX_PICTURE_BYTES = 900_000  # of PNGs, before base64
+MAX_PREDICTION_BYTES = 1_400_000  # bytes of HTML with images
+MAX_PICTURE_BYTES = 900_000  # bytes of PNGs, before base64
 MAX_EPOCHS = 200  # rows of the table
 MAX_NOTICES = 20
 
 MAX_TEXTS, MAX_TEXT = 20, 5_000  # generated after the last epochs; characters of each
 
 OPEN_PREDICTIONS = 40  # shown before "more" is clicked
-MAX_LINES, MAX_LINE = 60, 400  # of the log; characters of each
+MAX_LINES, MAX_LINE = 60, 400  # lines of the log; characters of each
 PICTURE = Markup(
     '<h2>{0} <small>step {1:,}</small></h2><img alt="{0}" src="data:image/png;base64,{2}">'
 )
@@ -52,11 +52,12 @@ class Report(Page):
 
     progress_label = "optimizer steps done"
 
-    name: str = ""  # its title; by default that of the program
-    outputs: dict[str, str] = field(default_factory=dict)  # their URLs; to be set at the end
+    name: str = ""  # title of the report; by default the program's name
+    # URLs of the outputs by name; to be set at the end
+    outputs: dict[str, str] = field(default_factory=dict)
     _state: RunState = field(default_factory=RunState, init=False)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES), init=False)
-    # of the state as it is; drawing takes half a second
+    # panels of the present state; drawing takes half a second
     _panels: list[Markup] | None = field(default=None, init=False)
 
     @classmethod
@@ -202,10 +203,12 @@ class Report(Page):
             for epoch in written
         ]
         log = "\n".join(self._lines)
-        return [
-            *([Card("Generated text", *texts[0], texts[1:])] if texts else []),
-            *([Card("Log", "the last lines", log)] if log else []),
-        ]
+        cards = []
+        if texts:
+            cards.append(Card("Generated text", *texts[0], texts[1:]))
+        if log:
+            cards.append(Card("Log", "the last lines", log))
+        return cards
 
     def _prediction_section(self) -> dict[str, Any] | None:
         """Return as many predictions as the page has room for, the worst first; a scatter plot has
@@ -232,20 +235,21 @@ class Report(Page):
 
 
 def _error(prediction: Prediction) -> float:
-    return (
-        float(prediction.truth != prediction.guess)
-        if prediction.error is None
-        else prediction.error
-    )
+    if prediction.error is None:
+        return float(prediction.truth != prediction.guess)
+    return prediction.error
 
 
 def _sample(prediction: Prediction) -> dict[str, Any]:
     """Return the texts of a prediction for the template, and its image in base64."""
+    kind = ""
+    if prediction.error is None:
+        kind = "wrong" if _error(prediction) else "right"
     scores = sorted(prediction.scores.items(), key=lambda item: -item[1])[:3]
     words = f"guess {shorten(prediction.guess)}, truth {shorten(prediction.truth)}"
     likely = ", ".join(f"{shorten(name)} {100 * score:.0f} %" for name, score in scores)
     return {
-        "kind": "" if prediction.error is not None else "wrong" if _error(prediction) else "right",
+        "kind": kind,
         "truth": shorten(prediction.truth),
         "guess": shorten(prediction.guess),
         "words": words,

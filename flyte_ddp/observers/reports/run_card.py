@@ -20,7 +20,7 @@ from flyte_ddp.storage import redact_values, write_file
 
 CARD_JSON, CARD_PAGE = "run_card.json", "README.md"  # the name under which model hubs show a page
 UNKNOWN = "not known"
-# of `promotion.champion`
+# places of champions, see `promotion.champion`
 CHAMPION = re.compile(r"/versions/([^/]+)/model_state\.\w+(?: \(sha256 \w+\))?$")
 
 

@@ -28,9 +28,9 @@ from flyte_ddp.observers.formats import (
 )
 from flyte_ddp.observers.reports.page import Row, Section, Tile
 
-MAX_ROWS = 100  # of layers
-MAX_CHANGES = 20  # of the slow ranks
-MAX_TILES = 6  # of reported values
+MAX_ROWS = 100  # rows of layers
+MAX_CHANGES = 20  # changes of the slow ranks
+MAX_TILES = 6  # tiles of reported values
 SPEED = "samples_per_second"
 
 
