@@ -237,10 +237,10 @@ class TrialRunner:
         if self.data:
             note = describe_data(self.data)
             version = [note["fingerprint"], note["recipe_version"]]
-        entries = Entries(self.storage, self.search, self.cluster, self.runs, version)
-        entries.load(trials)
+        self.entries = Entries(self.storage, self.search, self.cluster, self.runs, version)
+        self.entries.load(trials)
         try:
-            self._train_waiting(entries)
+            self._train_waiting()
         finally:
             if self.pool:
                 self.pool.data.close()
@@ -267,11 +267,11 @@ class TrialRunner:
             )
         return self.runs
 
-    def _train_waiting(self, entries: Entries) -> None:
+    def _train_waiting(self) -> None:
         for run in self.runs:
             if run.status != WAITING:
-                entries.enter(run)
-                entries.leave(run)
+                self.entries.enter(run)
+                self.entries.leave(run)
             self.notify(run, None)
         waiting = [run for run in self.runs if run.status == WAITING]
         num_slots = 1
@@ -279,7 +279,7 @@ class TrialRunner:
             nodes = resize_cluster(self.cluster, self.runs[0].trial.world_size).num_nodes
             num_slots = self.cluster.num_nodes // nodes
         with stop_on_signals() as signals, ThreadPoolExecutor(num_slots) as executor:
-            pending = {executor.submit(self._run_trial, run, entries) for run in waiting}
+            pending = {executor.submit(self._run_trial, run) for run in waiting}
             try:
                 while pending:
                     done, pending = wait(
@@ -305,7 +305,7 @@ class TrialRunner:
         for stop in list(self.stops.values()):
             stop.set(reason)
 
-    def _run_trial(self, run: TrialRun, entries: Entries) -> None:
+    def _run_trial(self, run: TrialRun) -> None:
         """Run a trial and record how it ended.
 
         Raises:
@@ -320,9 +320,9 @@ class TrialRunner:
         if self.stop.is_set():
             return
         try:
-            entries.enter(run)
+            self.entries.enter(run)
             try:
-                self._train(run, stop, entries)
+                self._train(run, stop)
             except TrainingStopped:
                 if run.status != STOPPED_EARLY:
                     raise
@@ -338,7 +338,7 @@ class TrialRunner:
             self._record_failure(run, error)
         finally:
             del self.stops[number]
-            entries.leave(run)
+            self.entries.leave(run)
             self.notify(run, None)
 
     def _record_failure(self, run: TrialRun, error: Exception) -> None:
@@ -354,7 +354,7 @@ class TrialRunner:
             self._stop_all(f"the study ended: {error}")  # before the next trial starts
             raise error
 
-    def _train(self, run: TrialRun, stop: StopRequest, entries: Entries) -> None:
+    def _train(self, run: TrialRun, stop: StopRequest) -> None:
         """Train one trial. Any error is raised."""
         cluster = resize_cluster(self.cluster, run.trial.world_size)
         largest = self.runs[0].state.started
@@ -373,7 +373,7 @@ class TrialRunner:
                 Job(program, place, time.time(), run=self.run),
                 DaskPlace(client, cluster, self.run_name, self.pool),
                 data,
-                [run, _TrialListener(self, entries, run, stop), *self.make_listeners(run)],
+                [run, _TrialListener(self, run, stop), *self.make_listeners(run)],
                 relay=lambda line: self.relay(
                     f"[trial {run.trial.number}] {line.removeprefix(prefix)}"
                 ),
@@ -386,7 +386,6 @@ class _TrialListener(Listener):
     """Stops a trial where the early stopping wants it, and notifies the observer of the study."""
 
     runner: TrialRunner
-    entries: Entries
     run: TrialRun
     stop: StopRequest
 
@@ -395,7 +394,7 @@ class _TrialListener(Listener):
         if isinstance(event, CheckpointLoaded):
             results = event.epochs
         for each in results:
-            if self.entries.should_stop(self.run, each) and not self.stop.is_set():
+            if self.runner.entries.should_stop(self.run, each) and not self.stop.is_set():
                 self.run.status = STOPPED_EARLY
                 self.stop.set("other trials are better")
         self.runner.notify(self.run, event)
