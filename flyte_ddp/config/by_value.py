@@ -160,38 +160,35 @@ class Checksum:
 
     def _parts(self, value: Any) -> list[Any]:
         """Return the values that make up `value`; bytes for those that count as they are."""
-        torch = sys.modules.get("torch")
         if isinstance(value, (str, bytes, int, float, complex, type(None), type(...))):
             return [repr(value).encode()]
         if isinstance(value, types.ModuleType):
             return [self._name(value.__name__)]
+        if isinstance(value, (type, types.FunctionType, types.CodeType)):
+            return self._parts_of_code(value)
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(self.of, value))
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        torch = sys.modules.get("torch")
+        if torch and isinstance(value, torch.Tensor):
+            plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            return [str(value.dtype), tuple(value.shape), plain.numpy().tobytes()]
+        return _reduce(value)
+
+    def _parts_of_code(self, value: type | types.FunctionType | types.CodeType) -> list[Any]:
         if isinstance(value, types.CodeType):
             names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
             return [value.co_code, names, value.co_consts]
-        is_named = isinstance(value, (type, types.FunctionType)) and not is_by_value(value)
-        if is_named and not _wraps(value):
+        if not is_by_value(value) and not _wraps(value):
             return [self._name(value.__module__), value.__qualname__]
         if isinstance(value, types.FunctionType):
             return [
                 *(value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__),
                 *(vars(value), dict(self._globals(value))),
             ]
-        if isinstance(value, type):
-            own = {name: each for name, each in vars(value).items() if name not in NOT_SOURCE}
-            return [value.__bases__, dict(sorted(own.items()))]
-        if isinstance(value, (set, frozenset)):
-            return sorted(map(self.of, value))
-        if isinstance(value, (list, tuple)):
-            return list(value)
-        if torch and isinstance(value, torch.Tensor):
-            plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-            return [str(value.dtype), tuple(value.shape), plain.numpy().tobytes()]
-        reduce = cloudpickle.Pickler.dispatch_table.get(type(value))
-        reduced = reduce(value) if reduce else value.__reduce_ex__(4)
-        if isinstance(reduced, str):  # a function that is not Python's, or wraps one, as a cache
-            found = [reduced, value.__wrapped__] if hasattr(value, "__wrapped__") else [reduced]
-            return [*found, getattr(value, "__module__", None)]
-        return [list(each) if isinstance(each, Iterator) else each for each in reduced]
+        own = {name: each for name, each in vars(value).items() if name not in NOT_SOURCE}
+        return [value.__bases__, dict(sorted(own.items()))]
 
     def _name(self, module: str) -> str:
         package = module.partition(".")[0]
@@ -229,3 +226,16 @@ def code_version(carried: Any) -> str:
         for name, file in imported_files(module, packages).items()
     }
     return hashlib.sha256(own_code + compute_digest_of_files(files).encode()).hexdigest()
+
+
+def _reduce(value: Any) -> list[Any]:
+    """Return the parts of any other value, as pickle takes it apart."""
+    reduce = cloudpickle.Pickler.dispatch_table.get(type(value))
+    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    if not isinstance(reduced, str):
+        return [list(each) if isinstance(each, Iterator) else each for each in reduced]
+    # a function that is not Python's, or wraps one, as a cache does
+    found = [reduced, getattr(value, "__module__", None)]
+    if hasattr(value, "__wrapped__"):
+        found.insert(1, value.__wrapped__)
+    return found

@@ -151,21 +151,9 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        # it holds something that JSON does not know
-        with contextlib.suppress(TypeError, ValueError):
-            # a copy, so that no other code changes it
-            return json.loads(json.dumps(value, allow_nan=False))
-        raise ConfigError(f"{name}: expected a JSON value, got {value!r}")
+        return _copy_json(name, value)
     if dataclasses.is_dataclass(kind):
-        if isinstance(value, typing.cast(type, kind)):
-            return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: expected an object with fields, got {value!r}")
-        check_names(kind, value, name)
-        try:
-            return typing.cast(Callable[..., Any], kind)(**value)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.{error}") from None
+        return _make_object(name, value, kind)
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name}: expected a list, got {value!r}")
@@ -177,6 +165,29 @@ def check(name: str, value: Any, kind: Any, limits: Limits = ANY) -> Any:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}: expected an object with strings as keys, got {value!r}")
         return {key: check(f"{name}[{key!r}]", each, arguments[1]) for key, each in value.items()}
+    return _check_scalar(name, value, kind, limits)
+
+
+def _copy_json(name: str, value: Any) -> Any:
+    """Return a copy of a JSON value, so that no other code changes it."""
+    with contextlib.suppress(TypeError, ValueError):  # it holds something that JSON does not know
+        return json.loads(json.dumps(value, allow_nan=False))
+    raise ConfigError(f"{name}: expected a JSON value, got {value!r}")
+
+
+def _make_object(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}: expected an object with fields, got {value!r}")
+    check_names(kind, value, name)
+    try:
+        return kind(**value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from None
+
+
+def _check_scalar(name: str, value: Any, kind: Any, limits: Limits) -> Any:
     scalar = value.item() if hasattr(value, "item") and not value.shape else value
     is_right = isinstance(scalar, kind)
     if kind in _LARGEST:

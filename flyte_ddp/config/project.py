@@ -82,25 +82,8 @@ def make_project(
             an option for new projects alone; the wheel is not there. Nothing is written then.
     """
     project = Path(directory)
-    if flyte not in (1, 2):
-        raise ConfigError(f"--flyte: expected 1 or 2, got {flyte}")
-    for part in parts:
-        if part not in PARTS:
-            raise ConfigError(
-                f"--with: expected some of {', '.join(PARTS)}, got {part!r}{suggest(part, PARTS)}"
-            )
     is_there = _has_files(project)
-    is_flyte_2 = flyte == 2 or (is_there and (project / FLYTE_2_WORKFLOWS).exists())
-    if is_flyte_2 and (parts or is_function):
-        raise ConfigError(
-            "--flyte 2: expected no --with and no --function: its workflows/flyte2.py has all "
-            "workflows, to change or to leave out"
-        )
-    if is_there and not (parts and (project / "settings.toml").is_file()):
-        raise ConfigError(
-            f"new: expected a directory that is empty or not there, or a project and --with, got "
-            f"{directory!r}"
-        )
+    _check_request(project, is_there, parts, is_function, flyte)
     if is_there and (is_function or wheel):
         name = "--function" if is_function else "--wheel"
         raise ConfigError(f"{name}: expected a new project, got {directory!r}, which is there")
@@ -126,6 +109,30 @@ def make_project(
         yield f"try: cd {shlex.quote(str(project))} && make train"
     else:
         yield from (f"added {name}" for name in files)
+
+
+def _check_request(
+    project: Path, is_there: bool, parts: Collection[str], is_function: bool, flyte: int
+) -> None:
+    """Raise ConfigError for options that are unknown, or do not fit what the directory has."""
+    if flyte not in (1, 2):
+        raise ConfigError(f"--flyte: expected 1 or 2, got {flyte}")
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(
+                f"--with: expected some of {', '.join(PARTS)}, got {part!r}{suggest(part, PARTS)}"
+            )
+    is_flyte_2 = flyte == 2 or (is_there and (project / FLYTE_2_WORKFLOWS).exists())
+    if is_flyte_2 and (parts or is_function):
+        raise ConfigError(
+            "--flyte 2: expected no --with and no --function: its workflows/flyte2.py has all "
+            "workflows, to change or to leave out"
+        )
+    if is_there and not (parts and (project / "settings.toml").is_file()):
+        raise ConfigError(
+            "new: expected a directory that is empty or not there, or a project and --with, got "
+            f"{str(project)!r}"
+        )
 
 
 def _choose_files(

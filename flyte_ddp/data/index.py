@@ -238,50 +238,21 @@ def _count(
     """
     if isinstance(source.place, tuple):
         _check_names([name.encode() for name in source.place])
-    files = {
-        name: (-1 if info["size"] is None else int(info["size"]), source.version(name, info))
-        for name, info in sorted(source.find().items())
-        if find_format(name, read)
-        and not name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))  # also half of one
-    }
-    if not files:
-        raise DataError(
-            f"data: expected shards (.tar, .parquet, .mds, .jsonl), got none in {source.join('')}"
-        )
-    entries, made = list[Entry](), 0.0
-    if known is not None:
-        # of files on a disk; a version tells whether others have changed
-        made = _mtime(Source((), source.timeout), url) or math.inf
-        entries = [known.entry(shard) for shard in range(len(known))]
-        entries = [
-            dataclasses.replace(each, version=files[each.name][1])
-            for each in entries
-            if _is_same(each, files.get(each.name))
-        ]
-    new = files.keys() - {each.name for each in entries}
-    entries += [Entry(name, -1, *files[name]) for name in files if name in new]
-    entries = [
-        dataclasses.replace(each, samples=counts.get(each.name, -1))
-        if each.name in new or _mtime(source, each.name) > made
-        else each
-        for each in entries
-    ]
+    files = _list_files(source, read)
+    entries = _list_entries(source, files, known, url, counts)
     to_count = [each for each in entries if each.samples < 0]
-    read_whole = sum(
-        max(0, each.size)
-        for each in to_count
-        if (kind := find_format(each.name, read)) and not kind.copy_head
-    )
     if to_count:
+        formats = {each.name: find_format(each.name, read) for each in entries}
+        whole = [each for each in to_count if not _has_head(formats[each.name])]
         logger.warning(
             "counts the samples of %d shards of %s once, for which it reads %.2f GiB",
             len(to_count),
             source.join(""),
-            read_whole / 2**30,
+            sum(max(0, each.size) for each in whole) / 2**30,
         )
-        kind = find_format(entries[0].name, read)
-        if kind and kind.copy_head and entries[0] not in to_count:  # to compare its columns
-            to_count = [entries[0], *to_count]
+        first = entries[0]
+        if _has_head(formats[first.name]) and first not in to_count:  # to compare its columns
+            to_count = [first, *to_count]
     with ThreadPoolExecutor(CONCURRENT_READS) as threads:
         counted = list(
             threads.map(lambda each: _count_samples(source, each, url, read, columns), to_count)
@@ -295,6 +266,55 @@ def _count(
     return _make_index(
         [dataclasses.replace(each, samples=found.get(each.name, each.samples)) for each in entries]
     )
+
+
+def _list_files(source: Source, read: Read | None) -> dict[str, tuple[int, str]]:
+    """Return the sizes and versions of the shards of `source` by their names, in order; the size is
+    -1 if it is not known.
+    """
+    files = {}
+    for name, info in sorted(source.find().items()):
+        is_hidden = name.rpartition("/")[2].startswith((".", "_", OWN_INDEX))  # also half an index
+        if find_format(name, read) and not is_hidden:
+            size = -1 if info["size"] is None else int(info["size"])
+            files[name] = size, source.version(name, info)
+    if not files:
+        raise DataError(
+            f"data: expected shards (.tar, .parquet, .mds, .jsonl), got none in {source.join('')}"
+        )
+    return files
+
+
+def _list_entries(
+    source: Source,
+    files: Mapping[str, tuple[int, str]],
+    known: ShardIndex | None,
+    url: str,
+    counts: Mapping[str, int],
+) -> list[Entry]:
+    """Return an entry for each file, the files of `known` first. Its samples are -1 where they have
+    to be counted, because the file is new or newer than the index.
+    """
+    entries, made = list[Entry](), 0.0
+    if known is not None:
+        # of files on a disk; a version tells whether others have changed
+        made = _mtime(Source((), source.timeout), url) or math.inf
+        for each in map(known.entry, range(len(known))):
+            if _is_same(each, files.get(each.name)):
+                entries.append(dataclasses.replace(each, version=files[each.name][1]))
+    kept = {each.name for each in entries}
+    entries += [Entry(name, -1, *files[name]) for name in files if name not in kept]
+    found = []
+    for each in entries:
+        if each.name not in kept or _mtime(source, each.name) > made:
+            each = dataclasses.replace(each, samples=counts.get(each.name, -1))
+        found.append(each)
+    return found
+
+
+def _has_head(kind: Any) -> bool:
+    """Return whether the samples of a shard of this format are counted without reading it whole."""
+    return bool(kind and kind.copy_head)
 
 
 def _check_columns(source: Source, found: Mapping[str, Sequence[str] | None]) -> None:

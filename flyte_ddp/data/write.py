@@ -162,25 +162,8 @@ def write_parquet(
             row.
     """
     require("source", "pyarrow", extra="streams")
-    from pyarrow.parquet import ParquetFile
-
-    def read_head(entry: Entry, file: Any) -> tuple[Any, Any]:
-        found = ParquetFile(file)
-        empty = add_partition(found.schema_arrow.empty_table(), entry)
-        return found.metadata, empty.schema
-
     entries = list_tables(source, (PARQUET,))
-    footers: list[Any] = []
-    schemas: list[Any] = []
-    for entry in entries:
-        with reading(source, entry):
-            footer, schema = source.read_parts(entry.name, functools.partial(read_head, entry))
-            check_names(schema.names, schema.names)
-            if others := set(schema) ^ set(schemas[0] if schemas else schema):
-                got = ", ".join(sorted({field.name for field in others}))
-                raise DataError(f"expected the columns of {entries[0].name}, got another {got}")
-        footers.append(footer)
-        schemas.append(schema)
+    footers, schema = _read_footers(source, entries)
     num_rows = sum(footer.num_rows for footer in footers)
     if not num_rows:
         raise DataError(f"source: expected rows, got none in {source.join('')}")
@@ -199,10 +182,34 @@ def write_parquet(
     num_bytes = sum(entry.size for entry in entries)
     lines = []
     for url, places in sides.items():
-        rows = _Rows(source, entries, footers, schemas[0], seed, places)
+        rows = _Rows(source, entries, footers, schema, seed, places)
         rows.num_shards = min(len(places), -(-num_bytes * len(places) // (num_rows * shard_bytes)))
         lines.append(write_shards(url, rows.num_shards, PARQUET, rows.make))
     return "\n".join(lines)
+
+
+def _read_footers(source: Source, entries: Sequence[Entry]) -> tuple[list[Any], Any]:
+    """Return the footer of each file, and the schema of all. Raises as `write_parquet`."""
+    from pyarrow.parquet import ParquetFile
+
+    def read_head(entry: Entry, file: Any) -> tuple[Any, Any]:
+        found = ParquetFile(file)
+        empty = add_partition(found.schema_arrow.empty_table(), entry)
+        return found.metadata, empty.schema
+
+    footers: list[Any] = []
+    schemas: list[Any] = []
+    for entry in entries:
+        with reading(source, entry):
+            footer, schema = source.read_parts(entry.name, functools.partial(read_head, entry))
+            check_names(schema.names, schema.names)
+            schemas.append(schema)
+            others = set(schema) ^ set(schemas[0])
+            if others:
+                got = ", ".join(sorted({field.name for field in others}))
+                raise DataError(f"expected the columns of {entries[0].name}, got another {got}")
+        footers.append(footer)
+    return footers, schemas[0]
 
 
 @dataclass

@@ -101,10 +101,9 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         report = Report(name)
         with flyte_errors():
             tracking, allowed = config.tracking(), load_allowed(config.allowed)
-        # Without a list of its own, the task opens what its author's code names.
-        has_limits = find_project() is not None or "urls" in (config.allowed or {})
         limits: AbstractContextManager[None] = contextlib.nullcontext()
-        if has_limits:
+        # Without a list of its own, the task opens what its author's code names.
+        if find_project() is not None or "urls" in (config.allowed or {}):
             limits = limited_urls(allowed.urls, config.tensorboard, config.results)
         opened = open_task_run(
             report,
@@ -126,10 +125,7 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             program = self._program(inputs, prefix, parameters)
             # A run from this machine on pods has no place that they would reach.
             checkpoints = "" if is_local and not gang.is_on_this_machine else None
-            package = sys.modules.get(self.task_function.__module__.partition(".")[0])
-            root = str(find_root(package) or os.getcwd())
-            if root not in sys.path:  # where `pyflyte run` had it while it loaded the module
-                sys.path.append(root)
+            self._extend_path()
             state = run.run(
                 program,
                 gang,
@@ -145,6 +141,13 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
         if is_local and self.enable_deck:  # in a pod, flytekit does it
             _output_deck(name, parameters)
         return outputs
+
+    def _extend_path(self) -> None:
+        """Let Python find the function's package, as `pyflyte run` did while it loaded it."""
+        package = sys.modules.get(self.task_function.__module__.partition(".")[0])
+        root = str(find_root(package) or os.getcwd())
+        if root not in sys.path:
+            sys.path.append(root)
 
     def check_allowed(self, gang: Gang, inputs: LiteralMap) -> None:
         """Raise ConfigError for a cluster of the gang, or in a task of Flyte a URL of `inputs`,

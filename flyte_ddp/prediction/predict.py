@@ -114,11 +114,7 @@ def predict(
     recipe = recipe if isinstance(recipe, str) else load_anew(recipe)
     given = {} if config is None else config
     check_object("config", given)
-    whole_number("batch_size", batch_size, minimum=1)
-    if whole_number("part_size", part_size, minimum=1) % batch_size:
-        raise ConfigError(
-            f"part_size: expected a multiple of batch_size ({batch_size}), got {part_size}"
-        )
+    _check_sizes(batch_size, part_size)
     gang = Gang(nnodes, nproc_per_node, ClusterConfig.max_restarts, cluster, client=client)
     if gang.needs_cluster:
         gang = dataclasses.replace(gang, cluster=_make_patient(gang.cluster_config()))
@@ -153,12 +149,25 @@ def predict(
         )
         # Also where all files are there: the data may have changed where a recipe reads them.
         _run(job, gang, name or f"predict-{os.urandom(4).hex()}", directory, progress)
-        num_samples = json.loads(storage.read(MANIFEST))["num_samples"]
-        for left in storage.names():
-            if left.endswith(".tmp"):  # by a process that was killed
-                storage.delete(left)
-        parts = [part_name(number) for number in range(-(-num_samples // part_size))]
-        return Predictions([storage.join(part) for part in parts], num_samples)
+        return _finish(storage, part_size)
+
+
+def _check_sizes(batch_size: int, part_size: int) -> None:
+    whole_number("batch_size", batch_size, minimum=1)
+    if whole_number("part_size", part_size, minimum=1) % batch_size:
+        raise ConfigError(
+            f"part_size: expected a multiple of batch_size ({batch_size}), got {part_size}"
+        )
+
+
+def _finish(storage: Storage, part_size: int) -> Predictions:
+    """Delete what killed processes have left, and return the predictions."""
+    num_samples = json.loads(storage.read(MANIFEST))["num_samples"]
+    for name in storage.names():
+        if name.endswith(".tmp"):
+            storage.delete(name)
+    parts = [part_name(number) for number in range(-(-num_samples // part_size))]
+    return Predictions([storage.join(part) for part in parts], num_samples)
 
 
 def _make_patient(cluster: ClusterConfig) -> ClusterConfig:

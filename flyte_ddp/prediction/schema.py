@@ -7,7 +7,7 @@ in the first batch. Numbers are float64 there, so that whole numbers may be foll
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -196,19 +196,25 @@ def _fits(found: Any, kind: Any) -> bool:
     if types.is_null(found) or found == kind:
         return True
     if types.is_list(found):
-        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        return bool(is_list and _fits(found.value_type, kind.value_type))
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        return _is_any(lists, kind) and _fits(found.value_type, kind.value_type)
     if types.is_struct(found) and types.is_struct(kind):
         known = {each.name: each.type for each in kind}
         return all(each.name in known and _fits(each.type, known[each.name]) for each in found)
-    if types.is_binary(found) or types.is_string(found):
-        is_text = types.is_string(kind) or types.is_large_string(kind)
-        is_bytes = types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-        return bool(is_text or (types.is_binary(found) and is_bytes))
-    are_numbers = [types.is_integer(each) or types.is_floating(each) for each in (found, kind)]
-    kinds = (types.is_timestamp, types.is_decimal, types.is_duration, types.is_time)
-    are_alike = [is_of(found) and is_of(kind) for is_of in kinds]
-    return all(are_numbers) or any(are_alike)
+    texts = (types.is_string, types.is_large_string)
+    if types.is_string(found):
+        return _is_any(texts, kind)
+    if types.is_binary(found):
+        return _is_any((*texts, types.is_large_binary, types.is_fixed_size_binary), kind)
+    numbers = (types.is_integer, types.is_floating)
+    if _is_any(numbers, found):
+        return _is_any(numbers, kind)
+    alike = (types.is_timestamp, types.is_decimal, types.is_duration, types.is_time)
+    return any(is_of(found) and is_of(kind) for is_of in alike)
+
+
+def _is_any(kinds: Sequence[Callable[[Any], bool]], kind: Any) -> bool:
+    return any(is_of(kind) for is_of in kinds)
 
 
 def _list_declared(recipe: Recipe) -> dict[str, Any]:

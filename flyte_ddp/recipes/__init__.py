@@ -279,6 +279,23 @@ def path_of(name: str) -> str:
     return BUILTIN.get(name, name).replace(":", ".")
 
 
+def _make_import_error(name: str, error: Exception) -> ConfigError:
+    """Return the error about a recipe whose module cannot be imported."""
+    if isinstance(error, ModuleNotFoundError):
+        package = str(error.name).partition(".")[0]
+        hint = (
+            f"expected the package {package}: pip install it, in a project by a line in "
+            "pyproject.toml"
+        )
+        if package in EXTRAS:
+            hint = how_to_install(package)
+    else:
+        hint = f"{type(error).__name__}: {error}; correct its module"
+    # the text of a SyntaxError has the place
+    place = "" if isinstance(error, SyntaxError) else _last_place(error)
+    return ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}")
+
+
 def _find(name: str) -> type[Recipe]:
     path = path_of(name)
     module_name, _, attribute = path.rpartition(".")
@@ -301,21 +318,9 @@ def _find(name: str) -> type[Recipe]:
                 f"recipe: {expected}, got {name!r}: there is no module "
                 f"{error.name!r}{hint or _suggest_module(error.name)}"
             ) from None
-        package = str(error.name).partition(".")[0]
-        own = (
-            f"expected the package {package}: pip install it, in a project by a line in "
-            "pyproject.toml"
-        )
-        hint = how_to_install(package) if package in EXTRAS else own
-        place = _last_place(error)
-        raise ConfigError(f"recipe: {name!r} cannot be imported: {place}{hint}") from error
+        raise _make_import_error(name, error) from error
     except Exception as error:  # any error is possible: the module is the user's
-        # of a SyntaxError it is in the text
-        place = "" if isinstance(error, SyntaxError) else _last_place(error)
-        raise ConfigError(
-            f"recipe: {name!r} cannot be imported: {place}{type(error).__name__}: {error}; "
-            "correct its module"
-        ) from error
+        raise _make_import_error(name, error) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type) or not issubclass(found, Recipe):
         known = [

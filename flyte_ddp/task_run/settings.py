@@ -150,13 +150,7 @@ def load_settings(
     Raises:
         ConfigError: the file is missing, or has what is unknown or wrong.
     """
-    if file is None:
-        if (project := find_project()) is None:
-            raise ConfigError(
-                f"{SETTINGS_FILE}: expected one with `recipes` in the project's directory, which "
-                "is on sys.path, got none"
-            )
-        file = project / SETTINGS_FILE
+    file = file or _find_file()
     tables = read_settings(file)
     switch = environment.get("SANDBOX", "").lower()
     if switch not in ("", "0", "1", "false", "true"):
@@ -171,11 +165,11 @@ def load_settings(
     chosen = str(tables.get("profile", PROFILES[0]))
     for name, profile in profiles.items():
         check_names(Settings, profile, f"{file.name}: {name}")
-    given: dict[str, Any] = {}
-    for variable, name in VARIABLES.items():
-        text = environment.get(variable)
-        if text:
-            given[name] = _read_variable(variable, text, name)
+    given = {
+        name: _read_variable(variable, environment[variable], name)
+        for variable, name in VARIABLES.items()
+        if environment.get(variable)
+    }
     image = image_of_command()
     if image:
         given["image"] = image
@@ -184,6 +178,16 @@ def load_settings(
         if name != chosen:  # a mistake shows now, and not when somebody chooses it
             _make({**tables, "profile": name, **profile, **given}, f"{file.name}: {name}")
     return made
+
+
+def _find_file() -> Path:
+    project = find_project()
+    if project is None:
+        raise ConfigError(
+            f"{SETTINGS_FILE}: expected one with `recipes` in the project's directory, which "
+            "is on sys.path, got none"
+        )
+    return project / SETTINGS_FILE
 
 
 def image_of_command() -> str:

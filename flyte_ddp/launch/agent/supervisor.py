@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -73,7 +73,7 @@ from flyte_ddp.launch.protocol.messages import (
 )
 from flyte_ddp.launch.protocol.programs import Job, Kind
 from flyte_ddp.launch.protocol.ranks import NodeRanks, rank_log, rank_stacks, semaphore_prefix
-from flyte_ddp.launch.protocol.signals import find_signal
+from flyte_ddp.launch.protocol.signals import StopRequest, find_signal
 from flyte_ddp.storage.cgroups import count_oom_kills, memory_use
 
 CRASH_LINES = 500  # of its output that may say why a process was ended by a signal
@@ -237,40 +237,55 @@ class _Ranks:
         while running := [
             rank for rank in self.ranks if not rank.outcome or rank.process.is_alive()
         ]:
-            pipes = [self.link.alarm, *(rank.pipe for rank in self.ranks if not rank.pipe.closed)]
-            ready = wait([*pipes, *(rank.process.sentinel for rank in running)], POLL_INTERVAL)
-            if self.link.alarm in ready:
-                self.link.alarm.recv_bytes()
-            for rank in self.ranks:
-                # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
-                # ask the kernel.
-                has_exited = rank.process.exitcode is not None
-                if not rank.pipe.closed and (has_exited or rank.pipe in ready):
-                    self._read(rank)
-                if has_exited:
-                    self._note_death(rank)
+            self._read_ranks(running)
             self._relay_logs()
             if prepared and not has_data and prepared.done():
-                has_data, directory = True, prepared.result()
-                for rank, beat in zip(self.ranks, self.beats, strict=True):
-                    beat.progress_at = time.monotonic()  # no progress was possible until now
-                    rank.send(Prepared(directory))
+                has_data = True
+                self._give_data(prepared.result())
             self.link.note_beat(self._beat(has_data))
-            if question := self.link.question:
+            question = self.link.question
+            if question:
                 self.link.question = None
                 self.link.send(Inspected(question.number, list(self._inspect(question))))
             if stop.is_urgent or time.monotonic() > stop.deadline:
                 return End(Outcome.KILLED, stop.reason)
             if stop.is_set() and not has_data:
                 return End(Outcome.STOPPED, "the run was stopped while its data were prepared")
-            if stop.is_set() and self.sent_deadline != stop.deadline:  # a growth may become a loss
-                self.sent_deadline = stop.deadline
-                for rank in self.ranks:
-                    rank.send(Stop(stop.reason, stop.deadline - time.monotonic()))
+            if stop.is_set():
+                self._pass_on(stop)
         self._relay_logs()
         outcomes = {rank.outcome for rank in self.ranks}
         worst = (Outcome.FAILED, Outcome.STOPPED, Outcome.DONE)
         return End(next(each for each in worst if each in outcomes))
+
+    def _read_ranks(self, running: Sequence[Rank]) -> None:
+        """Wait a moment for messages, and read all that have come."""
+        pipes = [self.link.alarm, *(rank.pipe for rank in self.ranks if not rank.pipe.closed)]
+        ready = wait([*pipes, *(rank.process.sentinel for rank in running)], POLL_INTERVAL)
+        if self.link.alarm in ready:
+            self.link.alarm.recv_bytes()
+        for rank in self.ranks:
+            # A process that the rank forked may hold the rank's pipes open, its sentinel's too:
+            # ask the kernel.
+            has_exited = rank.process.exitcode is not None
+            if not rank.pipe.closed and (has_exited or rank.pipe in ready):
+                self._read(rank)
+            if has_exited:
+                self._note_death(rank)
+
+    def _give_data(self, directory: str) -> None:
+        for rank, beat in zip(self.ranks, self.beats, strict=True):
+            beat.progress_at = time.monotonic()  # no progress was possible until now
+            rank.send(Prepared(directory))
+
+    def _pass_on(self, stop: StopRequest) -> None:
+        """Ask the ranks to stop, again where the deadline has changed: a growth may become a
+        loss.
+        """
+        if self.sent_deadline != stop.deadline:
+            self.sent_deadline = stop.deadline
+            for rank in self.ranks:
+                rank.send(Stop(stop.reason, stop.deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kill every rank and all it started, and wait until they are gone."""

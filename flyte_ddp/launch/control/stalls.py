@@ -6,12 +6,12 @@ Pure functions of what the agents have found out about their ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flyte_ddp.errors import FailureKind, RankFailure
 from flyte_ddp.launch.protocol.failures import find_place, program_failure
-from flyte_ddp.launch.protocol.messages import Beat, InspectedRank
+from flyte_ddp.launch.protocol.messages import Beat, Collective, Group, InspectedRank
 
 STACK_LINES = 36  # of all ranks' main threads together; the log has all threads
 MAX_FRAMES = 12  # of one of them
@@ -115,32 +115,30 @@ def find_culprits(ranks: Sequence[InspectedRank]) -> Culprits:
 def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[InspectedRank]) -> Culprits:
     """Return the ranks of a process group that its other ranks wait for."""
     members = {rank.number: rank for rank in ranks if rank.number in numbers}
-    states = {  # of the group, by the number of the rank
-        rank.number: group
-        for rank in members.values()
-        for group in rank.groups or ()
-        if (group.name, group.ranks) == (name, numbers)
-    }
+    states: dict[int, Group] = {}  # by the number of the rank
+    for rank in members.values():
+        for group in rank.groups or ():
+            if (group.name, group.ranks) == (name, numbers):
+                states[rank.number] = group
     pending = {number: each for number, group in states.items() for each in group.pending[:1]}
     if not pending:
         return Culprits()
     first = min(each.number for each in pending.values())
     waiting = {number: each for number, each in pending.items() if each.number == first}
-    what = next(iter(waiting.values())).what
     where = f"collective {first} of {name}"
+    what = next(iter(waiting.values())).what
     # Also one that did not answer, such as a stopped one.
     absent = [
         number for number in members if number not in states or states[number].entered < first
     ]
     if absent:
-        node = members[absent[0]].node if len(absent) == 1 else ""
-        who = f"{_name_ranks(absent)} on {node}" if node else _name_ranks(absent)
+        who = _name_ranks(absent)
+        node = members[absent[0]].node
+        if len(absent) == 1 and node:
+            who += f" on {node}"
         they = f"where {_name_ranks(waiting, 'wait')} ({where})"
         return Culprits(tuple(absent), f"{who} did not arrive at {what}, {they}")
-    kinds: dict[str, list[int]] = {}
-    for number, each in waiting.items():
-        differs = each.operation in ("all_reduce", "broadcast", "reduce")
-        kinds.setdefault(each.what if differs else each.operation, []).append(number)
+    kinds = _group_by_kind(waiting)
     if len(kinds) > 1:
         rarest = min(kinds.values(), key=len)
         each_kind = ", ".join(f"{_name_ranks(those)} in {kind}" for kind, those in kinds.items())
@@ -150,6 +148,19 @@ def _find_culprits(name: str, numbers: tuple[int, ...], ranks: Sequence[Inspecte
     if len(waiting) == len(members):
         return Culprits(why=f"all ranks wait in {what} ({where})")
     return Culprits()
+
+
+def _group_by_kind(waiting: Mapping[int, Collective]) -> dict[str, list[int]]:
+    """Return the ranks by the collective in which they wait. Its size counts where it has to be the
+    same for all.
+    """
+    kinds: dict[str, list[int]] = {}
+    for number, each in waiting.items():
+        kind = each.operation
+        if kind in ("all_reduce", "broadcast", "reduce"):
+            kind = each.what
+        kinds.setdefault(kind, []).append(number)
+    return kinds
 
 
 def left_failure(ranks: Sequence[InspectedRank], left: Sequence[int]) -> RankFailure | None:

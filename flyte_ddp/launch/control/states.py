@@ -112,24 +112,29 @@ class Facts:
 
 def next_state(state: State, facts: Facts) -> State:
     """Return the state of an attempt that follows, or `state` itself."""
+    if isinstance(state, Ended):
+        return state
     after = state.after if isinstance(state, Killing) else None
     if isinstance(state, Stopping):
         after = state
-    if isinstance(state, Ended):
-        return state
     if None not in facts.outcomes:
         return Ended(facts.outcomes, after, isinstance(state, Killing) and state.is_late)
     if isinstance(state, Killing):
-        if facts.now > state.deadline:
-            return Ended(facts.outcomes, after, state.is_late)
-        return state
-    if isinstance(state, Starting):
-        state = Running()
+        return Ended(facts.outcomes, after, state.is_late) if facts.now > state.deadline else state
     is_late = after is not None and facts.now > after.deadline
     if facts.is_cause_known or facts.is_urgent or is_late:
         return Killing(facts.now + KILL_TIMEOUT, after, is_late)
+    return _ask_to_stop(after, facts) or after or Running()
+
+
+def _ask_to_stop(after: Stopping | None, facts: Facts) -> Stopping | None:
+    """Return the request to stop that the ranks get now; None if they get none.
+
+    Args:
+        after: what they were asked before.
+    """
     if after and after.why is Why.RUN_ENDS:
-        return state
+        return None
     if facts.stop_reason:
         deadline = facts.now + facts.stop_grace + KILL_TIMEOUT
         return Stopping(Why.RUN_ENDS, facts.stop_reason, deadline)
@@ -138,7 +143,7 @@ def next_state(state: State, facts: Facts) -> State:
     if not after and not facts.departures and facts.is_stoppable and facts.larger:
         reason = f"the gang grows from {len(facts.outcomes)} to {facts.larger} nodes"
         return Stopping(Why.GANG_GROWS, reason, facts.now + facts.save_timeout + KILL_TIMEOUT)
-    return state
+    return None
 
 
 def _must_leave(after: Stopping | None, facts: Facts) -> bool:

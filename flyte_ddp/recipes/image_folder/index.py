@@ -112,6 +112,11 @@ def read_index(directory: Path) -> Index:
     )
 
 
+def _find_tops(tops: Sequence[str], role: str) -> list[str]:
+    """Return the top folders whose name says that they are for training, or held out."""
+    return [top for top in tops if SPLITS[role].fullmatch(re.sub("[^a-z]", "", top.lower()))]
+
+
 def split_images(
     where: str, images: Sequence[File], left_out: Counter[str], share: float, min_images: int
 ) -> tuple[Labelled, Labelled, str]:
@@ -138,11 +143,9 @@ def split_images(
         )
     tops = sorted({file.name.split("/")[0] for file in images if "/" in file.name})
     nested = {file.name.split("/")[0] for file in images if file.name.count("/") > 1}
-    roles = {
-        role: [top for top in tops if names.fullmatch(re.sub("[^a-z]", "", top.lower()))]
-        for role, names in SPLITS.items()
-    }
-    train_tops, held_out_tops = roles["train"], roles["val"] or roles["test"]
+    reason = "in no class's folder"
+    train_tops = _find_tops(tops, "train")
+    held_out_tops = _find_tops(tops, "val") or _find_tops(tops, "test")
     if (train_tops and held_out_tops) or nested.intersection(train_tops + held_out_tops):
         if len(train_tops) != 1 or len(held_out_tops) != 1:
             raise DataError(
@@ -150,15 +153,18 @@ def split_images(
                 "of held-out images, "
                 f"such as val/ or test/, got {_list([f'{top}/' for top in tops])} in {where}"
             )
-        train, test = (_in_folders(images, f"{top}/") for top in (train_tops[0], held_out_tops[0]))
+        used = train_tops[0], held_out_tops[0]
+        train, test = (_in_folders(images, f"{top}/") for top in used)
         how = f"in {held_out_tops[0]}/"
-        others = _list([f"{top}/" for top in tops if top not in (train_tops[0], held_out_tops[0])])
-        reason = f"outside of the folders used ({others})" if others else "in no class's folder"
+        others = _list([f"{top}/" for top in tops if top not in used])
+        if others:
+            reason = f"outside of the folders used ({others})"
     else:
-        labelled = _in_folders(images, "")
-        train = [pair for pair in labelled if _hash_to_unit(pair[1].name) >= share]
-        test = [pair for pair in labelled if _hash_to_unit(pair[1].name) < share]
-        how, reason = f"{share:g} of all, by name", "in no class's folder"
+        train, test = [], []
+        for pair in _in_folders(images, ""):
+            side = train if _hash_to_unit(pair[1].name) >= share else test
+            side.append(pair)
+        how = f"{share:g} of all, by name"
     counts = _check_classes(where, train, test, how, min_images)
     left_out[reason] += len(images) - len(train) - len(test)
     classes = f" ({_list(sorted(counts))})" if len(counts) <= MAX_NAMES else ""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
+    from flyte_ddp.recipes.text.corpus import Corpus
+    from flyte_ddp.recipes.text.tokens import Tokenizer
+
 MODEL, TOKENIZER = "model", "tokenizer"  # directories of the prepared data
 SIZES = ("layers", "width", "heads", "dropout")  # of the default model
 # of the text shown after each epoch
@@ -118,30 +121,16 @@ class Text(Recipe):
                 that come with Python.
         """
         require("recipe text", "tokenizers", "transformers")
-        from flyte_ddp.recipes.text import pretrained, tokens
+        from flyte_ddp.recipes.text import pretrained
         from flyte_ddp.recipes.text.corpus import Corpus
-        from flyte_ddp.recipes.text.shards import prepare_shards, sample_texts
+        from flyte_ddp.recipes.text.shards import prepare_shards
         from flyte_ddp.recipes.text.windows import prepare_windows, read_written
 
         corpus = Corpus(source, self.separator, self.files, self.column)
         model = directory / MODEL
         config = pretrained.fetch_model(self.pretrained, model) if self.pretrained else {}
         written = read_written(self, source)
-        is_models = self.tokens == "auto" and bool(self.pretrained)
-        if written:
-            tokenizer = tokens.Tokenizer(written["tokenizer"])
-            if is_models and tokens.read_tokenizer(model).files != tokenizer.files:
-                raise ConfigError(
-                    "recipe_options.pretrained: expected a model with the tokenizer of the shards "
-                    f"at {redact_url(source)}, got {redact_url(self.pretrained)} with another"
-                )
-        elif is_models:
-            tokenizer = tokens.read_tokenizer(model)
-        elif self.tokens == "bpe":
-            texts = sample_texts(corpus, self.held_out)
-            tokenizer = tokens.train_tokenizer(texts, self.vocabulary)
-        else:
-            tokenizer = tokens.byte_tokenizer()
+        tokenizer = self._choose_tokenizer(corpus, written, model, source)
         if not self.pretrained:
             config = {"vocab_size": tokenizer.size, **(self.architecture or self._llama())}
             config |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
@@ -155,6 +144,33 @@ class Text(Recipe):
         if written:
             return prepare_windows(source, written, directory)
         return prepare_shards(corpus, directory, tokenizer, self.held_out, self.context)
+
+    def _choose_tokenizer(
+        self, corpus: Corpus, written: Mapping[str, Any] | None, model: Path, source: str
+    ) -> Tokenizer:
+        """Return the tokenizer of shards that are written, of the model, or a new one.
+
+        Raises:
+            ConfigError: the model has another tokenizer than the shards.
+        """
+        from flyte_ddp.recipes.text import tokens
+        from flyte_ddp.recipes.text.shards import sample_texts
+
+        is_models = self.tokens == "auto" and bool(self.pretrained)
+        if written:
+            tokenizer = tokens.Tokenizer(written["tokenizer"])
+            if is_models and tokens.read_tokenizer(model).files != tokenizer.files:
+                raise ConfigError(
+                    "recipe_options.pretrained: expected a model with the tokenizer of the shards "
+                    f"at {redact_url(source)}, got {redact_url(self.pretrained)} with another"
+                )
+            return tokenizer
+        if is_models:
+            return tokens.read_tokenizer(model)
+        if self.tokens == "bpe":
+            texts = sample_texts(corpus, self.held_out)
+            return tokens.train_tokenizer(texts, self.vocabulary)
+        return tokens.byte_tokenizer()
 
     def _llama(self) -> dict[str, Any]:
         return {

@@ -85,9 +85,7 @@ class GrowthWatch:
         staying = [each for each in self.gang if each.address not in self.leaving]
         idle = [each for each in self.roll_call.present_workers(own) if self._is_fit(each)]
         now = time.monotonic()
-        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
-        delay = 0.0 if self.leaving else self.config.grow_delay
-        settled = [each for each in idle if now - self._first_seen[each.address] >= delay]
+        settled = self._find_settled(idle, now)
         size = next((size for size in self.sizes if size <= len(staying) + len(settled)), 0)
         newcomers = settled[: max(0, size - len(staying))]
         if not newcomers or (now < self.not_before and not self.leaving):
@@ -101,10 +99,18 @@ class GrowthWatch:
                 self.roll_call.mark_unfit(node.address, str(error))
                 return frozenset()  # the next look leaves it out
         ready = {each.address for each in idle if each.has_agent}
-        # those that leave do not wait
+        # a gang whose nodes leave does not wait
         if not self.leaving and not self._are_prepared(new, ready, now):
             return frozenset()
         return frozenset(node.address for node in nodes)
+
+    def _find_settled(self, idle: Sequence[Worker], now: float) -> list[Worker]:
+        """Return the idle workers that are there for long enough to be counted on."""
+        self._first_seen = {each.address: self._first_seen.get(each.address, now) for each in idle}
+        if self.leaving:
+            return list(idle)
+        delay = self.config.grow_delay
+        return [each for each in idle if now - self._first_seen[each.address] >= delay]
 
     def _are_prepared(self, nodes: Sequence[DaskNode], ready: set[str], now: float) -> bool:
         """Return whether the nodes are `ready`, or have had the time for it. Begins to prepare

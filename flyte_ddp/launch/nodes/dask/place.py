@@ -162,13 +162,9 @@ class DaskPlace:
         while True:
             run.check_stop()
             is_connected = self._is_connected()
-            workers = self._roll_call.present_workers() if is_connected else []
-            if self.pool is None:
-                workers = [each for each in workers if not each.is_busy]
-            else:
-                workers = self.pool.claim(run.name, workers, config.gpus_per_node, config.num_nodes)
-                if not workers and self.pool.is_in_use():
-                    begun = time.monotonic()  # it waits for its turn: no worker is missing
+            workers = self._find_idle(run) if is_connected else []
+            if not workers and self.pool and self.pool.is_in_use():
+                begun = time.monotonic()  # it waits for its turn: no worker is missing
             chosen = [each for each in workers if each.address in expected]
             if len(chosen) >= sizes[-1] and len(chosen) == len(expected):
                 return chosen
@@ -184,13 +180,30 @@ class DaskPlace:
         if is_connected:
             message = f"{len(workers)} of {config.num_nodes} workers are there and idle after "
             message += f"{waited:.0f} s"
-        if reason := explain(config, self.run_name):
+        raise self._make_error(message, previous, is_connected)
+
+    def _make_error(
+        self, message: str, previous: Ended | None, is_connected: bool
+    ) -> ClusterError | WorkersLost:
+        """Return the error about missing workers, with what is known of the reason."""
+        reason = explain(self.config, self.run_name)
+        if reason:
             message += f". {reason.rstrip('.')}"
         if previous is None:
-            raise ClusterError(message)
+            return ClusterError(message)
         if is_connected and previous.failure:
             message += f". The gang had to restart, because {previous.failure}"
-        raise WorkersLost(message) from previous.failure
+        error = WorkersLost(message)
+        error.__cause__ = previous.failure
+        return error
+
+    def _find_idle(self, run: Run) -> list[Worker]:
+        """Return the workers that the run may have now."""
+        workers = self._roll_call.present_workers()
+        if self.pool is None:
+            return [each for each in workers if not each.is_busy]
+        config = self.config
+        return self.pool.claim(run.name, workers, config.gpus_per_node, config.num_nodes)
 
     def _watch_for_growth(
         self,
