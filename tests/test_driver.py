@@ -16,6 +16,7 @@ import pytest
 
 from flyte_ddp import events
 from flyte_ddp.config import TrainingConfig
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import (
     GangLost,
     OutOfMemory,
@@ -374,7 +375,7 @@ def test_a_store_that_stays_away_ends_the_run_recoverably(tmp_path, scripted, mo
     scripted([(KILLED, 5, 0)])
     monkeypatch.setattr(driver.Storage, "names", names)
     with pytest.raises(StorageUnavailable, match="could not be reached for 7 s"):
-        train(own_place(16), tmp_path, Program("minimum", b"", store_timeout=7))
+        train(own_place(16), tmp_path, Program("minimum", b"", needs=Needs(store_timeout=7)))
 
 
 def test_what_is_left_in_memory_is_gone_on_from_while_the_store_is_away(

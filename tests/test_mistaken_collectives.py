@@ -11,6 +11,7 @@ import time
 import cloudpickle
 import pytest
 
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import GangLost, NodeLost, ProgramError, RankFailure
 from flyte_ddp.launch.control import stalls
 from flyte_ddp.launch.control.policy import Before, Ended, Next, Rules, decide
@@ -24,7 +25,7 @@ from tests.support.errors import raises_one_line
 def run(function, nproc_per_node=2, client=None, left_timeout=1.0, **options):
     call = cloudpickle.dumps(_Call(function, ()))
     program = Program(
-        function.__name__, call, ("tests",), stall_timeout=120, left_timeout=left_timeout
+        function.__name__, call, ("tests",), needs=Needs(120), left_timeout=left_timeout
     )
     gang = Gang(2 if client else 1, nproc_per_node, 3, stall_timeout=120, client=client)
     return cloudpickle.loads(returned_value(run_program(program, gang, **options)))

@@ -13,6 +13,7 @@ import torch
 
 from flyte_ddp import events
 from flyte_ddp.config import resolve
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import RankFailure, TrainingStopped
 from flyte_ddp.launch.control import driver
 from flyte_ddp.launch.nodes.dask.place import DaskPlace
@@ -52,7 +53,7 @@ class Cell:
         directory = str(self.directory / "faults") if faults else ""
         if self.is_function:
             call = cloudpickle.dumps(_Call(count, (directory,)))
-            program = Program("count", call, ("tests",), stall_timeout=STALL_TIMEOUT)
+            program = Program("count", call, ("tests",), needs=Needs(STALL_TIMEOUT))
         else:
             options = {
                 "recipe_options": {"faults": directory},

@@ -7,6 +7,7 @@ fields that differ from the recipe's defaults; `resolve` puts the two together.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,27 @@ class Batch:
                 f"nearest is {nearest})"
             )
         return self.size // parts
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a program needs of its launcher. A recipe's config says it; a function has the defaults.
+
+    Example:
+        >>> TrainingConfig(global_batch_size=64, compile=True).needs.compiler
+        True
+    """
+
+    # seconds without a report of any rank, from the first one on, until the run is ended
+    stall_timeout: float = 1800.0
+    # seconds without the checkpoints' store until the attempt ends recoverably
+    store_timeout: float = 600.0
+    variables: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of every rank's environment
+    batch: Batch | None = None  # that the ranks share; None where only the program knows it
+    compiler: bool = False  # a C++ compiler, to compile the model
+    gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
 
 
 @dataclass(frozen=True)
@@ -285,6 +307,18 @@ class TrainingConfig(Checked):
     def batch(self) -> Batch:
         return Batch(
             self.global_batch_size, self.gradient_accumulation, self.grow_accumulation_on_oom
+        )
+
+    @property
+    def needs(self) -> Needs:
+        gpus = ""
+        if self.backend == "nccl":
+            gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
+        elif self.sync_batch_norm:
+            gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
+        variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if self.deterministic else {}
+        return Needs(
+            self.stall_timeout, self.store_timeout, variables, self.batch, self.compile, gpus
         )
 
 

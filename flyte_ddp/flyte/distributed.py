@@ -26,6 +26,7 @@ from flyte_ddp.cluster.admission import check_allowed, load_allowed
 from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.source_code import find_project, find_root, packages_beside
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.flyte.failures import flyte_errors
 from flyte_ddp.flyte.flyte_context import is_flyte_task
@@ -182,9 +183,8 @@ class DistributedTask(PythonFunctionTask[Distributed]):  # type: ignore[misc]
             name=attribute,
             call=dumps(call),
             packages=packages_beside(self.task_function.__module__),
-            stall_timeout=self.task_config.stall_timeout,
             logging=CallerLogging.read(),
-            variables={**own, **self.environment},
+            needs=Needs(self.task_config.stall_timeout, variables={**own, **self.environment}),
         )
 
     def _say_what_is_ignored(self, say: Callable[[str], None]) -> None:

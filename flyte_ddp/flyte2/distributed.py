@@ -122,12 +122,10 @@ class DistributedTask(MainThreadTask):
                 for name, value in os.environ.items()
                 if name.startswith(FLYTE_VARIABLES)
             }
-            program = dataclasses.replace(
-                function_program(call, (), inputs, config.stall_timeout),
-                name=name,
-                packages=packages_beside(self.func.__module__),
-                variables={**own, **(self.env_vars or {})},
-            )
+            program = function_program(call, (), inputs, config.stall_timeout)
+            program = program.with_needs(variables={**own, **(self.env_vars or {})})
+            packages = packages_beside(self.func.__module__)
+            program = dataclasses.replace(program, name=name, packages=packages)
             run.receivers.append(report.add_line)
             state = run.run(program, gang, labels={"task": name}, results=config.results)
             run.files.keep_history(report)

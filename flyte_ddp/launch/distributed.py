@@ -12,9 +12,9 @@ from typing import Any
 from flyte_ddp.cluster.admission import Allowed
 from flyte_ddp.cluster.config import KubernetesConfig
 from flyte_ddp.config.fields import check, finite_number
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.launch.agent.devices import num_gpus
-from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.run import Gang
 from flyte_ddp.observers.mlflow import find_server
 from flyte_ddp.observers.recorder import TRACKERS
@@ -78,7 +78,7 @@ class Distributed:
     increase_shared_mem: bool = True
     run_policy: Any = None
     cluster: Mapping[str, Any] | None = None
-    stall_timeout: float = Program.stall_timeout
+    stall_timeout: float = Needs.stall_timeout
     max_hours: float = 0.0
     wandb: str = ""
     allowed: Mapping[str, Sequence[str]] | None = None

@@ -37,11 +37,6 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
     """
     check_places(places_of_config(config))  # whatever made the config
     named = get_recipe(recipe, config.recipe_options)
-    needs_gpus = ""
-    if config.backend == "nccl":
-        needs_gpus = "backend: expected auto or gloo for ranks without GPUs, got 'nccl'"
-    elif config.sync_batch_norm:
-        needs_gpus = "sync_batch_norm: expected false for ranks without GPUs, got true"
     config = pin_initial_state(config)
     training = _Training(recipe, config)
     if isinstance(recipe, str):
@@ -53,16 +48,11 @@ def recipe_program(recipe: str | type[Recipe], config: TrainingConfig) -> Progra
         name=name_of(recipe),
         call=call,
         packages=tuple(packages),
-        stall_timeout=config.stall_timeout,
-        store_timeout=config.store_timeout,
-        variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.deterministic else {},
         slow_imports=slow_imports(dataclasses.asdict(config), named),
         kind=Kind.RECIPE,
-        batch=config.batch,
-        needs_compiler=config.compile,
         missing_state=describe_missing(config.initial_model_state),
         logging=CallerLogging.read(),
-        needs_gpus=needs_gpus,
+        needs=config.needs,
     )
 
 

@@ -34,6 +34,7 @@ from flyte_ddp.cluster.config import ClusterConfig, cluster_config
 from flyte_ddp.config.by_value import dumps, pickle
 from flyte_ddp.config.fields import check_object, finite_number, whole_number
 from flyte_ddp.config.source_code import packages_beside
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.agent.devices import default_num_processes, num_cores, num_gpus
 from flyte_ddp.launch.agent.scratch import own_directory
@@ -88,7 +89,7 @@ class Gang:
     nproc_per_node: int | str = 1
     max_restarts: int = 0
     cluster: ClusterConfig | Mapping[str, Any] | None = None
-    stall_timeout: float = Program.stall_timeout
+    stall_timeout: float = Needs.stall_timeout
     master_port: int = 0
     client: Client | None = None
 
@@ -234,7 +235,7 @@ def run(
     client: Client | None = None,
     checkpoints: str = "",
     run_id: str = "",
-    stall_timeout: float = Program.stall_timeout,
+    stall_timeout: float = Needs.stall_timeout,
     listeners: Sequence[events.Listener] = (),
     progress: bool = True,
     results: Destination | None = None,
@@ -292,7 +293,7 @@ def function_program(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    stall_timeout: float = Program.stall_timeout,
+    stall_timeout: float = Needs.stall_timeout,
 ) -> Program:
     """Return the program that calls `function`.
 
@@ -304,7 +305,7 @@ def function_program(
     name = getattr(code, "__qualname__", repr(code))
     call = pickle(_Call(function, tuple(arguments), keywords), function, "function")
     packages = packages_beside(code.__module__ or "__main__")
-    return Program(name, call, packages, stall_timeout=stall_timeout, logging=CallerLogging.read())
+    return Program(name, call, packages, needs=Needs(stall_timeout), logging=CallerLogging.read())
 
 
 def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:

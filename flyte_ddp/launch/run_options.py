@@ -20,6 +20,7 @@ from flyte_ddp.cluster.kubernetes.api import own_namespace
 from flyte_ddp.config.fields import read_object, whole_number
 from flyte_ddp.config.options import add_options
 from flyte_ddp.config.source_code import find_project
+from flyte_ddp.config.training import Needs
 from flyte_ddp.errors import ConfigError, TrainingStopped
 from flyte_ddp.launch.protocol.programs import Program, stop_grace
 from flyte_ddp.launch.protocol.signals import TimeLimit
@@ -111,8 +112,8 @@ OWN_OPTIONS = (
     (
         "--stall-timeout",
         "seconds without a session.report until the run is ended "
-        f"(default {Program.stall_timeout:g})",
-        Program.stall_timeout,
+        f"(default {Needs.stall_timeout:g})",
+        Needs.stall_timeout,
     ),
     ("--results", "directory or URL for the files of session.submit_result", ""),
     ("--max-hours", "until the run is ended, after a last checkpoint (default: no limit)", 0.0),
@@ -251,15 +252,16 @@ def read_program(options: argparse.Namespace) -> Program:
         program = command_program([options.script, *options.arguments])
     else:
         program = script_program(options.script, options.arguments, options.module)
+    variables = {}
+    if options.rdzv_id and not options.standalone:
+        variables["TORCHELASTIC_RUN_ID"] = options.rdzv_id
+    grace = int(stop_grace())
+    if options.shutdown_timeout is not None:
+        grace = whole_number("--shutdown-timeout", options.shutdown_timeout)
     return dataclasses.replace(
         program,
-        stall_timeout=options.stall_timeout,
-        variables={"TORCHELASTIC_RUN_ID": options.rdzv_id}
-        if options.rdzv_id and not options.standalone
-        else {},
-        stop_grace=int(stop_grace())
-        if options.shutdown_timeout is None
-        else whole_number("--shutdown-timeout", options.shutdown_timeout),
+        needs=Needs(options.stall_timeout, variables=variables),
+        stop_grace=grace,
         shows_ranks=not options.no_prefix,
     )
 

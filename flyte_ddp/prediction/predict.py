@@ -209,15 +209,9 @@ def _make_program(job: PredictionJob) -> Program:
     recipe = job.recipe
     call = pickle.dumps(job) if isinstance(recipe, str) else by_value.pickle(job, recipe, "recipe")
     program = recipe_program(recipe, job.config)
-    return dataclasses.replace(
-        program,
-        call=call,
-        slow_imports=(*program.slow_imports, *ARROW),
-        batch=None,
-        needs_compiler=False,
-        needs_gpus="",
-        missing_state="",
-    )
+    program = program.with_needs(batch=None, compiler=False, gpus="")
+    slow_imports = (*program.slow_imports, *ARROW)
+    return dataclasses.replace(program, call=call, slow_imports=slow_imports, missing_state="")
 
 
 @dataclass(eq=False)

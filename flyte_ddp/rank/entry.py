@@ -178,7 +178,7 @@ def call_program(process: RankProcess) -> Outcome:
     if program.kind is not Kind.RECIPE:
         current.reporter.emit_start()
         if process.node.world_size > 1:
-            timeout = min(program.stall_timeout, program.left_timeout)
+            timeout = min(program.needs.stall_timeout, program.left_timeout)
             watch_main_thread(process.link.position, timeout)
     if process.node.num_nodes > 1 and program.kind is not Kind.COMMAND:
         start_thread("copies", _receive_copies, process, store.open)
@@ -380,7 +380,7 @@ def environment(job: Job, node: NodeRanks, local_rank: int) -> dict[str, str]:
         {name: str(value) for name, value in values.items()}
         | defaults
         | given
-        | job.program.variables
+        | dict(job.program.needs.variables)
     )
 
 

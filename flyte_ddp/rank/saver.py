@@ -105,7 +105,9 @@ class Saver:
 
         world, group_timeout = function_world()
         self._num_split_saves += 1
-        timeout = SAVE_TIMEOUT_SHARE * min(self.process.job.program.stall_timeout, group_timeout)
+        timeout = SAVE_TIMEOUT_SHARE * min(
+            self.process.job.program.needs.stall_timeout, group_timeout
+        )
         check_save(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
         if self.open().peers.store is None:
             if self._has_memory is not None:
@@ -258,7 +260,7 @@ class Saver:
             self._store = CheckpointStore(
                 job.checkpoints or NO_PLACE,
                 num_kept,
-                job.program.store_timeout,
+                job.program.needs.store_timeout,
                 job.owner,
                 self._report_writing,
                 peers,

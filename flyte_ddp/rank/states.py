@@ -33,7 +33,7 @@ def meet(process: RankProcess, open_store: Callable[[], Store], key: str) -> Wor
     if world_size > 1:
         # other threads use the connection of the first one
         store = PrefixStore(key, open_store().clone())
-        timeout = timedelta(seconds=process.job.program.stall_timeout)
+        timeout = timedelta(seconds=process.job.program.needs.stall_timeout)
         group = ProcessGroupGloo(store, process.rank, world_size, timeout)
     return World(process.rank, world_size, torch.device("cpu"), group)
 

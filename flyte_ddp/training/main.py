@@ -26,10 +26,10 @@ from flyte_ddp.checkpoints.files import portable
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.config.background import start_thread
+from flyte_ddp.config.training import Needs
 from flyte_ddp.config.waits import BEAT_INTERVAL
 from flyte_ddp.errors import log_failures
 from flyte_ddp.launch.protocol.messages import Device
-from flyte_ddp.launch.protocol.programs import Program
 from flyte_ddp.launch.protocol.ranks import choose_threads
 from flyte_ddp.rank.agreement import check_ranks, describe_samples
 from flyte_ddp.rank.data import open_samples, take_sample, weigh_samples
@@ -54,7 +54,7 @@ from flyte_ddp.world import World, process_group
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 # seconds after which an operation that reports no progress counts as a stall, as a function's
-MAX_OPERATION_SECONDS = Program.stall_timeout
+MAX_OPERATION_SECONDS = Needs.stall_timeout
 
 
 def main(
@@ -71,9 +71,9 @@ def main(
     current = session.current()
     program = current.process.job.program
     program.check_compiler()  # on a Dask worker, whose image the driver has not seen
-    # a launcher may have split it further
-    if program.batch and program.batch != config.batch:
-        config = dataclasses.replace(config, gradient_accumulation=program.batch.num_parts)
+    batch = program.needs.batch
+    if batch:  # a launcher may have split it further than the config
+        config = dataclasses.replace(config, gradient_accumulation=batch.num_parts)
     current.reporter.beat(0)
     parallelism = _prepare_torch(recipe, config, current.process)
     world = parallelism.world

@@ -171,7 +171,7 @@ def prepare(node_job: NodeJob, directory: Path) -> None:
         start_rank(program, os.getpid, (), "prepared").join()
     if node_job.data_archive and not node_job.data:
         with contextlib.suppress(Exception):
-            unpack_data(node_job.data_archive, directory, program.store_timeout)
+            unpack_data(node_job.data_archive, directory, program.needs.store_timeout)
 
 
 def _run_attempt(
@@ -182,7 +182,7 @@ def _run_attempt(
     memory: NodeMemory,
 ) -> None:
     """Run the ranks of this node to their end."""
-    archive, timeout = node_job.data_archive, node_job.job.program.store_timeout
+    archive, timeout = node_job.data_archive, node_job.job.program.needs.store_timeout
     prepared = None
     if node_job.data or archive:
         prepared = call_in_background(

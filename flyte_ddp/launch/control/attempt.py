@@ -128,7 +128,7 @@ class Attempt:
             can_do_without_leaving=self.nodes.can_do_without_leaving,
             larger=self.nodes.larger,
             is_stoppable=any(node.beat.is_stoppable for node in nodes),
-            save_timeout=program.store_timeout,
+            save_timeout=program.needs.store_timeout,
         )
 
     def _enter(self, state: State) -> None:

@@ -131,8 +131,8 @@ def run(
     """
     open_standard_streams()
     place.check(job)
-    variables = {**job.program.variables, COMMAND_VARIABLE: own_command()}
-    program = dataclasses.replace(job.program, variables=variables)
+    variables = {**job.program.needs.variables, COMMAND_VARIABLE: own_command()}
+    program = job.program.with_needs(variables=variables)
     job = dataclasses.replace(job, program=program)
     state, show = state or events.RunState(keep_reports=False), relay or print_line
     with contextlib.ExitStack() as stack:
@@ -176,12 +176,12 @@ def _own_checkpoints(job: Job) -> Iterator[tuple[Job, Storage]]:
     """
     program = job.program
     name = "output" if job.output else "checkpoints"
-    storage = Storage(job.checkpoints, name, program.store_timeout)
+    storage = Storage(job.checkpoints, name, program.needs.store_timeout)
     storage.check_access()
     if program.slow_imports and not storage.is_local:  # S3's client takes 0.3 s
         modules = (*program.slow_imports, type(storage.file_system).__module__)
         program = dataclasses.replace(program, slow_imports=modules)
-    with Ownership(storage.url, job.run, program.store_timeout, job.output) as owner:
+    with Ownership(storage.url, job.run, program.needs.store_timeout, job.output) as owner:
         job = dataclasses.replace(job, checkpoints=storage.url, owner=owner.token, program=program)
         yield job, storage
 
@@ -342,9 +342,9 @@ class Run:
         self.before = before
         if ended.is_out_of_memory:
             self._note_lack_of_memory(ended, decision)
-        if decision is Next.SHRINK and smaller is not None and smaller.batch is not None:
+        if decision is Next.SHRINK and smaller is not None and smaller.needs.batch is not None:
             self.job = dataclasses.replace(self.job, program=smaller)
-            how = f"from {origin} with gradient_accumulation {smaller.batch.num_parts}"
+            how = f"from {origin} with gradient_accumulation {smaller.needs.batch.num_parts}"
         elif decision is Next.WAIT:
             self.before = dataclasses.replace(self.before, previous=ended)
             how = "when the store is back"

@@ -39,7 +39,7 @@ class StallWatch:
         assert self._suspicion is not None  # which was asked about
         self._asked_at = 0.0
         ranks = [rank for index in sorted(self._answers) for rank in self._answers[index]]
-        failure = judge(self._suspicion, ranks, program.stall_timeout)
+        failure = judge(self._suspicion, ranks, program.needs.stall_timeout)
         if failure and not self._suspicion.left:
             self._show_stacks(ranks)
         return failure
@@ -53,7 +53,9 @@ class StallWatch:
 
     def _ask(self, program: Program) -> None:
         beats = [node.beat for node in self.nodes.nodes]
-        found = suspect(beats, self.nodes.world_size, program.stall_timeout, program.left_timeout)
+        found = suspect(
+            beats, self.nodes.world_size, program.needs.stall_timeout, program.left_timeout
+        )
         before = self._suspicion
         if found is None or (before is not None and before.left == found.left):
             return

@@ -13,10 +13,11 @@ import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.cluster.config import termination_grace
 from flyte_ddp.config.source_code import files_below, source_files
-from flyte_ddp.config.training import Batch
+from flyte_ddp.config.training import Needs
 from flyte_ddp.config.waits import ANSWER_TIMEOUT
 from flyte_ddp.errors import ConfigError, RankFailure
 from flyte_ddp.launch.protocol.caller_logging import CallerLogging
@@ -62,14 +63,9 @@ class Program:
     # top-level packages and modules that it imports from, besides this one
     packages: tuple[str, ...] = ()
     directory: str = ""  # of a script, which needs the files beside it
-    # seconds without a report of any rank, from the first one on, until the run is ended
-    stall_timeout: float = 1800.0
     # Seconds for which all other ranks wait in collectives, once one has ended with 0, until the
     # run is ended.
     left_timeout: float = 30.0
-    # seconds without the checkpoints' store until the attempt ends recoverably
-    store_timeout: float = 600.0
-    variables: dict[str, str] = field(default_factory=dict)  # of the environment of every rank
     kind: Kind = Kind.FUNCTION
     # seconds from the request to stop until the ranks are killed
     stop_grace: float = field(default_factory=stop_grace)
@@ -78,9 +74,7 @@ class Program:
     # that has them. Without any, each rank is a fresh process, whose program may set variables
     # before it imports torch.
     slow_imports: tuple[str, ...] = ()
-    batch: Batch | None = None  # that its ranks share; None where only the call knows it
-    needs_compiler: bool = False  # it compiles its model
-    needs_gpus: str = ""  # the error for several ranks without GPUs; "" where they need none
+    needs: Needs = field(default_factory=Needs)
     # The error if its initial state is not there; "" if it is, or none is given. A run that
     # resumes does not need it.
     missing_state: str = ""
@@ -91,18 +85,18 @@ class Program:
         lacks GPUs.
         """
         self.check_world_size(world_size)
-        if self.needs_gpus and world_size > 1 and not has_gpus:
-            raise ConfigError(self.needs_gpus)
+        if self.needs.gpus and world_size > 1 and not has_gpus:
+            raise ConfigError(self.needs.gpus)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ConfigError if the batch cannot be split evenly over `world_size` ranks."""
-        if self.batch:
-            self.batch.size_per_rank(world_size)
+        if self.needs.batch:
+            self.needs.batch.size_per_rank(world_size)
 
     def check_compiler(self) -> None:
         """Raise ConfigError if this machine lacks the C++ compiler that the program needs."""
         named = {os.environ.get(variable, "") for variable in ("CXX", "CC")}
-        if self.needs_compiler and not any(
+        if self.needs.compiler and not any(
             shutil.which(name) for name in (*named, *COMPILERS) if name
         ):
             raise ConfigError(
@@ -118,13 +112,17 @@ class Program:
             None if `failure` is another one, or the batch cannot be split further over `world_size`
             ranks.
         """
-        batch = self.batch
+        batch = self.needs.batch
         if batch is None or not batch.may_split or failure.error_name != CUDA_OUT_OF_MEMORY:
             return None
         num_parts = 2 * batch.num_parts
         if batch.size % (world_size * num_parts):
             return None
-        return dataclasses.replace(self, batch=dataclasses.replace(batch, num_parts=num_parts))
+        return self.with_needs(batch=dataclasses.replace(batch, num_parts=num_parts))
+
+    def with_needs(self, **changes: Any) -> Program:
+        """Return the program with other needs, by the fields of `Needs`."""
+        return dataclasses.replace(self, needs=dataclasses.replace(self.needs, **changes))
 
     def source_files(self) -> dict[str, Path]:
         """Return the files that the ranks import or read, by their names relative to an entry of
