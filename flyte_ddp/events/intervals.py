@@ -24,15 +24,15 @@ STUDENT_QUANTILES = (
 MIN_DIFFERENCES = 30
 # Times that the skewness counts: a few samples of a long tail show too little of it.
 SKEWNESS_FACTOR = 2
-# Share of the root of the number of differences. The skewness of differences of which one is far
-# off, and decides alone, is that root.
+# Share of the root of the number of differences. If one difference is far off and decides alone,
+# the skewness is that root.
 MAX_SKEWNESS_SHARE = 0.3
 
 
 def student_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution with so many degrees of freedom.
 
-    Above those of the table within 0.1 %, by the first terms of an expansion: Abramowitz and
+    Beyond the table within 0.1 %, by the first terms of an expansion: Abramowitz and
     Stegun, "Handbook of Mathematical Functions", 26.7.5.
     """
     if freedom <= len(STUDENT_QUANTILES):
@@ -47,7 +47,7 @@ def find_bounds(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean of paired differences: from -inf to inf where
     they are too few, and from -inf where a few low ones decide alone.
 
-    Each end is that of Student's t, farther out where a long tail lies on its side, by the
+    Each end comes from Student's t, farther out where a long tail lies on its side, by the
     transformation of P. Hall, "On the removal of skewness by transformation" (1992). Student's t
     alone finds equal models different in 7 to 22 % of cases with 30 skewed differences, and a
     bootstrap finds no more than its few samples show. `python -m benchmarks.promotions` has the

@@ -51,8 +51,8 @@ def resume_command(checkpoints: str = "") -> str:
 
 @contextlib.contextmanager
 def show_resume_command(is_kept: bool) -> Iterator[None]:
-    """Print the command of this process, a script, when a run is stopped whose checkpoints are
-    kept.
+    """Print the command that resumes the run when a script's run is stopped and its checkpoints
+    stay.
     """
     try:
         yield

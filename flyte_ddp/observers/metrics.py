@@ -127,9 +127,7 @@ class MetricsServer(Collector):
         self.port = self._server.server_port
 
     def follow(self, attempt: int = 0, /, **labels: str) -> RunFigures:
-        """Return the listener of one more run of the task's `attempt`, whose figures get
-        `labels`.
-        """
+        """Return the listener of one more run of the task's `attempt`. Its figures get `labels`."""
         run = RunFigures(labels, attempt)
         self._runs.append(run)
         return run

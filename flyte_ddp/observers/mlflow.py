@@ -56,9 +56,9 @@ KEY_VARIABLES = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TR
 class Mlflow(Recorder):
     """Shows a run in MLflow. A failure of MLflow never affects the training.
 
-    What a server that was away did not take, and files that the artifact store refuses, can be sent
-    later from the history, by the command of this module. The token, or the user name and the
-    password, are those of `keys`, by `KEY_VARIABLES`, or of the environment.
+    If the server was away, or the artifact store refuses files, the command of this module sends
+    the rest later from the history. The token, or the user name and the password, come from `keys`,
+    by `KEY_VARIABLES`, or from the environment.
     """
 
     service, label = "MLflow", "MLflow run"
@@ -174,13 +174,13 @@ class Mlflow(Recorder):
             for name, contents in card_files(run_card(self._state, **self.origin)).items():
                 write_file(f"{directory}/card/{name}", contents)
             for name in finished.exported if self.model_artifact else ():
-                # Not in memory: weights may be larger than that of this process.
+                # On disk, because weights may be larger than this process's memory.
                 file = file_below(Path(directory, "model"), name, "export")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 fetch_file(f"{finished.export_url}/{name}", file, timeout=SHORT_TIMEOUT)
             if scheme in ("mlflow-artifacts", "http", "https"):
                 self._client.log_artifacts(self._run, directory)
-            # else the server's own disk, of which this process knows nothing
+            # otherwise the artifacts are on the server's own disk
             elif scheme not in ("", "file"):
                 for file in filter(Path.is_file, Path(directory).rglob("*")):
                     url = f"{uri}/{file.relative_to(directory).as_posix()}"

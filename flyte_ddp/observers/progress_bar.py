@@ -141,8 +141,8 @@ class ProgressBar:
         )
 
     def _show_figures(self, figures: Figures) -> None:
-        """Show every epoch's figures as a line; those of steps in the bar, or as a line from time
-        to time.
+        """Show every epoch's figures as a line. Show the figures of steps in the bar, or as a line
+        from time to time.
         """
         values = self._describe(figures.values)
         epoch = ""

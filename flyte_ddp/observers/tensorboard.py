@@ -1,4 +1,4 @@
-"""The observer that writes a run for TensorBoard, whose package the extra `tensorboard` brings.
+"""The observer that writes a run for TensorBoard. The extra `tensorboard` installs the package.
 
 Imports it when a run starts, and neither torch nor TensorFlow.
 """

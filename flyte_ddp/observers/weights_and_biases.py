@@ -50,8 +50,8 @@ class Wandb(Recorder):
     process like Ctrl-C.
 
     W&B's own step counter cannot go back as a resumed run's steps do, so the x axes are metrics of
-    ours, "step" and "epoch". The key is that of WANDB_API_KEY in `keys`, or in the environment, or
-    of `wandb login`.
+    ours, "step" and "epoch". The key is WANDB_API_KEY in `keys`, or in the environment, or
+    comes from `wandb login`.
     """
 
     service, label = "W&B", "W&B run"

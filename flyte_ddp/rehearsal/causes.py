@@ -235,7 +235,7 @@ def _name_position(case: Case) -> str:
 
 
 def _judge_schedules(case: Case) -> Iterator[Cause]:
-    """Yield the schedule of the first optimizer whose learning rate differs."""
+    """Yield the schedule of the first optimizer with another learning rate."""
     attempt = case.attempt
     for step, wanted in case.pairs:
         rates = zip(attempt.optimizers, step.rates, wanted.rates, strict=False)

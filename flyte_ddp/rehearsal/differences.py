@@ -54,7 +54,7 @@ def has_same_samples(step: Step, wanted: Step) -> bool:
 
 
 def has_other_content(step: Step, wanted: Step) -> bool:
-    """Return whether the same samples have other values, as those of an augmentation."""
+    """Return whether the same samples have other values, such as another augmentation."""
     if not step.samples or not has_same_samples(step, wanted):
         return False
     # Another number of ranks adds the values in another order.

@@ -101,7 +101,7 @@ class Refusal:
 
     Args:
         kind: "store", which refuses whatever goes through `flyte_ddp.storage`, or "disk".
-        place: directory whose files a full disk has.
+        place: directory on the full disk.
     """
 
     kind: str
@@ -134,7 +134,7 @@ class Refusal:
 
 
 class FullFile:
-    """An open file whose disk fills up in the middle of its first large write."""
+    """An open file. Its disk fills up in the middle of the first large write."""
 
     def __init__(self, file: Any, refused: Callable[[], None]) -> None:
         self._file = file

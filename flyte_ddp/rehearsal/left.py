@@ -1,5 +1,5 @@
-"""Read the tensors in the files that a run has left: in those of torch, numpy and safetensors, and
-in its newest checkpoint.
+"""Read the tensors that a run has left: in files of torch, numpy and safetensors, and in its newest
+checkpoint.
 
 Classes of the user's own are not imported: what they hold is read without them.
 """
@@ -26,7 +26,8 @@ from flyte_ddp.storage.weights import from_bytes
 
 MAX_BYTES = 2**31  # bytes of a file that is read
 NUM_VALUES = 16  # values of each tensor that are compared, besides sums
-KNOWN = ("torch", "numpy", "collections", "builtins", "_codecs")  # packages whose classes are made
+# Packages of the classes that are made.
+KNOWN = ("torch", "numpy", "collections", "builtins", "_codecs")
 
 
 class Unknown:

@@ -137,9 +137,7 @@ def read_fields(text: str, data: str, state: Mapping[str, Any], num_ranks: int) 
 
 
 def find_bad_step(place: str) -> int:
-    """Return the newest step whose state was kept because it was bad. Raises ConfigError without
-    one.
-    """
+    """Return the newest bad step with a stored state. Raises ConfigError if there is none."""
     steps = stored_steps(place, BAD_STEP)
     if not steps:
         raise ConfigError(

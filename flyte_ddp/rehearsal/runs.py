@@ -1,8 +1,8 @@
 """The runs of a rehearsal: the same program once undisturbed, and once with each fault. Imports
 neither torch nor Dask itself.
 
-All are started by this process, whose server of ranks has imported torch once, so that a run costs
-little more than its steps. Each has a directory of its own, with links to the files of the working
+This process starts all runs. Its server of ranks imports torch once, so a run costs little more
+than its steps. Each run has a directory of its own, with links to the files of the working
 directory.
 """
 
@@ -184,9 +184,9 @@ class Rehearsal:
         far.
 
         Args:
-            gang: its ranks; by default those of the undisturbed run.
-            start: how often it was given before there.
-            fault: one that the ranks commit themselves.
+            gang: the ranks of the run; by default as in the undisturbed run.
+            start: how often the command was given there before.
+            fault: a fault that the ranks commit themselves.
             make: makes one from outside, while the ranks wait after `fault_step`.
         """
         from flyte_ddp.rehearsal.left import read_tensors

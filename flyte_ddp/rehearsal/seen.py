@@ -48,7 +48,7 @@ class Attempt:
     base: int  # step of the state that it began with
     entries: Entries
     steps: list[Step]
-    optimizers: list[int]  # numbers of those that step, in the order of their first steps
+    optimizers: list[int]  # numbers of the optimizers that step, in the order of their first steps
 
     def calls(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of this kind, of all ranks."""
@@ -69,7 +69,7 @@ class Run:
     """A run as far as it was seen.
 
     Attributes:
-        steps: those that count: what a restart has undone is dropped.
+        steps: the steps that count, without the steps that a restart has undone.
         files: names of the files that it has left, with a # in place of each number.
         tensors: in the files that it has left, by file and place in it: some values of each.
     """
@@ -103,7 +103,7 @@ def read_run(directory: Path, before: tuple[float, float] = (math.inf, 0)) -> Ru
     """Return what the records below `directory` tell.
 
     Args:
-        before: leave out this attempt, by its start and restart, and those that follow.
+        before: leave out this attempt, by its start and restart, and all later attempts.
     """
     found: dict[tuple[int, int], Entries] = defaultdict(dict)
     for file in (directory / "records").glob("*.jsonl"):
@@ -145,7 +145,7 @@ def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
     """Return the steps that all ranks have done."""
 
     def choose(values: Sequence[Any]) -> list[Any]:
-        """Return the values of the optimizers that step, of those that were there."""
+        """Return the values of the optimizers that step and were there."""
         return [values[number] for number in optimizers if number < len(values)]
 
     ranks = [[each for each in entries[rank] if each["kind"] == "step"] for rank in sorted(entries)]

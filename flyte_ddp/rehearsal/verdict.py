@@ -72,7 +72,7 @@ class Verdict:
 
 
 def judge(runs: Sequence[Run]) -> Verdict:
-    """Return the verdict on the runs, of which the first is undisturbed."""
+    """Return the verdict on the runs. The first run is undisturbed."""
     clean = runs[0]
     is_seeded = all(_repeats(run, clean) for run in runs)
     rows = [_compare(run, clean, is_seeded) for run in runs]

@@ -61,7 +61,7 @@ class Spec:
 
     directory: str  # directory of the records
     place: str  # directory that the run writes to
-    kept: str  # directory whose files it may not write to: the user's own
+    kept: str  # the user's own directory; the run may not write to its files
     start: int = 0  # how often the command was given before in this run
     fault: str = ""  # fault that ranks commit themselves: "store" or "disk"
     fault_step: int = 0  # the fault happens after this step
@@ -425,7 +425,7 @@ class Files:
 
 
 def _key(dataset: Any, index: Any) -> Any:
-    """Return the number of a sample in the whole data set, of which each rank may have a part."""
+    """Return the number of a sample in the whole data set. A rank may have a part of it."""
     while isinstance(dataset, data.Subset):
         index, dataset = dataset.indices[index], dataset.dataset
     return index[-1] if isinstance(index, tuple) else index

@@ -30,7 +30,7 @@ from flyte_ddp.studies.search import BATCH_SIZE_PER_RANK
 MAX_METRICS = 4  # metrics of a trial, in the table and in tiles
 MAX_ERROR = 300  # characters of a trial's error in the table
 MAX_DETAILS = 6_000  # characters of a trial's traceback
-MAX_FAILURES = 20  # trials whose tracebacks are shown
+MAX_FAILURES = 20  # tracebacks of trials on the page
 
 SCALING_COLUMNS = (  # head, field of `Row`, format
     ("batch per rank", "batch_size_per_rank", "{:,}"),

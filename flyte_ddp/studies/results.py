@@ -242,7 +242,7 @@ def counted_figures(run: TrialRun) -> dict[str, float]:
 
 
 def figures_of(result: Result) -> dict[str, float]:
-    """Return the figures of an epoch without those of its speed, or all of a report, by name."""
+    """Return the figures of an epoch without its speed, or all figures of a report, by name."""
     if isinstance(result, Reported):
         return dict(result.values)
     return {

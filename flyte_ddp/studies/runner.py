@@ -4,7 +4,7 @@ A trial is a run of `driver.run` in a thread of this process, with its own check
 it restarts. In a sweep each trial has workers of its own, and a failed one does not affect the
 others. A scaling study trains one trial at a time on as many nodes as its ranks need, because
 the trials are timed, and a failure ends it. In both, a stop request or the loss of the cluster or
-the store ends all trials, and a retry skips those that are done.
+the store ends all trials, and a retry skips the trials that are done.
 """
 
 from __future__ import annotations
@@ -215,11 +215,11 @@ class TrialRunner:
             self.pool = Pool(SharedData(Storage(self.storage.url)))
 
     def train(self, trials: Sequence[Trial]) -> list[TrialRun]:
-        """Run `trials`, except those that are done according to `checkpoints`.
+        """Run `trials`, except the trials that are done according to `checkpoints`.
 
         Returns:
-            All trials, in order. At least one of them finished, of those that run one at a time
-            all.
+            All trials, in order. At least one of them finished; if they run one at a time, all of
+            them.
 
         Raises:
             ConfigError: before anything is started.
@@ -229,7 +229,7 @@ class TrialRunner:
             TrainingStopped: SIGINT or SIGTERM ended the study, after a last checkpoint of each
                 running trial.
             SweepFailed: no trial finished.
-            RankFailure, GangLost: of a trial among those that run one at a time.
+            RankFailure, GangLost: a trial failed, and the trials run one at a time.
         """
         check_trials(trials, self.cluster)
         self.storage.check_access()
@@ -295,7 +295,7 @@ class TrialRunner:
                 raise
 
     def notify(self, run: TrialRun, event: Event | None) -> None:
-        """Call the observer, whose errors end no trial."""
+        """Call the observer. Its errors end no trial."""
         with self.notifying, log_failures(f"an event of {run.trial}"):
             self.observe(run, event)
 

@@ -69,8 +69,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def by_world_size(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    """Return the rows of a series in the order of their world size, those of the repeats of a trial
-    as one list.
+    """Return the rows of a series in the order of their world size, the repeats of a trial as one
+    list.
     """
     size = operator.attrgetter("world_size")
     return {

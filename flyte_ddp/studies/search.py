@@ -155,7 +155,7 @@ def expand_grid(
             and the name of a recipe's option: a list of values, or where choices are sampled also a
             range {"low": ..., "high": ...}, both ends included, with "log": true for a logarithmic
             one or "step" for a stepped one. Whole numbers are drawn for a field of that type, and
-            for an option whose bounds are whole.
+            for an option with whole bounds.
         num_models: 0 for every combination; otherwise so many are drawn at random, or fewer where
             there are not as many different ones.
         seed: of the sampling. The same seed samples the same choices.
@@ -184,7 +184,7 @@ def expand_grid(
 def expand(
     grid: Any, num_models: int = 0, seed: int = 0, name_of_number: str = "num_models"
 ) -> Sequence[Any]:
-    """Return the choices of a grid as `expand_grid`, whose names may be any: those of a list as
+    """Return the choices of a grid as `expand_grid`, with any names. The choices of a list stay as
     they are.
     """
     check(name_of_number, num_models, int, Limits(minimum=0, maximum=MAX_TRIALS))
@@ -227,7 +227,7 @@ def expand_world_sizes(
 
     Args:
         config: that the trials share but for their choices.
-        learning_rates, batch_sizes_per_rank, sample_sizes: those that are empty are not varied.
+        learning_rates, batch_sizes_per_rank, sample_sizes: an empty list is not varied.
         target_loss: held-out loss to which the time is measured.
         repeats: of every combination, each with another seed: the config's, and those after it.
 
@@ -266,10 +266,10 @@ class Search:
     """An Optuna study in memory: stops trials that fall behind, and may suggest better ones.
     Thread-safe.
 
-    Scores are lower for better models. "median" stops a trial whose best score so far is worse than
+    Scores are lower for better models. "median" stops a trial if its best score is worse than
     the median of the finished trials at the same epoch. "halving" is asynchronous successive
     halving (Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020): after epochs
-    1, 2, 4, ... a trial continues if it is in the better half of those that reached the same epoch.
+    1, 2, 4, ... a trial continues if it is in the better half of the trials at this epoch.
     No trial waits for another, so with several workers the outcome depends on their speed. So does
     what "tpe" suggests, a tree-structured Parzen estimator of the results so far; trials that run
     count as bad ones until they end, so that workers do not crowd.

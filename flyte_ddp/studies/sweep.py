@@ -160,14 +160,14 @@ def sweep(
         metric, mode: the figure that trials are compared by, and whether the "min" or the "max" is
             best.
         num_trials: so many are drawn of a grid by name.
-        stop_early: "median" or "halving" ends a trial whose reports fall behind, see `Search`.
+        stop_early: "median" or "halving" ends a trial if its reports fall behind, see `Search`.
         nnodes, nproc_per_node: of each trial, by default one node and one rank. As many trials run
             at a time as there are nodes for.
         world_sizes: for a scaling study: each trial is run with each number of ranks, on as many
             nodes, one at a time, and with as many CPU threads a rank. They are compared by what the
             function measures, such as `metric="samples_per_second", mode="max"`.
-        client: of a Dask cluster that is there already, of which all workers are nodes.
-        cluster: the nodes, with the fields of `ClusterConfig`, of which `max_restarts` is 0 by
+        client: of an existing Dask cluster; all of its workers are nodes.
+        cluster: the nodes, with the fields of `ClusterConfig`; `max_restarts` is 0 by
             default; without it this machine's GPUs, or two processes where there are none.
         checkpoints: directory or URL, which all machines reach: for `session.save`, and where a
             later sweep finds the trials that are done.

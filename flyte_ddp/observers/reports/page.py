@@ -44,7 +44,7 @@ class Page(ABC):
     _: KW_ONLY
     # URLs of other pages by name; may be added at any time
     links: dict[str, str] = field(default_factory=dict)
-    # the run's W&B or MLflow, whose URL is a link as soon as its server has answered
+    # the run's W&B or MLflow; its URL becomes a link when its server has answered
     tracker: Any = None
     error: BaseException | None = None
     opened_at: float = field(default_factory=time.time)
@@ -74,8 +74,8 @@ class Page(ABC):
 
     @abstractmethod
     def content(self) -> dict[str, Any]:
-        """Return the values of the template: lead, percent_done, tiles, and of the other parts
-        those that there are.
+        """Return the values of the template: lead, percent_done, tiles, and the other parts that
+        the report has.
         """
 
     def write(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class Page(ABC):
             return self._render({"lead": self._note(error)})
 
     def draw(self, panels: Iterable[drawing.Panel]) -> list[Markup]:
-        """Return panels as SVG elements, with a line in place of those that cannot be drawn."""
+        """Return panels as SVG elements, with a line in place of a panel that cannot be drawn."""
         drawn: dict[Markup, None] = {}
         for panel in panels:
             if not is_installed("matplotlib"):

@@ -52,7 +52,7 @@ Curve = list[tuple[float, float]]  # x, y
 def run_panels(state: RunState) -> list[Panel]:
     """Return the panels for which there are data so far, in the order of `PANELS`.
 
-    Their x axis is that of `_find_axis`.
+    `_find_axis` chooses their x axis.
     """
     curves = _Curves(state, *_find_axis(state))
     return [panel for make_panels in PANELS for panel in make_panels(curves)]

@@ -211,8 +211,8 @@ class Report(Page):
         return cards
 
     def _prediction_section(self) -> dict[str, Any] | None:
-        """Return as many predictions as the page has room for, the worst first; a scatter plot has
-        those of numbers.
+        """Return as many predictions as the page has room for, the worst first. Predicted numbers
+        are in a scatter plot.
         """
         made = self._state.predictions.predictions if self._state.predictions else []
         every = [each for each in made if not each.numbers or each.image or each.text]

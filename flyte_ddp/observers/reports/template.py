@@ -1,5 +1,5 @@
-"""The HTML of all reports: one Jinja template, of which each report fills the parts that it has,
-and the style sheet.
+"""The HTML of all reports: the style sheet, and one Jinja template. Each report fills the parts
+that it has.
 
 A Python module and not an HTML file, because a fast registration may ship Python modules only.
 Every style rule is under the class `training-report`, so it does not change the rest of Flyte's
