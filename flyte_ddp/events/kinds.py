@@ -55,6 +55,10 @@ class Timed:
         """Return what observers show of the event, computed once for all of them."""
         return Figures()
 
+    def known(self, *names: str) -> dict[str, Any]:
+        """Return the fields with these names that are not empty."""
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
 
 @dataclass(frozen=True)
 class AttemptStarted(Timed):
@@ -125,8 +129,7 @@ class RunStarted(Timed):
     recipe_version: str = ""  # SHA-256 of the library's and the recipe's code
 
     def figures(self) -> Figures:
-        names = ("world_size", "num_steps", "num_parameters")
-        return Figures(values={name: each for name in names if (each := getattr(self, name))})
+        return Figures(values=self.known("world_size", "num_steps", "num_parameters"))
 
 
 @dataclass(frozen=True)
@@ -345,8 +348,7 @@ class RunFinished(Timed):
     not_exported: str = ""  # why there are fewer than there should be
 
     def figures(self) -> Figures:
-        names = ("seconds", "best_epoch", "first_step_seconds", "peak_memory_bytes")
-        known = {name: each for name in names if (each := getattr(self, name))}
+        known = self.known("seconds", "best_epoch", "first_step_seconds", "peak_memory_bytes")
         best = {f"best_{name}": value for name, value in self.best.items()}
         return Figures(values={"finished": 1, **known, **best})
 

@@ -6,6 +6,7 @@ run's epochs, reports or result folds its events with it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -67,9 +68,10 @@ def list_metrics(epochs: Sequence[EpochFinished]) -> dict[str, list[float]]:
     """Return the held-out loss and every metric after each epoch, by name; NaN where an epoch
     lacks a metric.
     """
-    names = dict.fromkeys(name for epoch in epochs for name in epoch.metrics)
-    lists = {name: [epoch.metrics.get(name, math.nan) for epoch in epochs] for name in names}
-    return {"test_loss": [epoch.test_loss for epoch in epochs], **lists}
+    lists = {"test_loss": [epoch.test_loss for epoch in epochs]}
+    for name in dict.fromkeys(itertools.chain(*(epoch.metrics for epoch in epochs))):
+        lists[name] = [epoch.metrics.get(name, math.nan) for epoch in epochs]
+    return lists
 
 
 @dataclass

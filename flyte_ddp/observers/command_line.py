@@ -134,7 +134,8 @@ def make_observers(
         ) from None
     if options.wandb or options.mlflow or options.tensorboard:
         listeners += _make_trackers(options, name)
-    if port := requested_port():
+    port = requested_port()
+    if port:
         listeners.append(MetricsServer(port).follow(0, script=name))
 
     def relay(line: str) -> None:

@@ -75,8 +75,10 @@ class ProgressBar:
                     self._resume(event)
                 case AttemptEnded():
                     self._lost_step = event.step
-                case _ if (figures := event.figures()).axis:
-                    self._show_figures(figures)
+                case _:
+                    figures = event.figures()
+                    if figures.axis:
+                        self._show_figures(figures)
 
     def write(self, line: str) -> None:
         """Print `line`, given without a line break, above the bar. Any thread may call this."""

@@ -127,12 +127,12 @@ def find_imports(script: str) -> tuple[str, ...]:
     is_script = script.endswith(".py") and Path(script).is_file()
     text = Path(script).read_text(errors="replace") if is_script else ""
     found = re.findall(r"^(?:import|from) ([\w.]+)", text, re.M)
-    return tuple(
-        name
-        for name in ("torch", "torch._dynamo", *found)  # the second one by DDP
-        if (top := name.partition(".")[0]) not in sys.stdlib_module_names
-        and "site-packages" in str(find_spec(top) if top else "")
-    )
+    names = []
+    for name in ("torch", "torch._dynamo", *found):  # DDP imports the second one
+        top = name.partition(".")[0]
+        if top and top not in sys.stdlib_module_names and "site-packages" in str(find_spec(top)):
+            names.append(name)
+    return tuple(names)
 
 
 def cells(row: Row) -> dict[str, str]:
@@ -160,7 +160,8 @@ def _describe_weights(row: Row) -> str:
 def describe(verdict: Verdict) -> str:
     """Return the table, what is wrong, and the causes, as text."""
     rows = [list(HEADS), *(list(cells(row).values()) for row in verdict.rows)]
-    widths = [max(len(row[column]) for row in rows if row[2]) for column in range(len(HEADS))]
+    tried = [row for row in rows if row[2]]
+    widths = [max(map(len, column)) for column in zip(*tried, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", "right" if verdict.is_right else "wrong"]
     lines += [

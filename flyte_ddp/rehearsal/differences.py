@@ -71,13 +71,12 @@ def has_known_weights(attempt: Attempt, run: Run, clean: Run) -> bool:
     known = [clean.initial, *(step.weights for step in (*clean.steps, *run.steps))]
     final = clean.steps[-1].weights
     changed = math.dist(final, clean.initial) or math.hypot(*final) or 1.0
-    return all(
-        any(
-            len(weights) == len(each) and math.dist(weights, each) <= TOLERANCE * changed
-            for each in known
-        )
-        for weights in (begin["weights"] for begin in begins)
-    )
+
+    def is_known(weights: Sequence[float]) -> bool:
+        alike = [each for each in known if len(each) == len(weights)]
+        return any(math.dist(weights, each) <= TOLERANCE * changed for each in alike)
+
+    return all(is_known(begin["weights"]) for begin in begins)
 
 
 def find_dependence(run: Run, clean: Run) -> str:
@@ -86,7 +85,8 @@ def find_dependence(run: Run, clean: Run) -> str:
     """
     if draws_in_steps(clean):
         return "a step draws random numbers"
-    if statistics := clean.attempts[0].calls("statistics"):
+    statistics = clean.attempts[0].calls("statistics")
+    if statistics:
         return f"{statistics[0]['module']} uses statistics of a rank's batch"
     pairs = zip(clean.steps, clean.steps[1:], strict=False)
     if any(difference(one.buffers, other.buffers, ()) > TOLERANCE for one, other in pairs):
@@ -95,7 +95,8 @@ def find_dependence(run: Run, clean: Run) -> str:
         both = zip(attempt.steps, clean.steps[attempt.base :], strict=False)
         if any(has_other_content(step, wanted) for step, wanted in both):
             return "samples are drawn anew for each rank"
-        if reason := _explain_first_difference(attempt, clean):
+        reason = _explain_first_difference(attempt, clean)
+        if reason:
             return reason
     return ""
 

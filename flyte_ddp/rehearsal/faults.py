@@ -57,11 +57,10 @@ class Nodes:
 
     def find(self, pid: int) -> str:
         """Return the worker that a process runs on."""
-        return next(
-            name
-            for name, nanny in self.workers.items()
-            if pid in [each.pid for each in children(nanny.pid, recursive=True)]
-        )
+        for name, nanny in self.workers.items():
+            if pid in [each.pid for each in children(nanny.pid, recursive=True)]:
+                return name
+        raise LookupError(f"process {pid} runs on no worker")
 
     def close(self) -> None:
         for process in [*self.workers.values(), self.scheduler]:

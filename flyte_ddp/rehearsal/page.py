@@ -29,10 +29,10 @@ class RehearsalPage(Page):
         return f"Rehearsal of {self.program}"
 
     def content(self) -> dict[str, Any]:
-        rows = self.verdict.rows
-        shown = [
-            (False, {head: cell(text) for head, text in self.cells(row).items()}) for row in rows
-        ]
+        rows, shown = self.verdict.rows, []
+        for row in rows:
+            cells = {head: cell(text) for head, text in self.cells(row).items()}
+            shown.append((False, cells))
         causes = [Card(each.name, each.where, each.text) for each in self.verdict.causes]
         problems = [
             Card(TITLES[row.run.name], "", "\n".join(row.notes)) for row in rows if row.notes
@@ -55,11 +55,12 @@ class RehearsalPage(Page):
 
 
 def _panel(row: Row, clean: Row) -> Panel:
-    runs = {"undisturbed": clean.run, "with it": row.run}
-    lines = [
-        Line(list(enumerate((step.loss for step in run.steps), 1)), name, PALETTE[number])
-        for number, (name, run) in enumerate(runs.items())
-    ]
+    lines = []
+    for run, name, color in zip(
+        (clean.run, row.run), ("undisturbed", "with it"), PALETTE, strict=False
+    ):
+        losses = [step.loss for step in run.steps]
+        lines.append(Line(list(enumerate(losses, 1)), name, color))
     title = TITLES[row.run.name]
     summary = f"Loss by step: {title}, and undisturbed"
     return Panel(row.run.name, title, summary, lines, "step", has_whole_x=True)

@@ -148,7 +148,9 @@ def _combine(entries: Entries, optimizers: Sequence[int]) -> list[Step]:
         """Return the values of the optimizers that step and were there."""
         return [values[number] for number in optimizers if number < len(values)]
 
-    ranks = [[each for each in entries[rank] if each["kind"] == "step"] for rank in sorted(entries)]
+    ranks = []
+    for _, records in sorted(entries.items()):
+        ranks.append([each for each in records if each["kind"] == "step"])
     steps = []
     for rows in zip(*ranks, strict=False):
         first = rows[0]

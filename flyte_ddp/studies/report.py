@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,12 +111,12 @@ class StudyReport(Page):
     def _lead(self, runs: Sequence[TrialRun]) -> str:
         if not runs:
             return "Waiting for the cluster."
-        data = [
-            f"{each.data}; {each.device}, {format_count(each.num_threads, 'thread')} a rank: "
-            for run in runs
-            if (each := run.state.started) and each.data
-        ]
-        lead = f"{data[0] if data else ''}{len(runs)} trials over {', '.join(runs[0].trial.values)}"
+        lead = f"{len(runs)} trials over {', '.join(runs[0].trial.values)}"
+        for each in [run.state.started for run in runs]:
+            if each and each.data:
+                threads = format_count(each.num_threads, "thread")
+                lead = f"{each.data}; {each.device}, {threads} a rank: {lead}"
+                break
         if self.is_scaling and BATCH_SIZE_PER_RANK not in runs[0].trial.values:
             lead += (
                 ", all with the same global batch of "
@@ -124,11 +125,9 @@ class StudyReport(Page):
         return f"{lead}."
 
     def _tiles(self, runs: Sequence[TrialRun], best: TrialRun | None, num_done: int) -> list[Tile]:
-        counts = {
-            status: sum(run.status == status for run in runs)
-            for status in (RUNNING, WAITING, STOPPED_EARLY, FAILED)
-        }
-        others = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        counts = Counter(run.status for run in runs)
+        unfinished = (RUNNING, WAITING, STOPPED_EARLY, FAILED)
+        others = ", ".join(f"{counts[each]} {each}" for each in unfinished if counts[each])
         spent = sum(run.seconds for run in runs)
         shown = [Tile("Best trial", NOTHING, "")]
         if best and best.kept:

@@ -88,23 +88,24 @@ class Study:
         # The held-out loss to which the time is measured; by default the worst of the trials' best,
         # which all reach.
         self.target_loss = target_loss or max(best_losses, default=0.0)
-        self.device_unit = (
-            "core" if not finished or started_of(finished[0]).device == "cpu" else "GPU"
-        )
-        self.names = [  # values that the study varies besides the world size
-            name
-            for name in (finished[0].trial.values if finished else ())
-            if name not in (WORLD_SIZE, SEED)
-            and len({run.trial.values[name] for run in finished}) > 1
-        ]
+        self.device_unit = "core"
+        self.names: list[str] = []  # values that the study varies besides the world size
+        # Rows by world size, for each combination of the values of these names.
+        self.series: dict[tuple[float, ...], list[Row]] = {}
+        if not finished:
+            return
+        if started_of(finished[0]).device != "cpu":
+            self.device_unit = "GPU"
+        for name in finished[0].trial.values:
+            values = {run.trial.values[name] for run in finished}
+            if name not in (WORLD_SIZE, SEED) and len(values) > 1:
+                self.names.append(name)
         series: dict[tuple[float, ...], list[TrialRun]] = {}
         for run in sorted(finished, key=lambda run: started_of(run).world_size):
-            series.setdefault(tuple(run.trial.values[name] for name in self.names), []).append(run)
-        # Rows by world size, for each combination of the values of these names.
-        self.series = {
-            values: [self._row(run, runs) for run in runs]
-            for values, runs in sorted(series.items())
-        }
+            key = tuple(run.trial.values[name] for name in self.names)
+            series.setdefault(key, []).append(run)
+        for key, runs in sorted(series.items()):
+            self.series[key] = [self._row(run, runs) for run in runs]
 
     def describe(self, values: tuple[float, ...]) -> str:
         """Return the values of a series with their names, such as "learning_rate 0.1"."""
@@ -119,19 +120,18 @@ class Study:
         started, best, last = started_of(run), run.state.best, run.epochs[-1]
         assert best is not None  # the trial has epochs
         step_seconds = _epoch_seconds(run) / (started.num_steps / int(started.config["epochs"]))
-        samples_per_second = started.num_train_samples / _epoch_seconds(run)
+        samples_per_second = _find_speed(run)
         first = started_of(series[0])  # the smallest world size
-        baseline = [
-            started_of(each).num_train_samples / _epoch_seconds(each)
-            for each in series
-            if started_of(each).world_size == first.world_size
-        ]
+        smallest = [each for each in series if started_of(each).world_size == first.world_size]
+        baseline = map(_find_speed, smallest)
         speed_up = samples_per_second / statistics.mean(baseline)
         wait = statistics.fmean(last.rank_wait_seconds or [0.0])
         overlap = statistics.fmean(last.rank_overlap_seconds or [0.0])
         # DDP times few steps, which may be slower than the median's
         timed_seconds = max(step_seconds, wait + overlap)
         device_seconds = started.world_size * sum(epoch.seconds for epoch in run.epochs)
+        if started.device == "cpu":
+            device_seconds *= started.num_threads
         return Row(
             trial=run.trial.number,
             world_size=started.world_size,
@@ -145,25 +145,20 @@ class Study:
             samples_per_second=samples_per_second,
             speed_up=speed_up,
             efficiency=speed_up * first.world_size / started.world_size,
-            # until the held-out loss was at most the target, without evaluation
-            seconds_to_target=next(
-                (
-                    seconds
-                    for seconds, epoch in zip(
-                        itertools.accumulate(epoch.seconds for epoch in run.epochs),
-                        run.epochs,
-                        strict=True,
-                    )
-                    if epoch.test_loss <= self.target_loss
-                ),
-                None,
-            ),
+            seconds_to_target=self._find_seconds_to_target(run),
             wait_share=wait / timed_seconds,
             overlap_share=overlap / timed_seconds,
-            device_hours=device_seconds
-            * (started.num_threads if started.device == "cpu" else 1)
-            / 3600,
+            device_hours=device_seconds / 3600,
         )
+
+    def _find_seconds_to_target(self, run: TrialRun) -> float | None:
+        """Return the seconds of training until the held-out loss was at most the target."""
+        seconds = 0.0
+        for epoch in run.epochs:
+            seconds += epoch.seconds
+            if epoch.test_loss <= self.target_loss:
+                return seconds
+        return None
 
 
 def build_scaling_table(study: Study) -> pandas.DataFrame:
@@ -179,6 +174,10 @@ def build_scaling_table(study: Study) -> pandas.DataFrame:
 def started_of(run: TrialRun) -> RunStarted:
     assert run.state.started is not None  # the trial has epochs
     return run.state.started
+
+
+def _find_speed(run: TrialRun) -> float:
+    return started_of(run).num_train_samples / _epoch_seconds(run)
 
 
 def _epoch_seconds(run: TrialRun) -> float:

@@ -308,7 +308,10 @@ def _tree(figure: Any) -> ElementTree.Element:
     }
     root.remove(root[0])
     for each in root.iter():
-        if each.tag == f"{{{_SVG}}}g" and (text := each.attrib.pop("id", "")).startswith(_TITLE):
+        text = ""
+        if each.tag == f"{{{_SVG}}}g":
+            text = each.attrib.pop("id", "")
+        if text.startswith(_TITLE):
             each.set("class", "value")
             each[0].attrib.pop("clip-path", None)
             title = ElementTree.Element(f"{{{_SVG}}}title")

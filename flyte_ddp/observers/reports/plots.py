@@ -91,7 +91,8 @@ class _Curves:
         none without either.
         """
         lines = []
-        if steps := self.reported.get(value):
+        steps = self.reported.get(value)
+        if steps:
             is_alone = not self.state.epochs or not figures
             width, opacity = (1.4, 1.0) if is_alone else (0.9, FAINT)
             lines.append(Line(steps, "by step", PALETTE[color], width, opacity, max_markers=1))
@@ -225,31 +226,26 @@ def _rise(lines: Mapping[str, Curve]) -> bool:
     return all(one[0] < other[0] for one, other in pairs)
 
 
-def _rank_lines(state: RunState) -> dict[str, Points]:
+def _rank_lines(state: RunState) -> dict[str, Curve]:
     """Return the milliseconds of each rank over the epochs."""
     slow = state.stragglers[-1].stragglers if state.stragglers else []
     notes = {each.rank: f", slow in {each.phase}" for each in slow}
-    return {
-        f"rank {rank}{notes.get(rank, '')}": [
-            (epoch.position, 1e3 * epoch.rank_step_seconds[rank])
-            for epoch in state.epochs
-            if rank < len(epoch.rank_step_seconds)
-        ]
-        for rank in range(max(len(epoch.rank_step_seconds) for epoch in state.epochs))
-    }
+    lines: dict[int, Curve] = {}
+    for epoch in state.epochs:
+        for rank, seconds in enumerate(epoch.rank_step_seconds):
+            lines.setdefault(rank, []).append((epoch.position, 1e3 * seconds))
+    return {f"rank {rank}{notes.get(rank, '')}": line for rank, line in lines.items()}
 
 
-def _node_lines(state: RunState, name: str) -> dict[str, Points]:
+def _node_lines(state: RunState, name: str) -> dict[str, Curve]:
     """Return the percentages of each node over the minutes of the run."""
-    known = [each for each in state.measured if getattr(each, name) is not None]
-    return {
-        f"node {node}": [
-            ((each.at - state.measured[0].at) / 60, 100 * getattr(each, name))
-            for each in known
-            if each.node == node
-        ]
-        for node in dict.fromkeys(each.node for each in known)
-    }
+    lines: dict[str, Curve] = {}
+    for each in state.measured:
+        value = getattr(each, name)
+        if value is not None:
+            point = (each.at - state.measured[0].at) / 60, 100 * value
+            lines.setdefault(f"node {each.node}", []).append(point)
+    return lines
 
 
 def _color(lines: Mapping[str, Points]) -> list[Line]:

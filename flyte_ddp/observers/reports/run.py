@@ -99,7 +99,8 @@ class Report(Page):
     def content(self) -> dict[str, Any]:
         if self._panels is None:
             self._panels = self.draw(run_panels(self._state))
-        if not (started := self._state.started):
+        started = self._state.started
+        if not started:
             lead = "Waiting for the ranks to start."
             return {"lead": lead, "percent_done": 0, "cards": self._cards()}
         view = self._view(started)
@@ -168,27 +169,21 @@ class Report(Page):
             for index, epoch in enumerate(epochs)
             if index >= len(epochs) - MAX_EPOCHS or epoch is best
         ]
-        rows = [
-            (
-                epoch is best,
-                {
-                    "epoch": cell(epoch.position, "{:.3g}".format),
-                    "train loss": cell(epoch.train_loss, "{:.4g}".format),
-                    "test loss": cell(epoch.test_loss, "{:.4g}".format),
-                    **{
-                        name.replace("_", " "): cell(
-                            epoch.metrics.get(name), functools.partial(format_figure, name)
-                        )
-                        for name in metrics
-                    },
-                    "learning rate": cell(epoch.learning_rate, "{:.3g}".format),
-                    "train": cell(epoch.seconds, duration),
-                    "test": cell(epoch.evaluation_seconds, duration),
-                    "samples/s": cell(epoch.samples_per_second, format_rounded),
-                },
-            )
-            for epoch in shown
-        ]
+        rows = []
+        for epoch in shown:
+            cells = {
+                "epoch": cell(epoch.position, "{:.3g}".format),
+                "train loss": cell(epoch.train_loss, "{:.4g}".format),
+                "test loss": cell(epoch.test_loss, "{:.4g}".format),
+            }
+            for name in metrics:
+                form = functools.partial(format_figure, name)
+                cells[name.replace("_", " ")] = cell(epoch.metrics.get(name), form)
+            cells["learning rate"] = cell(epoch.learning_rate, "{:.3g}".format)
+            cells["train"] = cell(epoch.seconds, duration)
+            cells["test"] = cell(epoch.evaluation_seconds, duration)
+            cells["samples/s"] = cell(epoch.samples_per_second, format_rounded)
+            rows.append((epoch is best, cells))
         left_out = len(epochs) - len(shown)
         note = f"The best epoch and the last {MAX_EPOCHS}; {left_out:,} are left out."
         return Table("Epochs", note if left_out else "", rows)

@@ -95,6 +95,12 @@ def write_card(url: str, card: Mapping[str, Any]) -> None:
             write_file(f"{url}/{name}", contents, "checkpoints")
 
 
+def _format(name: str, value: float | None) -> str:
+    if value is None:
+        value = math.nan
+    return format_figure(name, value)
+
+
 def card_page(card: Mapping[str, Any]) -> str:
     data, model, ranks, seconds = (card[name] for name in ("data", "model", "ranks", "seconds"))
     sizes = ", ".join(map(str, ranks["world_sizes"]))
@@ -119,10 +125,7 @@ def card_page(card: Mapping[str, Any]) -> str:
     }
     names = list(dict.fromkeys(name for epoch in card["epochs"] for name in epoch))
     config = json.dumps(card["config"], indent=1, ensure_ascii=False, default=repr)
-    rows = [
-        [math.nan if each.get(name) is None else each[name] for name in names]
-        for each in card["epochs"]
-    ]
+    rows = [" | ".join(map(_format, names, map(each.get, names))) for each in card["epochs"]]
     lines = [
         *(f"# {card['recipe']}", "", "| | |", "|---|---|"),
         *(
@@ -133,7 +136,7 @@ def card_page(card: Mapping[str, Any]) -> str:
         *("", "## Epochs", ""),
         "| " + " | ".join(name.replace("_", " ") for name in names) + " |",
         "|---" * len(names) + "|",
-        *("| " + " | ".join(map(format_figure, names, row)) + " |" for row in rows),
+        *(f"| {row} |" for row in rows),
         *("", "## Config", "", "```json", config, "```", ""),
     ]
     return "\n".join(lines)
