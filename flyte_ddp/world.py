@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import io
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,6 +112,62 @@ class World:
 
 # what a process without peers, and without a GPU, computes in
 ALONE = World(0, 1, torch.device("cpu"))
+
+
+class LateRank(Exception):
+    """A rank has written no note in time."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class RankNotes:
+    """Plain values that the ranks write for each other into the store where they meet.
+
+    No collective: other ranks may be in one, or never call.
+
+    notes = RankNotes(store.clone(), "flyte_ddp/shapes", world)
+    notes.write([3, 4])
+    notes.read(1)  # what rank 1 has written last; None for nothing yet
+    """
+
+    store: Store  # a connection that no other thread uses
+    name: str
+    world: World
+
+    def write(self, value: Any) -> None:
+        """Replace this rank's note."""
+        self.store.set(f"{self.name}/{self.world.rank}", json.dumps(value))
+
+    def read(self, rank: int) -> Any:
+        """Return the note of a rank; None for nothing yet."""
+        key = f"{self.name}/{rank}"
+        # `get` alone would wait for the key
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def gather(self, value: Any, number: int, seconds: float) -> list[Any]:
+        """Write a value, and return those of all ranks. Every rank calls it.
+
+        Args:
+            number: of the call, one more than in the call before.
+            seconds: for which each of the other ranks is waited for.
+
+        Raises:
+            LateRank: one has not called.
+        """
+        keys = [f"{self.name}-{number}/{rank}" for rank in range(self.world.world_size)]
+        self.store.set(keys[self.world.rank], json.dumps(value))
+        for rank, key in enumerate(keys):
+            try:
+                self.store.wait([key], timedelta(seconds=seconds))
+            except RuntimeError:
+                raise LateRank(rank) from None
+        values = [json.loads(each) for each in self.store.multi_get(keys)]
+        # all ranks have read the values of the call before
+        self.store.delete_key(f"{self.name}-{number - 1}/{self.world.rank}")
+        return values
 
 
 def single_process_world() -> World:

@@ -27,7 +27,7 @@ from flyte_ddp.launch.control.nodes import Node, Nodes
 from flyte_ddp.launch.control.results import Results
 from flyte_ddp.launch.protocol.messages import End, Outcome, Submitted
 from flyte_ddp.launch.protocol.signals import StopRequest
-from flyte_ddp.rank import result_files
+from flyte_ddp.rank import reporter
 from tests.support.gang import session_of
 
 
@@ -62,8 +62,8 @@ def test_a_rank_waits_while_its_files_are_not_taken_away(tmp_path, monkeypatch):
         found[0].unlink()
 
     monkeypatch.setattr(time, "sleep", take_one)
-    monkeypatch.setattr(result_files, "MAX_SUBMITTED", 18)
-    monkeypatch.setattr(result_files, "FILE_COST", 6)
+    monkeypatch.setattr(reporter, "MAX_SUBMITTED", 18)
+    monkeypatch.setattr(reporter, "FILE_COST", 6)
     made, _ = session_with(tmp_path)
     for data in ("", "", "", "", "123456789012", "123"):
         made.files.submit("a", data)

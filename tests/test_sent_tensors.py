@@ -11,13 +11,13 @@ from torch.distributed import HashStore
 
 from flyte_ddp.config import TrainingConfig
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.training.buffer_shapes import BufferShapes, has_own_buffers
+from flyte_ddp.training.buffer_shapes import KEY, BufferShapes, has_own_buffers
 from flyte_ddp.training.contract import open_model
 from flyte_ddp.training.ddp import DdpParallelism
 from flyte_ddp.training.evaluation import share_buffers
 from flyte_ddp.training.fsdp import FsdpParallelism
 from flyte_ddp.training.parallel import Parallelism
-from flyte_ddp.world import ALONE, World, process_group
+from flyte_ddp.world import ALONE, RankNotes, World, process_group
 from tests.support.gang import run_gang
 from tests.support.recipes import Tiny
 
@@ -130,7 +130,9 @@ def shapes_of(num_ranks=2):
     store, models = HashStore(), [with_buffer(torch.zeros(2)) for _ in range(num_ranks)]
     ranks = (World(rank, num_ranks, torch.device("cpu")) for rank in range(num_ranks))
     pairs = zip(models, ranks, strict=True)
-    return models, [BufferShapes(model, world, store, "place") for model, world in pairs]
+    return models, [
+        BufferShapes(model, RankNotes(store, KEY, world), "place") for model, world in pairs
+    ]
 
 
 def grow(model, size):

@@ -7,7 +7,6 @@ entries come back to it for the manifest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from flyte_ddp.errors import StorageUnavailable
-from flyte_ddp.world import World
+from flyte_ddp.world import RankNotes, World
 
 T = TypeVar("T")
 
@@ -40,18 +39,18 @@ class Peers:
         """Tell the other ranks about the state with this number: rank 0 the beginning of its files'
         names, as it begins to write it, another rank the entry of its part, when that is in place.
         """
-        store, key = self.store, f"flyte_ddp/checkpoint/{self.world.rank}"
-        if store is not None:
-            _try(lambda: store.set(key, json.dumps([number, value])))
+        if self.store is not None:
+            _try(lambda: self._notes.write([number, value]))
 
     def announced(self, rank: int) -> tuple[int, Any]:
         """Return what `rank` has announced last; (0, "") for nothing yet."""
-        store, key = self.store, f"flyte_ddp/checkpoint/{rank}"
-        assert store is not None  # there is another rank
-        # `get` alone would wait for the key.
-        found = _try(lambda: store.get(key) if store.check([key]) else '[0, ""]')
-        number, value = json.loads(found)
+        number, value = _try(lambda: self._notes.read(rank)) or (0, "")
         return number, value
+
+    @property
+    def _notes(self) -> RankNotes:
+        assert self.store is not None  # there is another rank
+        return RankNotes(self.store, "flyte_ddp/checkpoint", self.world)
 
 
 def _try(call: Callable[[], T]) -> T:

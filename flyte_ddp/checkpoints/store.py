@@ -34,13 +34,12 @@ from flyte_ddp.checkpoints.files import (
     read_manifest,
 )
 from flyte_ddp.checkpoints.memory import Slots
-from flyte_ddp.checkpoints.memory_writer import MemoryWriter
 from flyte_ddp.checkpoints.peers import Peers
 from flyte_ddp.checkpoints.retention import Retention
 from flyte_ddp.checkpoints.staging import StagingMemory
 from flyte_ddp.checkpoints.state import Part, collect, find_tensors
 from flyte_ddp.checkpoints.write_queue import WriteQueue
-from flyte_ddp.checkpoints.writer import Report, UploadProgress, Write, Writer
+from flyte_ddp.checkpoints.writer import MemoryWriter, Report, UploadProgress, Write, Writer
 from flyte_ddp.config.waits import POLL_INTERVAL
 from flyte_ddp.errors import CheckpointError
 from flyte_ddp.storage import STORE_TIMEOUT, Storage

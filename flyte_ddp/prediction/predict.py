@@ -330,13 +330,10 @@ def _look_into(storage: Storage, facts: Mapping[str, Any], options: Mapping[str,
                 f"{storage.url!r}, got {value!r}; others need another output"
             )
     made = RecordedConfig({OPTIONS: manifest[OPTIONS]}, manifest.get("hidden"))
-    for name, value in flatten(options).items():
-        if not made.is_comparable(name):
-            raise ConfigError(
-                f"{name}: expected a value that can be compared, but the predictions in "
-                f"{storage.url!r} hide it and are of an earlier version: give another output"
-            )
-        if not made.is_same(name, value):
-            where = f", as of the predictions in {storage.url!r}"
-            difference = made.describe_difference(name, value, where)
-            raise ConfigError(f"{name}: {difference}; others need another output")
+    made.check(
+        flatten(options),
+        f", as of the predictions in {storage.url!r}",
+        "; others need another output",
+        f"but the predictions in {storage.url!r} hide it and are of an earlier version: give "
+        "another output",
+    )

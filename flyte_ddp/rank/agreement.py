@@ -14,6 +14,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from flyte_ddp.checkpoints.files import compute_checksum
 from flyte_ddp.checkpoints.state import find_tensors, in_mesh, is_split, own_box
@@ -32,7 +32,7 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.data import Samples, as_stream, isolate_draws
 from flyte_ddp.rank.nested import parts_in
 from flyte_ddp.recipes import Recipe, list_class_names, locate
-from flyte_ddp.world import World
+from flyte_ddp.world import LateRank, RankNotes, World
 
 NUM_SAMPLES = 8  # that stand for all of a data set
 MAX_NUMBERS = 2**20  # of a tensor that are looked at
@@ -94,26 +94,25 @@ def check_ranks(recipe: Recipe, facts: Facts, read: Read, world: World) -> None:
     compare(place, world.broadcast_object(facts), facts, *ranks, read=read)
 
 
-def check_in_store(
-    facts: Facts, read: Read, store: Store, key: str, rank: int, ranks: Sequence[int]
-) -> None:
+def check_in_store(facts: Facts, read: Read, notes: RankNotes, ranks: Sequence[int]) -> None:
     """Check the facts of a data set of `session.batches`, for which no rank waits: another one may
     never call.
 
     Each rank writes its own facts before it looks at those of others. So of two one sees both.
 
     Args:
-        key: of this comparison, in `store`.
+        notes: of this comparison.
         ranks: that must have the same; the others are compared with the first of them.
 
     Raises:
         ConfigError: they have not; names the field and the rank.
     """
-    store.set(f"{key}/{rank}", json.dumps(facts))
+    notes.write(facts)
+    rank = notes.world.rank
     for other in ranks if rank == ranks[0] else ranks[:1]:
-        if other == rank or not store.check([f"{key}/{other}"]):
+        theirs = notes.read(other)
+        if other == rank or theirs is None:
             continue
-        theirs = json.loads(store.get(f"{key}/{other}"))
         first, second = (facts, theirs) if rank == ranks[0] else (theirs, facts)
         where = f" on all ranks, as on rank {ranks[0]}"
         there = f" on rank {other if rank == ranks[0] else rank}"
@@ -246,7 +245,7 @@ def function_world() -> tuple[World, float]:
 
 
 def check_save(
-    state: Any, step: int, in_memory: bool, number: int, world: World, store: Store, timeout: float
+    state: Any, step: int, in_memory: bool, number: int, notes: RankNotes, timeout: float
 ) -> None:
     """Check that every rank saves the same step in the same place, of a state with the same keys,
     which are one state.
@@ -268,28 +267,19 @@ def check_save(
     outline: dict[str, Any] = {"step": step, "in_memory": in_memory}
     outline |= {f"state: {place}": _describe(each) for place, each in find_tensors(state)}
     digest = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
-    call = json.dumps([digest, _checksums(state, world)])
-    # another thread uses the connection of the first one
-    prefix, store = f"flyte_ddp/save-{number}", store.clone()
-    store.set(f"{prefix}/{world.rank}", call)
-    # all have read it: they have begun the one after it
-    store.delete_key(f"flyte_ddp/save-{number - 2}/{world.rank}")
-    for rank in range(world.world_size):
-        key = f"{prefix}/{rank}"
-        try:
-            store.wait([key], timedelta(seconds=timeout))
-        except RuntimeError:
-            raise ConfigError(
-                "session.save: expected a call on every rank, because the state is split, got "
-                f"none on rank {rank} for {timeout:g} s, at step {step}"
-            ) from None
-    calls = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(world.world_size)]
-    others = [rank for rank in range(world.world_size) if calls[rank][0] != calls[0][0]]
+    try:
+        calls = notes.gather([digest, _checksums(state, notes.world)], number, timeout)
+    except LateRank as late:
+        raise ConfigError(
+            "session.save: expected a call on every rank, because the state is split, got "
+            f"none on rank {late.rank} for {timeout:g} s, at step {step}"
+        ) from None
+    others = [rank for rank, call in enumerate(calls) if call[0] != calls[0][0]]
     if not others:
         _compare_copies([checksums for _, checksums in calls])
         return
-    store.set(f"{prefix}/outline-{world.rank}", json.dumps(outline))
-    first, other = (json.loads(store.get(f"{prefix}/outline-{rank}")) for rank in (0, others[0]))
+    outlines = replace(notes, name=f"{notes.name}-outline").gather(outline, number, timeout)
+    first, other = outlines[0], outlines[others[0]]
     missing = dict.fromkeys([*first, *other], "no tensor")
     where = " on all ranks, as on rank 0", f" on rank {others[0]}"
     compare("session.save: ", {**missing, **first}, {**missing, **other}, *where, "")

@@ -482,20 +482,6 @@ def isolate_draws(draws: list[Any]) -> Iterator[None]:
             restore(state)
 
 
-def plan_epoch(samples: Samples, config: TrainingConfig, share: Share, epoch: int) -> EpochPlan:
-    """Return the global batches of an epoch of training samples."""
-    return EpochPlan(
-        len(samples),
-        config.global_batch_size,
-        config.seed,
-        epoch,
-        share,
-        stream=as_stream(samples.dataset),
-        weights=samples.weights,
-        device=samples.index_device,
-    )
-
-
 @dataclass(eq=False)
 class EpochShards:
     """One rank's shards of an epoch's global batches, by number, the last and smaller batch
@@ -550,7 +536,16 @@ class EpochShards:
 
 def epoch_shards(samples: Samples, config: TrainingConfig, world: World, epoch: int) -> EpochShards:
     """Return this rank's shards of an epoch."""
-    plan = plan_epoch(samples, config, Share(world.rank, world.world_size), epoch)
+    plan = EpochPlan(
+        len(samples),
+        config.global_batch_size,
+        config.seed,
+        epoch,
+        Share(world.rank, world.world_size),
+        stream=as_stream(samples.dataset),
+        weights=samples.weights,
+        device=samples.index_device,
+    )
     return EpochShards(samples, plan, config.batch.size_per_rank(world.world_size))
 
 

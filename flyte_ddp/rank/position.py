@@ -82,6 +82,7 @@ class SampleChecks:
 
         def check(samples: dict[int, Any], read: Callable[[], dict[int, Any]]) -> None:
             from flyte_ddp.rank.agreement import check_in_store, compare, name_samples
+            from flyte_ddp.world import ALONE, RankNotes, World
 
             facts, again = name_samples(samples), lambda: name_samples(read())
             if batches.length is not None:  # a stream's are those of one place in one epoch
@@ -92,8 +93,9 @@ class SampleChecks:
             if len(ranks) > 1:
                 size = {"global_batch_size": batches.global_batch_size}
                 facts = {**own["call"], **size, **own["order"], **facts}
-                store, key = self.open_store().clone(), f"flyte_ddp/batches-{name}"
-                check_in_store(facts, again, store, key, self.process.rank, ranks)
+                world = World(self.process.rank, self.process.node.world_size, ALONE.device)
+                notes = RankNotes(self.open_store().clone(), f"flyte_ddp/batches-{name}", world)
+                check_in_store(facts, again, notes, ranks)
 
         return check
 

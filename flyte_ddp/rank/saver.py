@@ -102,13 +102,16 @@ class Saver:
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
         """Return the ranks that save a split state together: those of the function's own group."""
         from flyte_ddp.rank.agreement import check_save, function_world
+        from flyte_ddp.world import RankNotes
 
         world, group_timeout = function_world()
         self._num_split_saves += 1
         timeout = SAVE_TIMEOUT_SHARE * min(
             self.process.job.program.needs.stall_timeout, group_timeout
         )
-        check_save(state, step, in_memory, self._num_split_saves, world, self.open_store(), timeout)
+        # another thread uses the connection of the first one
+        notes = RankNotes(self.open_store().clone(), "flyte_ddp/save", world)
+        check_save(state, step, in_memory, self._num_split_saves, notes, timeout)
         if self.open().peers.store is None:
             if self._has_memory is not None:
                 raise ConfigError(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp.checkpoints import WRITE_GRACE
 from flyte_ddp.rank.link import RankProcess
 from flyte_ddp.rank.position import DataPosition, SampleChecks
-from flyte_ddp.rank.reporter import Reporter
-from flyte_ddp.rank.result_files import ResultFiles
+from flyte_ddp.rank.reporter import Reporter, ResultFiles
 from flyte_ddp.rank.saver import Saver
 from flyte_ddp.rank.stop import StopAgreement
 

@@ -37,12 +37,6 @@ def restore_options(
             )
         options[option] = defaults[option]
     changeable = get_recipe(recipe, options).changeable_options
-    for option in recorded:
-        name, value = f"{OPTIONS}.{option}", options[option]
-        # What an earlier version has hidden cannot be compared: the given value counts.
-        if option in changeable or not trained.is_comparable(name):
-            continue
-        if not trained.is_same(name, value):
-            where = ", with which the model was trained"
-            raise ConfigError(f"{name}: {trained.describe_difference(name, value, where)}")
+    fixed = {f"{OPTIONS}.{name}": options[name] for name in recorded if name not in changeable}
+    trained.check(fixed, ", with which the model was trained")
     return options

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.urls import HIDDEN, drop_signatures, redact_values
 
 OPTIONS = "recipe_options"
@@ -86,12 +87,26 @@ class RecordedConfig:
             return False
         return all(self.is_same(name, value) for name, value in values.items())
 
-    def describe_difference(self, name: str, value: Any, where: str) -> str:
-        """Return "expected ..., got ..." of another value, in the form for showing.
+    def check(
+        self, values: Mapping[str, Any], where: str, remedy: str = "", old_record: str = ""
+    ) -> None:
+        """Raise ConfigError if one of these values is not the recorded one.
 
         Args:
             where: what is said after the expected value.
+            old_record: what is said if the record of an earlier version hides the value; "" lets
+                the given value count.
         """
+        for name, value in values.items():
+            if not self.is_comparable(name):
+                if old_record:
+                    raise ConfigError(
+                        f"{name}: expected a value that can be compared, {old_record}"
+                    )
+            elif not self.is_same(name, value):
+                raise ConfigError(f"{name}: {self._describe(name, value, where)}{remedy}")
+
+    def _describe(self, name: str, value: Any, where: str) -> str:
         expected = repr(self.shown.get(name))
         key = name.removeprefix(f"{OPTIONS}.")
         got = repr(redact_values({key: value})[key])

@@ -7,17 +7,15 @@ next forward pass all ranks know of it, and no step needs a collective more.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from flyte_ddp.errors import ConfigError
-from flyte_ddp.world import World
+from flyte_ddp.world import RankNotes
 
-KEY = "flyte_ddp/buffers"  # the number of notes; with a rank's number after it, its own notes
+KEY = "flyte_ddp/buffers"  # the number of all ranks' notes
 
 Shapes = dict[str, list[int]]  # by the names of the buffers
 
@@ -39,8 +37,7 @@ class BufferShapes:
     """
 
     model: nn.Module
-    world: World
-    store: Store
+    notes: RankNotes
     place: str
     _number: int = 0  # of the forward passes
     _num_compared: int = 0  # notes
@@ -56,8 +53,8 @@ class BufferShapes:
         if shapes != self._last:
             self._last = shapes
             self._notes.append((self._number, shapes))
-            self.store.set(f"{KEY}-{self.world.rank}", json.dumps(self._notes))
-            self.store.add(KEY, 1)
+            self.notes.write(self._notes)
+            self.notes.store.add(KEY, 1)
 
     def compare(self, *_: Any) -> None:
         """Compare the shapes before a forward pass, if there are notes of earlier ones.
@@ -66,11 +63,11 @@ class BufferShapes:
             ConfigError: a rank has other shapes; the same line on all ranks.
         """
         self._number += 1
-        num_notes = self.store.add(KEY, 0)
+        num_notes = self.notes.store.add(KEY, 0)
         if num_notes == self._num_compared:
             return
-        ranks = range(self.world.world_size)
-        notes = [self._find_notes(rank) for rank in ranks]
+        ranks = range(self.notes.world.world_size)
+        notes = [self.notes.read(rank) or [] for rank in ranks]
         # A rank that is ahead may have noted a later pass, which is compared there.
         earlier = [[each for each in own if each[0] < self._number] for own in notes]
         self._num_compared = sum(map(len, earlier))
@@ -84,10 +81,6 @@ class BufferShapes:
                         f"{one} on rank 0 and {other} on rank {rank}: let it not grow with the "
                         "batch, or give the config broadcast_buffers: false"
                     )
-
-    def _find_notes(self, rank: int) -> list[Any]:
-        key = f"{KEY}-{rank}"
-        return list(json.loads(self.store.get(key))) if self.store.check([key]) else []
 
     def _read(self) -> Shapes:
         return {name: list(each.shape) for name, each in self.model.named_buffers()}

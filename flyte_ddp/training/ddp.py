@@ -21,9 +21,10 @@ from flyte_ddp.rank.fast_start import (
 )
 from flyte_ddp.rank.step_timer import FORWARD, StepTimer
 from flyte_ddp.recipes import locate
-from flyte_ddp.training.buffer_shapes import BufferShapes, has_own_buffers
+from flyte_ddp.training.buffer_shapes import KEY, BufferShapes, has_own_buffers
 from flyte_ddp.training.initial_state import abbreviate
 from flyte_ddp.training.parallel import Parallelism, is_expanded
+from flyte_ddp.world import RankNotes
 
 # torch 2.15 means to replace it by an option that makes the buffers equal at the start
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
@@ -85,7 +86,8 @@ class DdpParallelism(Parallelism):
     def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
         if self.config.broadcast_buffers and has_own_buffers(model):
             place = locate(self.recipe, "model")
-            shapes = BufferShapes(model, self.world, open_store().clone(), place)
+            notes = RankNotes(open_store().clone(), KEY, self.world)
+            shapes = BufferShapes(model, notes, place)
             replica.register_forward_pre_hook(shapes.compare)
             replica.register_forward_hook(shapes.note)
 

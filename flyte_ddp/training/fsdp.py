@@ -32,7 +32,7 @@ from flyte_ddp.training.parallel import (
     is_expanded,
 )
 from flyte_ddp.training.pass_layers import PassLayers
-from flyte_ddp.world import World
+from flyte_ddp.world import RankNotes, World
 
 
 class FsdpParallelism(Parallelism):
@@ -136,7 +136,8 @@ class FsdpParallelism(Parallelism):
     def watch_passes(self, replica: Any, model: nn.Module, open_store: Callable[[], Store]) -> None:
         if not self.config.compile:  # hooks would break the compiled graph
             place = locate(self.recipe, "model")
-            PassLayers(model, self.world, open_store().clone(), place).watch()
+            notes = RankNotes(open_store().clone(), "flyte_ddp/layers", self.world)
+            PassLayers(model, notes, place).watch()
 
     def count_passes(self, own: int) -> int:
         return int(max(self.world.all_gather(own)))

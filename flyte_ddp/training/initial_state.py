@@ -81,19 +81,13 @@ def check_same_run(
         if name in FIXED_BY_CHECKPOINT
         or (name.startswith(f"{OPTIONS}.") and name.partition(".")[2] not in changeable_options)
     ]
-    for name in fixed:
-        if not theirs.is_comparable(name):
-            raise ConfigError(
-                f"{name}: expected a value that can be compared, but {url} hides it and was "
-                "written by an earlier version: finish that run with its version, or give another "
-                "place for the checkpoints"
-            )
-        if not theirs.is_same(name, ours.get(name)):
-            where = f", with which {url} was written"
-            raise ConfigError(
-                f"{name}: {theirs.describe_difference(name, ours.get(name), where)}; "
-                "another value needs another place for the checkpoints"
-            )
+    theirs.check(
+        {name: ours.get(name) for name in fixed},
+        f", with which {url} was written",
+        "; another value needs another place for the checkpoints",
+        f"but {url} hides it and was written by an earlier version: finish that run with its "
+        "version, or give another place for the checkpoints",
+    )
     if checkpoint["data_fingerprint"] != data_fingerprint:
         raise ConfigError(
             f"data: expected the data with which {url} was written, got others; "

@@ -8,21 +8,17 @@ store, and waits until all ranks have noted the same. So a usual pass needs no m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.rank.sharding import is_sharded
-from flyte_ddp.world import World
+from flyte_ddp.world import LateRank, RankNotes
 
-KEY = "flyte_ddp/layers"  # with the numbers of a note and its rank after it
 # Seconds for the note of another rank, which may load its batch until then: half of the default
 # `stall_timeout`.
 MAX_WAIT = 150.0
@@ -39,8 +35,7 @@ class PassLayers:
     """
 
     model: nn.Module
-    world: World
-    store: Store
+    notes: RankNotes
     place: str
     _number: int = 0  # of the forward passes
     _num_notes: int = 0
@@ -110,22 +105,17 @@ class PassLayers:
             ConfigError: a rank has noted something else, or nothing in time.
         """
         own = [self._number, len(self._parts), name, list(layers)]
-        world, number = self.world, self._num_notes
-        keys = [f"{KEY}-{number}-{rank}" for rank in range(world.world_size)]
-        self.store.set(keys[world.rank], json.dumps(own))
         is_first = self.model.training not in self._last_parts
-        max_wait = MAX_FIRST_WAIT if is_first else MAX_WAIT
+        self._num_notes += 1
         try:
-            self.store.wait(keys, timedelta(seconds=max_wait))
-        except RuntimeError:
+            every = self.notes.gather(
+                own, self._num_notes, MAX_FIRST_WAIT if is_first else MAX_WAIT
+            )
+        except LateRank:
             self._refuse(name)
-        for each in self.store.multi_get(keys):
-            other = json.loads(each)
+        for other in every:
             if other != own:
                 self._refuse(min({*other[3]} ^ {*layers}, default=name))
-        self._num_notes += 1
-        if number:  # all ranks have read the one before
-            self.store.delete_key(f"{KEY}-{number - 1}-{world.rank}")
 
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
