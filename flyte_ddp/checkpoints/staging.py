@@ -55,7 +55,7 @@ class _Copy:
 
     def __init__(self, reused: list[UntypedStorage]) -> None:
         self._reused = iter(reused)
-        self.buffers: dict[int, UntypedStorage] = {}  # by the addresses of the storages
+        self.buffers: dict[int, UntypedStorage] = {}  # copies by the addresses of the storages
         self.devices: set[torch.device] = set()  # GPUs that are copied from
         # alive until the end: `buffers` knows their memory by its address
         self._resolved: list[torch.Tensor] = []

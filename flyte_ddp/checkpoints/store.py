@@ -67,7 +67,7 @@ class CheckpointStore:
         # is written, renamed or deleted; "" for a place that nothing else uses.
         owner: str = "",
         report: Report = lambda is_busy, written: None,
-        # who save a state together; all of them make the same calls then
+        # the ranks that save a state together, by the same calls
         peers: Peers | None = None,
         slots: Slots | None = None,  # take states in memory
     ) -> None:
@@ -241,7 +241,7 @@ class CheckpointStore:
         `load_latest`.
 
         Args:
-            is_bad: that of `save_bad` for this step.
+            is_bad: load the state that `save_bad` kept for this step.
 
         Raises:
             CheckpointError: on every rank, if it is missing or damaged.

@@ -32,7 +32,7 @@ class WriteQueue:
     # nothing resumes any more: on a full disk the model counts more than checkpoints
     has_finished: bool = False
     _waiting: list[Write] = field(default_factory=list)
-    _current: Write | None = None  # what is being written
+    _current: Write | None = None  # the state that is being written
     _failure: Exception | None = None  # final
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
@@ -47,8 +47,8 @@ class WriteQueue:
             self._thread = start_thread("checkpoint", self._run)
 
     def make_room(self, write: Write) -> None:
-        """Drop the states that `write` replaces, on all ranks those of rank 0; their memory is for
-        this one.
+        """Drop the states that `write` replaces, whose memory it needs. Rank 0 chooses them for all
+        ranks.
         """
         with self._changed:
             if not self.writer.follows:
@@ -81,7 +81,7 @@ class WriteQueue:
                 self._changed.wait(seconds)
             return not self._unfinished and self._failure is None
 
-    # What follows runs in the writing thread.
+    # The writing thread runs the methods below.
 
     def _run(self) -> None:
         yield_cores_to_training()
@@ -160,9 +160,9 @@ class WriteQueue:
         """Make space on a full disk: while a training goes on, for the next checkpoint, and at its
         end for the model.
 
-        For a checkpoint by deleting all but the newest and the best. For the model, of which the
-        best may be a copy, then by giving up those that are not written yet; and where it is to be
-        written itself, by deleting the best.
+        For a checkpoint all but the newest and the best are deleted. For the model, the checkpoints
+        that are not written yet are given up. If the model itself is next, the best checkpoint,
+        which may be a copy of it, is deleted too.
 
         Returns:
             True if another try may succeed.
@@ -174,7 +174,7 @@ class WriteQueue:
             )
         with self._changed:
             checkpoints = [write for write in self._waiting if write.has_manifest]
-        with contextlib.suppress(Exception):  # what could not be deleted now goes the next time
+        with contextlib.suppress(Exception):  # the next checkpoint deletes the rest
             if retention.keep_newest(keeps_best=bool(checkpoints)):
                 return True
         if not (self.has_finished and checkpoints):

@@ -27,13 +27,15 @@ from flyte_ddp.errors import StorageUnavailable
 from flyte_ddp.storage import Storage, redact_url
 from flyte_ddp.storage.failures import describe
 
-WRITER_NICENESS = 10  # of 19: where all cores compute, the writer still gets a tenth of one
+WRITER_NICENESS = (
+    10  # 19 is the lowest priority: at 10 the writer still gets a tenth of a busy core
+)
 
 logger = logging.getLogger(__name__)
 
-# Called with True when a state is about to be written, and with False when none is being written;
-# with step and URL of a checkpoint that the store now has whole, and whether it is the best, on
-# rank 0 only.
+# The callback gets True when a state is about to be written, and False when none is being written.
+# On rank 0 it gets step and URL of a checkpoint that the store now has whole, and whether it is the
+# best.
 Report = Callable[[bool, tuple[int, str, bool] | None], None]
 
 
@@ -42,7 +44,7 @@ class Write:
     """A state that is to be written."""
 
     state: Mapping[str, Any] | None  # None once it is in `contents`
-    name: str  # of the file, or what the names of all ranks' files begin with
+    name: str  # name of the file, or the beginning of all ranks' file names
     step: int = 0
     best: bool = False
     has_manifest: bool = True
@@ -96,7 +98,7 @@ class UploadProgress:
 class Writer:
     """Writes states, each in one try."""
 
-    sink: Storage  # in which a failed try is not repeated: it must not keep a newer state waiting
+    sink: Storage  # makes one try: a repeated one would keep a newer state waiting
     peers: Peers
     retention: Retention
     report: Report
@@ -143,7 +145,7 @@ class Writer:
         self.report(True, (write.step, self.sink.join(name), write.best))
         try:
             self.retention.prune(name)
-        except Exception as error:  # what could not be deleted now goes the next time
+        except Exception as error:  # the next checkpoint deletes the rest
             logger.warning("checkpoints: old ones could not be removed: %s", describe(error))
 
     def _wait_for_peers(self, number: int) -> list[Entry]:
@@ -197,7 +199,7 @@ class MemoryWriter:
         self._write(write, num_parts)
 
     def _write(self, write: Write, num_parts: int) -> None:
-        assert self.slots is not None  # else nothing is ready
+        assert self.slots is not None  # nothing is ready without slots
         try:
             self.slots.write(write.step, num_parts, write.save_to)
         except Exception as error:  # nothing is ready any more, and the store has its checkpoints

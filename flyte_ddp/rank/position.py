@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class _Loop:
     """A loop over `batches`."""
 
-    batches: EpochBatches  # as the function asked for them
+    batches: EpochBatches  # the batches that the function asked for
     handled_before: BaseException | None  # the error that was handled when the loop began
     place: dict[str, Any]  # the position behind the last batch that the loop was given
     end: dict[str, Any]  # the position behind the loop's data set
@@ -85,7 +85,7 @@ class SampleChecks:
             from flyte_ddp.world import ALONE, RankNotes, World
 
             facts, again = name_samples(samples), lambda: name_samples(read())
-            if batches.length is not None:  # a stream's are those of one place in one epoch
+            if batches.length is not None:  # an iterable's samples belong to one place in one epoch
                 compare(PLACE, own["samples"] or facts, facts, WRITTEN, read=again)
                 own["samples"] = facts
             self._checked.append((batches.dataset, own["samples"]))
@@ -112,7 +112,7 @@ class DataPosition:
     stop: StopAgreement
     current: dict[str, Any] = field(default_factory=lambda: START)
     resumed: dict[str, Any] = field(default_factory=lambda: START)  # the checkpoint's
-    epoch: int | None = None  # of the loop that began last
+    epoch: int | None = None  # the epoch of the loop that began last
     _saved: dict[str, Any] | None = None  # the position at the last save
     _sets: list[dict[str, Any]] = field(default_factory=list)  # data sets of the epoch so far
     _num_sets: int = 0  # data sets of the epoch before; 0 if that is not known
@@ -211,7 +211,7 @@ class DataPosition:
             self._sets.pop()
         self._left = None
         call: dict[str, Any] = {"shuffle": batches.shuffle, "seed": batches.seed}
-        if not batches.stream:  # to which shards may be added between two epochs
+        if not batches.stream:  # shards may be added to a stream between two epochs
             call["dataset: number of samples"] = batches.length
         earlier: dict[str, Any] = {}
         number, found = len(self._sets), self.resumed["sets"]
@@ -223,9 +223,7 @@ class DataPosition:
         return earlier
 
     def _warn_of_untrained(self, place: tuple[int, int]) -> None:
-        """Warn if a data set follows the one that a save came after in a run's first epoch, of
-        which nobody knew how many data sets it has.
-        """
+        """Warn if a run's first epoch had more data sets than the save in it could know of."""
         epoch, resumed = place[0], self.resumed
         is_next = place == (resumed["epoch"] + 1, len(resumed["sets"]))
         if resumed["is_over"] and is_next and not self._num_sets:

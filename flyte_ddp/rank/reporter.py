@@ -31,9 +31,10 @@ from flyte_ddp.rank.position import DataPosition
 if TYPE_CHECKING:
     from flyte_ddp.rank.step_timer import StepTimer
 
-MAX_REPORTS = 1000  # newest ones of another rank than 0 that travel as one message
+MAX_REPORTS = 1000  # newest reports of another rank than 0 that travel as one message
 MAX_NAME = 100  # characters of a picture's name
-# bytes of a file that a rank submits, and of all that are not taken yet, as which each costs more
+# Bytes of a file that a rank submits, and of all files that are not taken yet. Each file costs
+# some bytes more.
 MAX_RESULT, MAX_SUBMITTED, FILE_COST = 64 << 20, 65 << 20, 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class Reporter:
     step: int = 0  # the last one that was reported
     _warnings: set[str] = field(default_factory=set)
     _is_bad: bool = False  # the last loss that was reported
-    _timer: StepTimer | None = None  # of a function's steps, from report to report
-    # of another rank than 0, to be sent
+    _timer: StepTimer | None = None  # measures a function's steps, from report to report
+    # reports of another rank than 0 that are not sent yet
     _reports: deque[events.Reported] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))
 
     def beat(self, step: int | None = None) -> None:
@@ -91,7 +92,7 @@ class Reporter:
                 f"in {BEAT_INTERVAL:g} s: of each such time the newest {MAX_REPORTS:,} are kept"
             )
         self._reports.append(reported)
-        if len(self._reports) == 1:  # else a timer runs, which takes this one too
+        if len(self._reports) == 1:  # a timer that runs already sends this report too
             timer = threading.Timer(BEAT_INTERVAL, self.send_reports)
             timer.daemon = True
             timer.start()

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from flyte_ddp.world import World
 
 NUM_KEPT = 2  # newest checkpoints that stay
-# Of `stall_timeout`, and of a collective's timeout, for which a rank waits for the others to save a
-# split state: they may wait for it in a collective, whose failure would end the run without the
-# reason.
+# A rank waits for the others to save a split state for this share of `stall_timeout` and of a
+# collective's timeout. They may wait for the rank in a collective, and if that fails, the run ends
+# without the reason.
 SAVE_TIMEOUT_SHARE = 0.5
-# of the checkpoints of a run that keeps states in the memory of nodes alone; empty
+# place of the checkpoints where a run keeps states in the memory of nodes alone; it stays empty
 NO_PLACE = "memory://flyte-ddp"
 
 
@@ -45,16 +45,16 @@ class Saver:
 
     process: RankProcess
     open_store: Callable[[], Store]
-    position: DataPosition  # in the data, which a function's checkpoint has
+    position: DataPosition  # position in the data, a part of a function's checkpoints
     stop: StopAgreement
     reporter: Reporter
-    trainer: str = ""  # the framework's call whose loop has begun, which the checkpoints are of
+    trainer: str = ""  # the framework's call that has begun and owns the checkpoints
     _store: CheckpointStore | None = None
     _num_loads: int = 0
     _num_split_saves: int = 0
-    _stored_step: int = 0  # the newest that this rank has saved for the store
-    _newest_step: int = 0  # of the state that was saved or loaded last
-    _has_memory: bool | None = None  # for a function's states; None before the first
+    _stored_step: int = 0  # the newest step that this rank has saved for the store
+    _newest_step: int = 0  # step of the state that was saved or loaded last
+    _has_memory: bool | None = None  # memory holds a function's states; None before the first one
 
     def save(self, state: Mapping[str, Any], step: int, in_memory: bool = False) -> None:
         """Keep a function's state. See `session.save`."""
@@ -100,7 +100,7 @@ class Saver:
                 self.wait()
 
     def _join_save(self, state: Any, step: int, in_memory: bool) -> World:
-        """Return the ranks that save a split state together: those of the function's own group."""
+        """Return the ranks of the function's own group, which save a split state together."""
         from flyte_ddp.rank.agreement import check_save, function_world
         from flyte_ddp.world import RankNotes
 
@@ -118,7 +118,7 @@ class Saver:
                     "session.save: state: expected whole tensors, as in memory "
                     "before, got split ones"
                 )
-            self.wait()  # for what rank 0 may have saved whole
+            self.wait()  # rank 0 may have saved a whole state
             self.open().share_with(world, self.open_store())
         return world
 

@@ -64,7 +64,7 @@ class Session:
         if self.stop.is_heeded():
             self.stop.begin()
             return
-        self.stop.was_terminated = True  # from now on, each save waits until it is stored
+        self.stop.was_terminated = True  # each save waits from now on until it is stored
         link = self.process.link
         self.saver.wait_briefly(min(WRITE_GRACE, link.saves_until - time.monotonic()))
         os.kill(os.getpid(), link.stop_signal)

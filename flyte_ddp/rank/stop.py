@@ -36,7 +36,7 @@ class StopAgreement:
     num_polls: int = 0  # calls so far, and ends of batches of a function that does not ask
     is_asked: bool = False  # the function itself has called
     is_reached: bool = False  # a call has been told to stop
-    _has_begun: bool = False  # with the first batch, or by asking
+    _has_begun: bool = False  # the function has asked, or has begun its first batch
     _is_stoppable: bool = False  # the agents know, or another rank tells them
     _num_refused: int = -1  # calls that may have been told to go on; -1 before the stop
     # number of the call that is told to stop, once that is agreed
@@ -73,7 +73,9 @@ class StopAgreement:
         Args:
             is_saved: rank 0's last save has all batches so far.
         """
-        if self.is_asked or not self._has_begun:  # in its first step it had no chance to
+        if (
+            self.is_asked or not self._has_begun
+        ):  # the function had no chance to ask in its first step
             self._has_begun = True
             return False
         if not self._poll():

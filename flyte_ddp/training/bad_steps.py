@@ -22,8 +22,8 @@ REMEDY = (
     "a lower learning_rate, warmup_steps or gradient_clip_norm may help, or the data holds "
     "such values"
 )
-MAX_NAMED = 3  # samples, in an error
-MAX_REWINDS = 3  # to one state
+MAX_NAMED = 3  # samples that an error names
+MAX_REWINDS = 3  # times that a run goes back to one state
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class BadSteps:
 
     checkpoints: Checkpointer
     watch: LossWatch
-    num_batches: int  # of an epoch
-    _buffers: list[Tensor] = field(default_factory=list)  # as they were before the step
+    num_batches: int  # batches in an epoch
+    _buffers: list[Tensor] = field(default_factory=list)  # the buffers before the step
 
     def __post_init__(self) -> None:
         self.parallelism, self.state = self.checkpoints.parallelism, self.checkpoints.state
@@ -52,8 +52,8 @@ class BadSteps:
             self._buffers = [each.clone() for each in self.state.model.buffers()]
 
     def check_loss(self, may_wait: bool = True) -> bool:
-        """Check the losses of the steps so far, that of the last one on a GPU if `may_wait`. Return
-        True if the last step is skipped. Raises as `_answer`.
+        """Check the losses of the steps so far. On a GPU the last loss is left out unless
+        `may_wait`. Return True if the last step is skipped. Raises as `_answer`.
         """
         bad = self.watch.find_bad(self.state.progress, may_wait)
         if bad:
@@ -116,7 +116,7 @@ class BadSteps:
                     buffer.copy_(before)
 
     def _rewind(self, bad_step: int) -> str:
-        """Go back to the newest state, and leave out the batches up to that of a step. Every rank
+        """Go back to the newest state, and leave out the batches up to a step's batch. Every rank
         calls it.
 
         Returns:

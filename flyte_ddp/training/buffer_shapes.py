@@ -17,12 +17,12 @@ from flyte_ddp.world import RankNotes
 
 KEY = "flyte_ddp/buffers"  # the number of all ranks' notes
 
-Shapes = dict[str, list[int]]  # by the names of the buffers
+Shapes = dict[str, list[int]]  # shapes by the names of the buffers
 
 
 def has_own_buffers(model: nn.Module) -> bool:
-    """Return whether a module of another class than torch's has a buffer; those of torch's do not
-    grow.
+    """Return whether a module of another class than torch's has a buffer. Torch's
+    own buffers do not grow.
     """
     owners = (each for each in model.modules() if any(True for _ in each.buffers(recurse=False)))
     return any(not type(each).__module__.startswith("torch.") for each in owners)
@@ -30,7 +30,7 @@ def has_own_buffers(model: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class BufferShapes:
-    """One rank's notes of its shapes, and the comparison with those of others.
+    """One rank's notes of its shapes, and their comparison with other ranks' notes.
 
     Args:
         place: where the model is defined, for the error.
@@ -39,8 +39,8 @@ class BufferShapes:
     model: nn.Module
     notes: RankNotes
     place: str
-    _number: int = 0  # of the forward passes
-    _num_compared: int = 0  # notes
+    _number: int = 0  # number of forward passes
+    _num_compared: int = 0  # notes that were compared
     # a note is the number of the pass, and the shapes after it
     _notes: list[tuple[int, Shapes]] = field(default_factory=list)
 

@@ -36,10 +36,10 @@ class RunNotes:
     parallelism: Parallelism
     data_fingerprint: str = ""
     recipe_version: str = ""  # SHA-256 of the recipe's code
-    data_facts: Facts = field(default_factory=dict)  # as `describe_samples` returns them
+    data_facts: Facts = field(default_factory=dict)  # the value of `describe_samples`
     read_facts: Read = dict  # reads `data_facts` once more
-    # what else replays need: "recipe" and "data" as they were given, "code" by file, "num_ranks"
-    # and "num_threads" of each
+    # Replays need these values too: "recipe" and "data" as they were given, "code" by file,
+    # "num_ranks", and each rank's "num_threads".
     origin: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class RunNotes:
                 f"recipe: expected {ours[0]} as it was in the run of {url}, got other code or "
                 "other values that it refers to: give other checkpoints"
             )
-        # it may be a mistake that was corrected
+        # a warning is enough: the change may mend a mistake
         if state["recipe"] != ours and self.parallelism.world.is_first:
             self._warn_of_code(state, url, ours)
         epochs = state["config"]["epochs"]
@@ -100,12 +100,12 @@ class RunNotes:
 class Checkpointer:
     """Saves the state of a recipe's run, and goes on from it."""
 
-    session: Session  # its checkpoints are open; the ranks of a split model are their `peers`
+    session: Session  # has open checkpoints; the ranks of a split model are their `peers`
     parallelism: Parallelism
     state: TrainedState
     notes: RunNotes
     is_read_only: bool = False
-    num_ranks_before: int = 0  # of the run that this one goes on from; 0 where there is none
+    num_ranks_before: int = 0  # ranks of the run that this one goes on from; 0 for none
     # the run goes on from the state of the best epoch, which the store lacks
     _best_is_unsaved: bool = False
 
@@ -113,7 +113,7 @@ class Checkpointer:
         config = self.parallelism.config
         self.store = self.session.saver.open()
         self.store.returns_to_best = config.model_state == "best"
-        self.saved_at = time.monotonic()  # of the last checkpoint, or the start
+        self.saved_at = time.monotonic()  # time of the last checkpoint, or of the start
         self.memory_interval = MemoryInterval(
             config.memory_interval, self.session.process, self.parallelism.world, self._count_bytes
         )

@@ -25,13 +25,13 @@ from flyte_ddp.training.passes import gradient_norm
 from flyte_ddp.training.progress import Stretch
 from flyte_ddp.training.trained_state import TrainedState
 
-# of fp16, which begins with 65536 and is halved by each gradient that overflows
+# the scale of fp16 begins with 65536, and each gradient that overflows halves it
 MIN_LOSS_SCALE = 2.0**-10
 
 
 @dataclass(eq=False)
 class Measures:
-    """Sums up the steps of one rank, and reports them with those of the other ranks."""
+    """Sums up the steps of one rank, and reports them with the other ranks' sums."""
 
     reporter: Reporter
     parallelism: Parallelism
@@ -39,9 +39,9 @@ class Measures:
     timer: StepTimer
     train: Samples
     test: Samples
-    num_batches: int  # of an epoch
+    num_batches: int  # batches in an epoch
     first_step_at: float = 0.0  # seconds since the epoch
-    # what could not be shown in this attempt: it is logged once
+    # parts of the report that failed in this attempt: each is logged once
     _failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Measures:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the sums up to the next evaluation anew, after those of an earlier attempt."""
+        """Begin the sums up to the next evaluation. The sums of an earlier attempt stay."""
         before = dataclasses.replace(self.state.progress)
         self.stretch = Stretch(self.parallelism.world.device, before)
         self._before = sum(self.timer.seconds), self._count_unreadable()
@@ -70,7 +70,7 @@ class Measures:
             sums.add(loss_sum, own_targets, num_targets, num_samples)
 
     def update_progress(self) -> None:
-        """Set the epoch's sums over all ranks: those of earlier attempts plus the stretch's.
+        """Set the epoch's sums over all ranks: the sums of earlier attempts plus the stretch's.
 
         Raises:
             NonFiniteLoss: a step has spoiled the weights. No checkpoint may be written of them.
@@ -80,7 +80,7 @@ class Measures:
         progress.num_targets = earlier.num_targets + float(sums.num_targets)
         progress.num_samples = earlier.num_samples + sums.num_samples
         progress.seconds = earlier.seconds + sums.seconds
-        if self.state.scaler.is_enabled():  # whose steps are left out where a gradient overflows
+        if self.state.scaler.is_enabled():  # a step is left out where its gradient overflows
             return
         norm = gradient_norm(self.state.model, self.parallelism)
         if not math.isfinite(norm):

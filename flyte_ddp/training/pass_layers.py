@@ -22,7 +22,7 @@ from flyte_ddp.world import LateRank, RankNotes
 # Seconds for the note of another rank, which may load its batch until then: half of the default
 # `stall_timeout`.
 MAX_WAIT = 150.0
-# Likewise in the first pass, in which every rank writes a note: whoever is late only loads.
+# Seconds in the first pass, in which every rank writes a note: a late rank is only loading.
 MAX_FIRST_WAIT = 1800.0
 
 
@@ -37,13 +37,13 @@ class PassLayers:
     model: nn.Module
     notes: RankNotes
     place: str
-    _number: int = 0  # of the forward passes
+    _number: int = 0  # number of forward passes
     _num_notes: int = 0
     _is_in_pass: bool = False  # False where the backward pass computes activations again
-    # of this pass: the parts that are gathered, in their order, and the layers with weights
+    # the parts that this pass has gathered, in their order, and its layers with weights
     _parts: list[str] = field(default_factory=list)
     _layers: set[str] = field(default_factory=set)
-    # of the last training pass and the last evaluation
+    # the same, in the last training pass and in the last evaluation
     _last_parts: dict[bool, list[str]] = field(default_factory=dict)
     _last_layers: set[str] = field(default_factory=set)
 

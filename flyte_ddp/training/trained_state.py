@@ -63,7 +63,7 @@ class TrainedState:
     def load_weights(self, state: Mapping[str, Any]) -> None:
         """Load the weights to evaluate alone from a checkpoint of this run."""
         load_model(self.model, state["model"])
-        if has_modes(self.optimizer):  # it has a part of the weights to evaluate
+        if has_modes(self.optimizer):  # the optimizer has a part of the weights to evaluate
             load_optimizer(self.optimizer, state["optimizer"])
         self.average.load(state.get("average", {}))
 

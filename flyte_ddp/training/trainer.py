@@ -43,10 +43,10 @@ class Trainer:
     def __init__(
         self,
         parallelism: Parallelism,
-        model: nn.Module,  # from `open_model`, with the same weights on every rank
+        model: nn.Module,  # the result of `open_model`, with the same weights on every rank
         train: Samples,  # samples that the ranks share
         test: Samples,
-        session: Session,  # of the rank; its checkpoints are open
+        session: Session,  # this rank's session, with open checkpoints
         notes: RunNotes | None = None,
     ) -> None:
         config, world = parallelism.config, parallelism.world
@@ -177,7 +177,7 @@ class Trainer:
 
     def _save_between_steps(self, to_store: bool) -> None:
         self.bad_steps.check_loss()
-        # to wait for what is queued and for other ranks is no part of the cost
+        # The wait for queued work and for other ranks is no part of the cost.
         self.parallelism.world.all_reduce(0.0)
         started = time.perf_counter()
         self.measures.update_progress()
@@ -208,7 +208,7 @@ class Trainer:
         return epoch_shards(self.train, self.parallelism.config, world, epoch)
 
     def _read(self, shards: EpochShards, end: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the micro-batches up to batch `end`, without those of batches that are left out."""
+        """Yield the micro-batches up to batch `end`, without the batches that are left out."""
         progress = self.state.progress
         first = progress.batch
 
@@ -222,7 +222,7 @@ class Trainer:
     def measure_epoch(self) -> EpochFinished:
         """Evaluate the model, and report the results since the last evaluation."""
         average, world = self.state.average, self.parallelism.world
-        if average.is_needed:  # which puts these buffers back
+        if average.is_needed:  # the average puts these buffers back later
             share_buffers(self.evaluated_model, world)
         with average.in_place():
             evaluation = self.evaluate()
@@ -243,7 +243,7 @@ class Trainer:
             nonlocal is_saved
             self.beat()
             stops = self.session.stop.poll()
-            # Its length differs between the ranks, which may have to save at once.
+            # The time differs between ranks, and a collective save needs all of them at once.
             is_long = time.perf_counter() - started > LONG_EVALUATION
             is_long = is_long and not self.parallelism.is_collective
             if not is_saved and (stops or is_long):
