@@ -171,7 +171,7 @@ def test_a_sweep_that_was_stopped_goes_on_in_the_middle_of_a_trial(client, tmp_p
         ([], {}, r"grid: expected a list of arguments, or by keyword a list .*, got \[\]"),
         ("lr", {}, "grid: expected a list of arguments, or by keyword a list .*, got 'lr'"),
         ({"factor": 0.1}, {}, "grid.factor: expected a list of choices.*, got 0.1"),
-        ([1], {"mode": "least"}, "mode: expected one of min, max, got 'least'"),
+        ([1], {"mode": "least"}, "mode: expected one of auto, min, max, got 'least'"),
         ([1], {"nnodes": 0}, "nnodes: expected a whole number of at least 1, got 0"),
         (
             [1],
@@ -244,6 +244,13 @@ def test_the_table_has_texts_and_whole_numbers_as_they_were_returned(client, tmp
             "sizes": ["[1, 2]", "[1, 2]"],
             "mixed": ["-", "2"],
         }
+
+
+def test_the_most_accurate_trial_is_the_best_without_a_mode(client):
+    swept = flyte_ddp.sweep(count_ranks, [1, 3, 2], metric="accuracy", client=client)
+    assert swept.best.trial.values == {"factor": 3}
+    least = flyte_ddp.sweep(count_ranks, [1, 3, 2], metric="accuracy", mode="min", client=client)
+    assert least.best.trial.values == {"factor": 1}
 
 
 def test_arrays_and_other_sequences_are_lists_of_choices():

@@ -451,6 +451,29 @@ def test_a_figure_that_is_not_finite_is_never_the_best(value, mode):
     assert Monitor().score({"loss": 1.0}) == math.inf  # not there
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("test_loss", "min"),
+        ("loss", "min"),
+        ("y", "min"),
+        ("mae", "min"),
+        ("recall_loss", "min"),
+        ("seconds_per_step", "min"),
+        ("accuracy", "max"),
+        ("val_acc", "max"),
+        ("valAccuracy", "max"),
+        ("val/f1-macro", "max"),
+        ("recall@5", "max"),
+        ("samples_per_second", "max"),
+        ("mIoU", "max"),
+    ],
+)
+def test_the_name_of_a_figure_decides_whether_a_higher_one_is_better(metric, mode):
+    assert Monitor(metric).mode == mode
+    assert Monitor(metric, "min").mode == "min"
+
+
 GRID = {"learning_rate": [0.001, 0.01], "global_batch_size": [32, 64, 128]}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,24 @@ class Batch:
         return self.size // parts
 
 
+# words in the name of a figure of which a higher one is better
+HIGHER_IS_BETTER = re.compile(
+    r"\b(accuracy|acc|top1|top5|auc|auroc|auprc|ap|map|iou|miou|dice|f1|precision|recall|"
+    r"sensitivity|specificity|kappa|mcc|ndcg|mrr|r2|bleu|rouge|psnr|ssim|reward|throughput|"
+    r"per second)\b"
+)
+# words of which a lower one is better, whatever stands beside them
+LOWER_IS_BETTER = re.compile(r"\b(loss|error|err)\b")
+
+
+def find_mode(metric: str) -> str:
+    """Return "max" for a figure of which a higher one is better, judged by its name, else "min"."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", metric).lower()
+    words = re.sub("[^a-z0-9]+", " ", name)
+    is_higher = HIGHER_IS_BETTER.search(words) and not LOWER_IS_BETTER.search(words)
+    return "max" if is_higher else "min"
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a program needs of its launcher. A recipe's config says it; a function has the defaults.
@@ -83,8 +102,16 @@ class Monitor(Checked):
         "test_loss", help="test_loss, or one of the recipe's metrics or figures by its name"
     )
     mode: str = field(
-        "min", choices=("min", "max"), help="whether a lower or a higher one is better"
+        "auto",
+        choices=("auto", "min", "max"),
+        help="whether a lower or a higher one is better; auto: higher of accuracy, f1, recall, "
+        "samples_per_second and their like, lower of any other",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode == "auto":
+            object.__setattr__(self, "mode", find_mode(self.metric))
 
     def score(self, values: Mapping[str, float]) -> float:
         """Return the figure so that less is better; infinite where it is not finite, or not among

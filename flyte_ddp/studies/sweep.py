@@ -138,7 +138,7 @@ def sweep(
     grid: Sequence[Any] | Mapping[str, Any],
     *,
     metric: str = "loss",
-    mode: str = "min",
+    mode: str = "auto",
     num_trials: int = 0,
     stop_early: str = "none",
     nnodes: int | None = None,
@@ -158,14 +158,14 @@ def sweep(
             else is its only argument. Or a list or array of values for each keyword: every
             combination is a trial. With `num_trials` also a range, see `search.expand_grid`.
         metric, mode: the figure that trials are compared by, and whether the "min" or the "max" is
-            best.
+            best. "auto" knows by the metric's name, see `Monitor`.
         num_trials: so many are drawn of a grid by name.
         stop_early: "median" or "halving" ends a trial if its reports fall behind, see `Search`.
         nnodes, nproc_per_node: of each trial, by default one node and one rank. As many trials run
             at a time as there are nodes for.
         world_sizes: for a scaling study: each trial is run with each number of ranks, on as many
             nodes, one at a time, and with as many CPU threads a rank. They are compared by what the
-            function measures, such as `metric="samples_per_second", mode="max"`.
+            function measures, such as `metric="samples_per_second"`.
         client: of an existing Dask cluster; all of its workers are nodes.
         cluster: the nodes, with the fields of `ClusterConfig`; `max_restarts` is 0 by
             default; without it this machine's GPUs, or two processes where there are none.
