@@ -472,6 +472,21 @@ def test_nothing_is_pruned_if_the_current_version_is_unknown(tmp_path, capsys, l
     assert len(local_store.versions()) == 3
 
 
+def test_a_list_says_that_there_is_no_champion_or_a_damaged_one(tmp_path, capsys, local_store):
+    assert main(["list", local_store.url])
+    assert "has no champion yet" in capsys.readouterr().err
+    first, _ = promote(local_store, 1), promote(local_store, 2)
+    (tmp_path / "champion.json").write_text("{")
+    assert main(["release", local_store.url])
+    assert "champion.json is damaged" in capsys.readouterr().err
+    # which versions there are counts then, for a rollback to one of them
+    assert main(["list", local_store.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"  {first.version}")
+    assert "champion.json is damaged" in lines[-1]
+    assert main(["rollback", local_store.url, first.version]) == 0
+
+
 def test_the_command_lists_shows_and_rolls_back(capsys, local_store):
     first, second = promote(local_store, 1), promote(local_store, 2)
     local_store.record("last_challenge.json", "not_better", "f1")

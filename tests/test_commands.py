@@ -55,7 +55,8 @@ def recorded(tmp_path):
     [
         (("HERE/no.jsonl", "HERE/a.svg"), "history: expected the history.jsonl of a run, got"),
         (("HERE", "HERE/a.svg"), "history: expected the history.jsonl of a run, got"),
-        (("HERE/text", "HERE/a.svg"), "line 1: expected an event of a run"),
+        (("HERE/text", "HERE/a.svg"), "line 1: expected an event of a run, got 'not a history'"),
+        (("HERE/object", "HERE/a.svg"), "line 1: expected an event of a run, got '{}'"),
         (("HERE/bytes", "HERE/a.svg"), "expected an event of a run"),
         (("HERE/empty", "HERE/a.svg"), "expected a history with something to draw, got"),
         (("HERE/history.jsonl", "HERE/a.jpeg2"), "picture: expected a name that ends in .pdf"),
@@ -69,6 +70,7 @@ def test_a_plot_names_what_is_wrong_with_its_files_or_panels(
     tmp_path, capsys, recorded, arguments, expected
 ):
     (tmp_path / "text").write_text("not a history\n")
+    (tmp_path / "object").write_text("{}\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00\n")
     (tmp_path / "empty").touch()
     given = [each.replace("HERE", str(tmp_path)) for each in arguments]

@@ -340,6 +340,7 @@ def test_files_of_a_table_may_differ_in_the_order_and_the_width_of_their_columns
         ),
         ({"a.csv": b"x\n1\n"}, ["--held-out", "0.5"], "--held-out: expected a share that leaves"),
         ({"a.csv": b"x\n1\n"}, ["--held-out", "0"], "--held-out: expected"),
+        ({"a.csv": b"x\n1\n"}, ["--held-out", "nan"], "--held-out: expected a finite number"),
         (
             {"a.csv": b"x\n1\n", "b.csv": b"x\nred\n"},
             [],

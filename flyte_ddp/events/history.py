@@ -19,6 +19,7 @@ from typing import Any
 from flyte_ddp.events.kinds import Event, HistogramsTaken, PictureShown, PredictionsMade, to_utf8
 from flyte_ddp.events.wall_time import TimeSpent
 
+MAX_SHOWN = 60  # bytes of a line in an error
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in typing.get_args(Event)}
 # too large; the report and W&B have them
 NOT_IN_HISTORY = (HistogramsTaken, PredictionsMade, PictureShown)
@@ -99,8 +100,9 @@ def parse_history(contents: bytes, name: str) -> list[Event]:
             if kind != TimeSpent.__name__:  # the account follows from the other lines
                 events.append(_restore(values, KINDS[kind]))
         except (ValueError, KeyError, TypeError) as error:
+            text = line[:MAX_SHOWN].decode(errors="replace")
             raise ValueError(
-                f"{name}, line {number}: expected an event of a run: {error!r}"
+                f"{name}, line {number}: expected an event of a run, got {text!r}"
             ) from error
     return events
 

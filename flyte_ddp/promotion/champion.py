@@ -256,10 +256,11 @@ class ChampionStore:
         """Let retrainings promote again. Returns False if nothing was held.
 
         Raises:
+            ChampionError: `champion.json` is damaged; NoChampion if there is none.
             ChampionChanged: another version was put in use meanwhile, whose hold stays.
         """
         pointer = self.pointer()
-        held = self.in_use(pointer)
+        held = self.parse(pointer)
         if held.held_since:
             self._replace_pointer(dataclasses.replace(held, held_since=""), pointer)
         return held.held_since != ""

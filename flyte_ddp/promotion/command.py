@@ -62,13 +62,7 @@ def main(arguments: Sequence[str]) -> str:
         }
         return json.dumps(shown, indent=1)
     if given.command == "list":
-        in_use = store.in_use().version
-        return "\n".join(
-            f"{'*' if each.version == in_use else ' '} {each.version}  {each.recipe}  "
-            + "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
-            + f"  over {each.parent or 'none'}  {each.data}"
-            for each in store.versions()
-        )
+        return list_versions(store)
     if given.command == "status":
         return describe_status(store, given.max_age)
     if given.command == "prune":
@@ -77,6 +71,30 @@ def main(arguments: Sequence[str]) -> str:
     if given.command == "release":
         return "retrainings promote again" if store.release() else "no rollback holds a version"
     return f"{store.rollback(given.version).version} is in use again, until `release`"
+
+
+def list_versions(store: ChampionStore) -> str:
+    """Return a line for each version. They are listed where `champion.json` is damaged too, because
+    a rollback to one of them mends it.
+
+    Raises:
+        NoChampion: none was promoted yet.
+    """
+    in_use, note = "", ""
+    versions = store.versions()
+    try:
+        in_use = store.parse(store.pointer()).version
+    except ChampionError as error:
+        if not versions:
+            raise
+        note = str(error)
+    lines = []
+    for each in versions:
+        mark = "*" if each.version == in_use else " "
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in each.metrics.items())
+        parent = each.parent or "none"
+        lines.append(f"{mark} {each.version}  {each.recipe}  {metrics}  over {parent}  {each.data}")
+    return "\n".join([*lines, *filter(None, [note])])
 
 
 def describe_status(store: ChampionStore, max_age: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ WAYS = {
     (".txt", ".md"): "give --text '{}' for text",
 }
 MAX_SHARD_MIB = 2048  # of which two are in memory; MDS ends at 4 GiB
+NOT_GIVEN = float("nan")  # known as the same object: a user's own nan is refused
 OPTIONS = (
     (
         "source",
@@ -47,7 +47,7 @@ OPTIONS = (
         "--held-out",
         "share that is held out: of images, where there is no folder of held-out ones (default "
         "0.2), of the documents of text (default 0.1), or of rows (default: none)",
-        math.nan,
+        NOT_GIVEN,
     ),
     (
         "--unreadable",
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> str:
         check("--unreadable", options.unreadable, str, Limits(choices=("fail", "skip")))
     shard_bytes = whole_number("--shard-mib", options.shard_mib, 1, MAX_SHARD_MIB) << 20
     share = None
-    if not math.isnan(options.held_out):
+    if options.held_out is not NOT_GIVEN:
         share = finite_number("--held-out", options.held_out, above=0, below=1)
     to = options.destination, options.seed, shard_bytes
     try:

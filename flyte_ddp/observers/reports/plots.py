@@ -268,7 +268,9 @@ def main(arguments: Sequence[str]) -> str:
             ("picture", "file to write, such as curves.svg", None),
         ),
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="of a panel (default: all)")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", default=[], help="of a panel (default: all)"
+    )
     options = parser.parse_args(arguments)
     require("plot", "matplotlib")
     picture = Path(options.picture)
