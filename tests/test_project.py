@@ -267,6 +267,8 @@ def test_the_extras_are_those_of_the_messages():
         assert distributions.get(package, package) in extras[extra]
     (everything,) = (Requirement(each) for each in extras["all"])
     assert everything.extras == extras.keys() - {"all", "dev", "bench"}
+    page = (REPOSITORY / "docs/install.md").read_text()
+    assert all(f"`{extra}`" in page for extra in extras.keys() - {"dev", "bench"})
 
 
 def test_a_new_project_is_a_few_short_files(project, wheel):
@@ -274,6 +276,7 @@ def test_a_new_project_is_a_few_short_files(project, wheel):
     assert [file.name for file in (project / "wheels").iterdir()] == [wheel.name]
     own = [file for file in files if file.suffix != ".whl" and file.name != "requirements.txt"]
     assert len(own) <= 14, own
+    assert f"It has {len(own)} short files" in (REPOSITORY / "docs/install.md").read_text()
     assert sum(len(file.read_text().splitlines()) for file in own) <= 400
     for name in ("tasks/train.py", "workflows/multi_node.py"):
         assert (project / name).read_bytes() == (REPOSITORY / name).read_bytes()
