@@ -233,6 +233,7 @@ def test_the_image_of_a_command_wins_over_environment_and_file(project, environm
         ("sandbox = 'x'\n", "sandbox: expected a table, got 'x'"),
         ("allowed = ['x']\n", "allowed: expected a table, got ['x']"),
         ("image = 3\n", "image: expected a string, got 3"),
+        ("image = 'localhost:5000/mine'\n", "image: expected an image with its tag, such as "),
         ("[allowed]\nurls = 's3://x'\n", "allowed.urls: expected a list, got 's3://x'"),
         ("[sandbox]\ngpuz = 1\n", "sandbox: expected one of the fields "),
         ("[sandbox]\ngpuz = 1\n", "got 'gpuz' (did you mean gpus?)"),

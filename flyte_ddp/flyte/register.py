@@ -20,11 +20,12 @@ from flytekit.tools.ignore import (
     StandardIgnore,
 )
 
+from flyte_ddp.config.fields import Limits, check
 from flyte_ddp.config.options import make_parser
 from flyte_ddp.config.source_code import COMMIT_VARIABLE, SETTINGS_FILE, describe_commit
 from flyte_ddp.errors import ConfigError
 from flyte_ddp.observers.streams import print_line
-from flyte_ddp.task_run.settings import Settings, load_settings
+from flyte_ddp.task_run.settings import IMAGE_EXAMPLE, IMAGE_PATTERN, Settings, load_settings
 
 PYFLYTE = (sys.executable, "-m", "flytekit.clis.sdk_in_container.pyflyte")
 # what lies in a project and is no part of a registration
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         epilog="The settings are those of settings.toml and the variables that it names.",
     ).parse_args(arguments)
     settings = load_settings(Path(SETTINGS_FILE))
+    if options.image:
+        check("--image", options.image, str, Limits(pattern=IMAGE_PATTERN, example=IMAGE_EXAMPLE))
     image = options.image or find_image(settings)
     origin = SETTINGS_FILE
     if options.image or os.environ.get("IMAGE"):

@@ -32,6 +32,9 @@ from flyte_ddp.observers.recorder import TRACKERS
 from flyte_ddp.storage import has_password
 
 PROFILES = ("production", "sandbox")
+# as flytekit wants it: with a tag or a digest
+IMAGE_PATTERN = r"[^\s:@]\S*(:\w[\w.-]*|@sha256:[0-9a-f]{64})"
+IMAGE_EXAMPLE = "an image with its tag, such as registry.example.com/flyte-ddp:1"
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -55,7 +58,7 @@ class Settings:
     """
 
     profile: str = field("production", choices=PROFILES)
-    image: str = field("")
+    image: str = field("", pattern=f"|{IMAGE_PATTERN}", example=IMAGE_EXAMPLE)
     service_account: str = field("flyte-ddp")
     recipes: tuple[str, ...] = field(("recipes",))
     notify_emails: tuple[str, ...] = field(
