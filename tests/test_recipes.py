@@ -316,3 +316,9 @@ def test_other_data_have_another_fingerprint(tmp_path):
         fingerprints.append(describe_data(tmp_path / name)["fingerprint"])
 
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+@pytest.mark.parametrize("recipe", [None, 3, int, b"digits"])
+def test_what_names_no_recipe_is_refused_in_a_line(recipe):
+    with raises_one_line(ConfigError, match="^recipe: expected a name or a class of Recipe's, got"):
+        config_of(recipe, {})

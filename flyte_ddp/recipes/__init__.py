@@ -93,8 +93,7 @@ def load_anew(kind: type[Recipe]) -> str | type[Recipe]:
     Raises:
         ConfigError: it is no such class, or cannot be pickled.
     """
-    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-        raise ConfigError(f"recipe: expected a name or a class of Recipe's, got {kind!r}")
+    _check_kind(kind)
     if not is_by_value(kind) and "." not in kind.__qualname__:
         return f"{kind.__module__}.{kind.__qualname__}"
     pickled = pickle(kind, kind, "recipe")
@@ -110,6 +109,11 @@ def load_anew(kind: type[Recipe]) -> str | type[Recipe]:
         ) from error
 
 
+def _check_kind(kind: object) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise ConfigError(f"recipe: expected a name or a class of Recipe's, got {kind!r}")
+
+
 def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> TrainingConfig:
     """Return the config of a run of recipe `name`: the user's `overrides` over the recipe's
     defaults, with all options.
@@ -121,6 +125,8 @@ def config_of(name: str | type[Recipe], overrides: Mapping[str, Any]) -> Trainin
     edits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(name, str):
         edits = importing_edits(list_packages(path_of(name)))
+    else:
+        _check_kind(name)
     with edits:
         recipe = get_recipe(name, overrides.get("recipe_options", {}))
     options = {field: getattr(recipe, field) for field in _option_types(recipe)}
