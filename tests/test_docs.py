@@ -27,6 +27,7 @@ import pytest
 import flyte_ddp
 from flyte_ddp.__main__ import COMMANDS
 from flyte_ddp.cluster.admission import Allowed
+from flyte_ddp.launch.run_options import CLUSTER_OPTION, OWN_OPTIONS
 from flyte_ddp.recipes import Recipe, get_recipe
 from flyte_ddp.task_run.settings import Settings, Size
 from tests.support.checkout import copy_repository
@@ -289,6 +290,12 @@ def test_what_users_read_imports_names_from_the_package_itself():
     from flyte_ddp.recipes import Recipe as same
 
     assert same is flyte_ddp.Recipe
+
+
+def test_every_option_of_a_run_is_on_its_page():
+    text = (REPOSITORY / "docs/your-own-function.md").read_text()
+    names = [*(name for name, _, _ in OWN_OPTIONS), CLUSTER_OPTION[0], "--nnodes"]
+    assert [name for name in names if f"`{name}" not in text] == []
 
 
 def test_every_setting_is_in_the_table_of_its_page():
