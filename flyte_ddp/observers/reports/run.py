@@ -116,7 +116,7 @@ class Report(Page):
             "table": self._epochs_table() if self._state.epochs else {},
             "predictions": self._prediction_section(),
             "cards": self._cards(),
-            "sections": make_sections(view, self.outputs),
+            "sections": make_sections(view),
         }
 
     def _pictures(self) -> list[tuple[str, str, list[Markup]]]:
@@ -141,8 +141,10 @@ class Report(Page):
         # counts.
         replayed = state.finished.seconds if state.finished else 0.0
         seconds = spent.wall or max(self.seconds(), replayed)
-        left = None if self.closed_at else state.seconds_left(time.time())
-        return RunView(state, started, spent, seconds, left)
+        left = None
+        if not self.closed_at:
+            left = state.seconds_left(time.time())
+        return RunView(state, started, spent, seconds, left, self.outputs)
 
     def _notices(self) -> list[str]:
         state, loaded = self._state, self._state.loaded

@@ -1,17 +1,18 @@
-"""The tiles and the sections of the report of a run, as tables: one line per line of the page.
+"""The tiles and the sections of the report of a run, as tables: `TILES` and `SECTIONS`.
 
-A tile stands beside the condition under which it is shown. A row without a value is not shown.
+A section without rows is not shown, and a row without a value is not shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,9 @@ from flyte_ddp.observers.formats import (
 )
 from flyte_ddp.observers.reports.page import Row, Section, Tile
 
-MAX_ROWS = 100  # rows of layers
-MAX_CHANGES = 20  # changes of the slow ranks
-MAX_TILES = 6  # tiles of reported values
+MAX_ROWS = 100  # layers in the table
+MAX_CHANGES = 20  # changes of the slow ranks in the table
+MAX_TILES = 6  # reported values with a tile
 SPEED = "samples_per_second"
 
 
@@ -43,6 +44,7 @@ class RunView:
     spent: TimeSpent
     seconds: float  # since the launch
     seconds_left: float | None  # until the last step; None where it is not known
+    outputs: Mapping[str, str]  # URLs by their names
 
     @property
     def percent_done(self) -> int:
@@ -50,86 +52,140 @@ class RunView:
             return 100 * bool(self.state.finished)
         return min(100, 100 * self.state.last_step // self.started.num_steps)
 
+    @property
+    def num_epochs(self) -> Any:
+        """The epochs of the whole run; None where the program has none."""
+        return self.started.config.get("epochs")
+
+    @property
+    def finished(self) -> RunFinished:
+        """The end of the run; without figures before it is there."""
+        return self.state.finished or RunFinished(step=0, seconds=0.0)
+
+    @property
+    def model_size(self) -> str:
+        size = f"{self.started.num_parameters:,} parameters"
+        num_left_out = len(self.started.layers) - MAX_ROWS
+        if num_left_out > 0:
+            size += f"; {num_left_out} layers more"
+        return size
+
+    @functools.cached_property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each name that a rank has reported."""
+        latest: dict[str, float] = {}
+        for report in self.state.reports:
+            latest |= report.values
+        for name in itertools.chain(*self.state.rank_values.values()):  # some may be theirs alone
+            latest.setdefault(name, statistics.fmean(self.values_of_others(name)))
+        return latest
+
+    def values_of_others(self, name: str) -> list[float]:
+        """Return what the other ranks have reported last under this name."""
+        return [values[name] for values in self.state.rank_values.values() if name in values]
+
+    @property
+    def speed(self) -> tuple[float, str]:
+        """The samples per second, 0 where they are not known, and the time of the measurement."""
+        if self.state.epochs:
+            return self.state.epochs[-1].samples_per_second, "in the last epoch"
+        return self.latest.get(SPEED, 0.0), "now"
+
 
 def make_tiles(run: RunView) -> list[Tile]:
     """Return the figures at the top of the page."""
-    state, started, spent = run.state, run.started, run.spent
-    latest = _latest(state)
-    num_epochs, metric = started.config.get("epochs"), state.monitor.metric
-    rate, when = latest.get(SPEED, 0.0), "now"
-    if state.epochs:
-        rate, when = state.epochs[-1].samples_per_second, "in the last epoch"
-    best, best_at, best_value = state.best, 0.0, math.nan
-    if best:
-        best_at, best_value = best.position, best.figures().values.get(metric, math.nan)
-    epoch = state.reports[-1].epoch if state.reports else None
-    threads = format_count(started.num_threads, "thread")
-    unit, num_devices, device = "GPU", started.world_size, started.device
-    if started.device == "cpu":
-        unit, device = "Core", f"CPU, {threads} each"
-        num_devices *= started.num_threads
-    this_attempt = ", this attempt" if state.resumed_step else ""
-    left = run.seconds_left
-    end = datetime.datetime.fromtimestamp(time.time() + (left or 0.0), datetime.timezone.utc)
-    rows = [
-        (
-            best,
-            Tile(
-                f"Best {metric}".replace("_", " "),
-                format_figure(metric, best_value),
-                f"in epoch {best_at:.3g}",
-            ),
-        ),
-        (
-            num_epochs,
-            Tile(
-                "Epochs",
-                f"{state.num_epochs} / {num_epochs}",
-                f"{run.percent_done} % of {started.num_steps:,} steps",
-            ),
-        ),
-        (
-            state.reports and not num_epochs,
-            Tile("Step", f"{state.last_step:,}", "" if epoch is None else f"epoch {epoch:g}"),
-        ),
-        (rate, Tile("Samples/s", format_rounded(rate), when)),
-        (True, Tile("Wall time", duration(run.seconds), f"since the launch{this_attempt}")),
-        (
-            left is not None,
-            Tile("Time left", duration(left or 0.0), f"until about {end:%H:%M} UTC"),
-        ),
-        (
-            spent.wall and (started.num_steps or spent.goodput),
-            Tile("Goodput", percent(spent.goodput), "of the wall time: stepping and evaluating"),
-        ),
-        (started.device, Tile("Ranks", f"{started.world_size}", device)),
-        (
-            started.device,
-            Tile(
-                f"{unit}-hours",
-                f"{num_devices * run.seconds / 3600:,.3g}",
-                f"{num_devices} x wall time",
-            ),
-        ),
-    ]
-    tiles = [tile for is_shown, tile in rows if is_shown]
-    if not state.epochs:
-        tiles += _reported_tiles(state, latest)
+    tiles = [make(run) for is_shown, make in TILES.values() if is_shown(run)]
+    if not run.state.epochs:
+        tiles += _reported_tiles(run)
     return tiles
 
 
-def _latest(state: RunState) -> dict[str, float]:
-    """Return the newest value of each name that a rank has reported."""
-    latest = {name: value for report in state.reports for name, value in report.values.items()}
-    for name in itertools.chain(*state.rank_values.values()):  # some may be theirs alone
-        latest.setdefault(name, statistics.fmean(_values_of_others(state, name)))
-    return latest
+def make_sections(run: RunView) -> list[Section]:
+    """Return the sections that have rows."""
+    sections = []
+    for title, (make_rows, note, has_long_values) in SECTIONS.items():
+        rows = make_rows(run)
+        if rows:
+            sections.append(Section(title, rows, note.format(run=run), has_long_values))
+    return sections
 
 
-def _reported_tiles(state: RunState, latest: Mapping[str, float]) -> list[Tile]:
+def _best_tile(run: RunView) -> Tile:
+    best, metric = run.state.best, run.state.monitor.metric
+    assert best is not None
+    value = format_figure(metric, best.figures().values.get(metric, math.nan))
+    return Tile(f"Best {metric}".replace("_", " "), value, f"in epoch {best.position:.3g}")
+
+
+def _step_tile(run: RunView) -> Tile:
+    epoch, note = run.state.reports[-1].epoch, ""
+    if epoch is not None:
+        note = f"epoch {epoch:g}"
+    return Tile("Step", f"{run.state.last_step:,}", note)
+
+
+def _wall_time_tile(run: RunView) -> Tile:
+    note = "since the launch"
+    if run.state.resumed_step:
+        note += ", this attempt"
+    return Tile("Wall time", duration(run.seconds), note)
+
+
+def _time_left_tile(run: RunView) -> Tile:
+    left = run.seconds_left or 0.0
+    end = datetime.datetime.fromtimestamp(time.time() + left, datetime.timezone.utc)
+    return Tile("Time left", duration(left), f"until about {end:%H:%M} UTC")
+
+
+def _ranks_tile(run: RunView) -> Tile:
+    device = run.started.device
+    if device == "cpu":
+        device = f"CPU, {format_count(run.started.num_threads, 'thread')} each"
+    return Tile("Ranks", f"{run.started.world_size}", device)
+
+
+def _device_hours_tile(run: RunView) -> Tile:
+    name, num_devices = "GPU-hours", run.started.world_size
+    if run.started.device == "cpu":
+        name = "Core-hours"
+        num_devices *= run.started.num_threads
+    hours = num_devices * run.seconds / 3600
+    return Tile(name, f"{hours:,.3g}", f"{num_devices} x wall time")
+
+
+# The tiles by name: the condition, and the function that makes the tile.
+TILES: dict[str, tuple[Callable[[RunView], object], Callable[[RunView], Tile]]] = {
+    "best": (lambda run: run.state.best, _best_tile),
+    "epochs": (
+        lambda run: run.num_epochs,
+        lambda run: Tile(
+            "Epochs",
+            f"{run.state.num_epochs} / {run.num_epochs}",
+            f"{run.percent_done} % of {run.started.num_steps:,} steps",
+        ),
+    ),
+    "step": (lambda run: run.state.reports and not run.num_epochs, _step_tile),
+    "speed": (
+        lambda run: run.speed[0],
+        lambda run: Tile("Samples/s", format_rounded(run.speed[0]), run.speed[1]),
+    ),
+    "wall time": (lambda run: True, _wall_time_tile),
+    "time left": (lambda run: run.seconds_left is not None, _time_left_tile),
+    "goodput": (
+        lambda run: run.spent.wall and (run.started.num_steps or run.spent.goodput),
+        lambda run: Tile(
+            "Goodput", percent(run.spent.goodput), "of the wall time: stepping and evaluating"
+        ),
+    ),
+    "ranks": (lambda run: run.started.device, _ranks_tile),
+    "device hours": (lambda run: run.started.device, _device_hours_tile),
+}
+
+
+def _reported_tiles(run: RunView) -> list[Tile]:
     tiles = []
-    for name, value in list(latest.items())[:MAX_TILES]:
-        others, note = _values_of_others(state, name), "last reported"
+    for name, value in list(run.latest.items())[:MAX_TILES]:
+        others, note = run.values_of_others(name), "last reported"
         if others:
             note = f"other ranks: {format_figure(name, statistics.fmean(others))}"
         if len(others) > 1:
@@ -139,34 +195,34 @@ def _reported_tiles(state: RunState, latest: Mapping[str, float]) -> list[Tile]:
     return tiles
 
 
-def _values_of_others(state: RunState, name: str) -> list[float]:
-    """Return what the other ranks have reported last under this name."""
-    return [values[name] for values in state.rank_values.values() if name in values]
+def _output_rows(run: RunView) -> list[Row]:
+    finished, written = run.finished, run.state.checkpoint
+    rows = [
+        *itertools.starmap(Row, run.outputs.items()),
+        Row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
+        Row("Newest checkpoint", written and written.url),
+    ]
+    return [row for row in rows if row.value]
 
 
-def make_sections(run: RunView, outputs: Mapping[str, str]) -> list[Section]:
-    """Return the sections that have rows. `outputs` are URLs by their names."""
-    state, started = run.state, run.started
-    finished = state.finished or RunFinished(step=0, seconds=0.0)
+def _environment_rows(run: RunView) -> list[Row]:
+    state, started, finished = run.state, run.started, run.finished
     peaks = finished.rank_peak_memory_bytes or [finished.peak_memory_bytes]
-    first_step = finished.first_step_seconds
+    peak_memory = ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)
+    sizes = ", ".join(f"{each:,}" for each in finished.rank_num_parameters)
+    first_step, version = finished.first_step_seconds, started.recipe_version[:12]
     num_restarts = state.num_starts - 1 - state.num_announced_losses
-    size = f"{started.num_parameters:,} parameters"
-    if len(started.layers) > MAX_ROWS:
-        size += f"; {len(started.layers) - MAX_ROWS} layers more"
-    environment = [
+    rows = [
         Row("Ranks", started.world_size),
         Row("Nodes", started.num_nodes),
         Row("Device of each", started.device),
         Row("Backend", started.backend),
         Row("CPU threads per rank", started.num_threads),
         Row("Commit", started.commit),
-        Row("Recipe's version", started.recipe_version[:12], "of its code and the library's"),
+        Row("Recipe's version", version, "of its code and the library's"),
         *itertools.starmap(Row, started.versions.items()),
-        Row(
-            "Peak memory per rank", ", ".join(f"{each / 2**20:,.0f} MiB" for each in peaks if each)
-        ),
-        Row("Parameters per rank", ", ".join(f"{each:,}" for each in finished.rank_num_parameters)),
+        Row("Peak memory per rank", peak_memory),
+        Row("Parameters per rank", sizes),
         Row("Launch to first step", first_step and duration(first_step)),
         Row(
             "Steps between states in memory", finished.memory_interval, "a lost rank costs no more"
@@ -174,72 +230,59 @@ def make_sections(run: RunView, outputs: Mapping[str, str]) -> list[Section]:
         Row("Restarts of the gang", num_restarts, "in this attempt"),
         Row("Announced losses", state.num_announced_losses, f"in this attempt; {state.departure}"),
     ]
-    data = [
+    return [row for row in rows if row.value]
+
+
+def _data_rows(run: RunView) -> list[Row]:
+    started = run.started
+    if not started.data:
+        return []
+    return [
         Row("Data", started.data),
         Row("Training samples", f"{started.num_train_samples:,}"),
         Row("Held-out samples", f"{started.num_test_samples:,}"),
     ]
-    results = [
-        *itertools.starmap(Row, outputs.items()),
-        Row("Model state", finished.model_state_url, f"of epoch {finished.model_state_epoch}"),
-        Row("Newest checkpoint", state.checkpoint and state.checkpoint.url),
-    ]
-    sections = [
-        Section("Outputs", [row for row in results if row.value], has_long_values=True),
-        Section("Time", _time_rows(run.spent), "their sum is the wall time"),
-        Section("Slow ranks", _straggler_rows(state), "when they changed", has_long_values=True),
-        Section("Configuration", _configuration(started.config), "bold: not the package's default"),
-        Section("Environment", [row for row in environment if row.value]),
-        Section("Data", data if started.data else [], has_long_values=True),
-        Section("Model", _layer_rows(started), size, has_long_values=True),
-    ]
-    return [each for each in sections if each.rows]
 
 
-def _time_rows(spent: TimeSpent) -> list[Row]:
+def _time_rows(run: RunView) -> list[Row]:
     rows = []
-    for name, seconds in spent.parts().items():
-        # whatever a function or a script has done and not reported
-        title = "The program" if name == "program" else name.replace("_", " ").capitalize()
+    for name, seconds in run.spent.parts().items():
+        title = name.replace("_", " ").capitalize()
+        if name == "program":  # whatever a function or a script has done and not reported
+            title = "The program"
         if seconds:
-            rows.append(Row(title, duration(seconds), percent(seconds / spent.wall)))
+            rows.append(Row(title, duration(seconds), percent(seconds / run.spent.wall)))
     return rows
 
 
-def _straggler_rows(state: RunState) -> list[Row]:
+def _straggler_rows(run: RunView) -> list[Row]:
     none = "no rank is slower than the others any more"
     return [
         Row(f"Step {found.step:,}", "; ".join(map(str, found.stragglers)) or none)
-        for found in reversed(state.stragglers[-MAX_CHANGES:])
+        for found in reversed(run.state.stragglers[-MAX_CHANGES:])
     ]
 
 
-def _layer_rows(started: RunStarted) -> list[Row]:
-    return [
-        Row(
-            layer.name or layer.kind,
-            f"{layer.kind} → {_shape(layer.output_shape)}",
-            f"{layer.num_parameters:,} parameters" if layer.num_parameters else "",
-        )
-        for layer in started.layers[:MAX_ROWS]
-    ]
+def _layer_rows(run: RunView) -> list[Row]:
+    rows = []
+    for layer in run.started.layers[:MAX_ROWS]:
+        note = f"{layer.num_parameters:,} parameters" * bool(layer.num_parameters)
+        shape = _shape(layer.output_shape)
+        rows.append(Row(layer.name or layer.kind, f"{layer.kind} → {shape}", note))
+    return rows
 
 
-def _configuration(config: Mapping[str, Any]) -> list[Row]:
+def _configuration_rows(run: RunView) -> list[Row]:
     defaults = dataclasses.asdict(TrainingConfig())
-    shown = dict(config)
+    shown = dict(run.started.config)
     options = shown.pop("recipe_options", {})
     shown |= {f"recipe_options.{name}": value for name, value in options.items()}
-    changed = {name for name in shown if shown[name] != defaults.get(name, shown[name])}
-    return [
-        Row(
-            name,
-            format_value(value),
-            f"default {format_value(defaults[name])}" if name in changed else "",
-            marked=name in changed,
-        )
-        for name, value in shown.items()
-    ]
+    rows = []
+    for name, value in shown.items():
+        default = defaults.get(name, value)
+        note = f"default {format_value(default)}" * (value != default)
+        rows.append(Row(name, format_value(value), note, marked=bool(note)))
+    return rows
 
 
 def _shape(output_shape: list[int] | None) -> str:
@@ -247,3 +290,15 @@ def _shape(output_shape: list[int] | None) -> str:
     if not output_shape:
         return "no tensor"
     return " x ".join(map(str, output_shape[1:])) or "scalar"
+
+
+# The sections by title: the function that makes the rows, a note, and whether values are long.
+SECTIONS: dict[str, tuple[Callable[[RunView], list[Row]], str, bool]] = {
+    "Outputs": (_output_rows, "", True),
+    "Time": (_time_rows, "their sum is the wall time", False),
+    "Slow ranks": (_straggler_rows, "when they changed", True),
+    "Configuration": (_configuration_rows, "bold: not the package's default", False),
+    "Environment": (_environment_rows, "", False),
+    "Data": (_data_rows, "", True),
+    "Model": (_layer_rows, "{run.model_size}", True),
+}
