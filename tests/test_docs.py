@@ -292,6 +292,15 @@ def test_what_users_read_imports_names_from_the_package_itself():
     assert same is flyte_ddp.Recipe
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_lines_of_a_page_are_short_outside_tables_and_code(page):
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 100]
+    # one piece of code or one link is not broken
+    long = [line for line in long if " " in re.sub("`[^`]*`", "", line.strip())]
+    assert [line for line in long if not line.startswith(("| ", "#", "!["))] == []
+
+
 def test_every_option_of_a_run_is_on_its_page():
     text = (REPOSITORY / "docs/your-own-function.md").read_text()
     names = [*(name for name, _, _ in OWN_OPTIONS), CLUSTER_OPTION[0], "--nnodes"]
