@@ -1,5 +1,6 @@
-"""The only package that opens a path or an fsspec URL: with the task's credentials and retries. No
-torch.
+"""The only package that opens paths and fsspec URLs. It adds the task's credentials and retries.
+
+Imports no torch.
 """
 
 from flyte_ddp.storage.directory import (

@@ -1,7 +1,7 @@
-"""The memory that the processes of this container may use, and whether the kernel killed some for
-the lack of it.
+"""The memory that this container's processes may use, and how many of them the kernel killed for
+lack of memory.
 
-By cgroups of version 2. Agent and ranks ask for it. Imports no torch.
+Reads cgroups of version 2. The agent and the ranks use this module. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import contextlib
 import os
 from pathlib import Path
 
-SPARE_BYTES = 256 << 20  # of memory that stay free
+SPARE_BYTES = 256 << 20  # memory that stays free
 UNLIMITED = 1 << 62  # bytes
 
 
 def free_memory() -> int:
-    """Return the bytes that may still be used on this machine, or in the container; some stay
-    free.
-    """
+    """Return the bytes that this machine or container has left, less `SPARE_BYTES`."""
     used, limit = memory_use()
     return limit - used - SPARE_BYTES
 
 
 def memory_use() -> tuple[int, int]:
-    """Return the bytes in use and their limit: of this machine, or of a cgroup with fewer free."""
+    """Return the bytes in use and their limit, of the machine or of the cgroup with the least
+    room.
+    """
     import psutil  # type: ignore[import-untyped]
 
     machine = psutil.virtual_memory()
@@ -32,10 +32,10 @@ def memory_use() -> tuple[int, int]:
 
 
 def use_of(cgroup: Path) -> tuple[int, int]:
-    """Return the bytes that a cgroup uses, and its limit. Files that it has read can go, so they do
-    not count.
+    """Return the bytes that a cgroup uses, and its limit. The kernel can drop cached files, so they
+    do not count.
     """
-    with contextlib.suppress(OSError, ValueError):  # it has no limit
+    with contextlib.suppress(OSError, ValueError):  # a cgroup without a limit
         limit = int((cgroup / "memory.max").read_text())
         spare = _counter(cgroup / "memory.stat", "inactive_file")
         return int((cgroup / "memory.current").read_text()) - spare, limit
@@ -43,8 +43,8 @@ def use_of(cgroup: Path) -> tuple[int, int]:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Count the processes of this container that the kernel killed for lack of memory; 0 if that is
-    not known.
+    """Count the processes of this container that the kernel killed for lack of memory. Return 0 if
+    the number is unknown.
     """
     kills = 0
     for cgroup in memory_cgroups(root):
@@ -54,8 +54,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
 
 def memory_cgroups(root: Path = Path("/")) -> set[Path]:
-    """Return the directories of this process's cgroup, and of the root of what is mounted of the
-    cgroups, which a container may see as its own.
+    """Return the directories of this process's cgroup and of the root of the mounted cgroups. A
+    container may see the root as its own cgroup.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()

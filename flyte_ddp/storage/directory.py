@@ -1,5 +1,5 @@
-"""A directory of files at any path or fsspec URL: whole writes, retries with back-off, one line per
-outage.
+"""A directory of files at any path or fsspec URL: whole writes, retries with back-off, one log line
+per outage.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flyte_ddp.storage.urls import redact_url
 
 T = TypeVar("T")
 
-UPLOAD_PART = 8 << 20  # bytes of one request
+UPLOAD_PART = 8 << 20  # bytes per request
 FIRST_PAUSE, MAX_PAUSE = 0.5, 15.0  # seconds between two tries
 STORE_TIMEOUT = 600.0  # seconds that an operation keeps trying while the store is away
-# seconds where no training is lost: before a run, after its model is safe, for a person's command
+# seconds to wait if no training is lost: before a run, after its model is safe, in a command
 SHORT_TIMEOUT = 60.0
-# name of a file that a local write makes; one that was killed leaves it
+# name of a local write's temporary file; a killed process leaves such a file
 UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 logger = logging.getLogger(__name__)
-_jitter = random.SystemRandom()  # of its own: the shared generator belongs to the training
-# store -> when it went away, and whether it is a full disk: a whole process logs an outage once
+_jitter = random.SystemRandom()  # separate, because the shared generator belongs to the training
+# store -> time when it went away, and whether it is a full disk. A process logs an outage once.
 _outages: dict[str, tuple[float, bool]] = {}
 _reached: set[str] = set()  # stores that have answered this process
 
@@ -49,15 +49,15 @@ class Storage:
     contents are bytes.
 
     Every operation waits with back-off while the store cannot be reached. One line is logged when a
-    store goes away and one when it is back.
+    store goes away, and another when it is back.
 
     Args:
-        field: what users call this place; named in errors.
+        field: the users' name for this place, for error messages.
         timeout: seconds that an operation waits for the store; 0 for a single try.
-        options: of `open_filesystem`.
+        options: options of `open_filesystem`.
 
     Raises:
-        ConfigError: no such kind of URL is known here.
+        ConfigError: the kind of URL is unknown.
 
     Each operation raises:
         StorageDenied: credentials are missing, wrong or not sufficient, or there is no such bucket.
@@ -68,17 +68,23 @@ class Storage:
         self, url: str, field: str = "checkpoints", timeout: float = STORE_TIMEOUT, **options: Any
     ) -> None:
         check_url(url, field)
-        self.url = url if "?" in url else url.rstrip("/") or "/"
+        self.url = url
+        if "?" not in url:
+            self.url = url.rstrip("/") or "/"
         self.field = field
         self.timeout = timeout
-        self.stop = threading.Event()  # set it to end waiting: what waits raises StorageUnavailable
+        self.stop = threading.Event()  # set it to end each wait with StorageUnavailable
         self.file_system, self.root = open_filesystem(self.url, field, **options)
         protocol = self.file_system.protocol
-        self._kind = protocol if isinstance(protocol, str) else protocol[0]
+        if not isinstance(protocol, str):
+            protocol = protocol[0]
+        self._kind = str(protocol)
         self.is_local = self._kind == "file"
-        self._upload_options = {"chunksize": UPLOAD_PART} if self._kind in ("s3", "gs") else {}
+        self._upload_options: dict[str, int] = {}
+        if self._kind in ("s3", "gs"):
+            self._upload_options["chunksize"] = UPLOAD_PART
         if self.is_local:
-            # absolute: a process with another working directory means the same place
+            # The path is absolute, so it has one meaning in any working directory.
             self.url = self.root
 
     def join(self, name: str) -> str:
@@ -86,23 +92,22 @@ class Storage:
         return f"{self.url}/{name}"
 
     def path_of(self, name: str) -> str:
-        """Return the path of `name` in the file system. Raises ConfigError as `check_name`."""
+        """Return the path of `name` in the file system. Raises as `check_name` does."""
         return f"{self.root}/{check_name(name, self.field)}"
 
     def check_access(self) -> None:
-        """Write, read and delete a small file, before anything that needs this place is started.
+        """Write, read and delete a small file, before anything that needs this place starts.
 
         Raises:
-            StorageDenied: this process may not; in one line, with the remedy.
+            StorageDenied: this process lacks a permission. The message is one line with a remedy.
             StorageUnavailable: the store could not be reached for `SHORT_TIMEOUT` seconds.
         """
         probe = Storage(self.url, self.field, min(self.timeout, SHORT_TIMEOUT))
         name = f".probe-{uuid.uuid4().hex}"
         try:
             probe.write(name, b"written to see that it can be")
-        except (
-            FileNotFoundError
-        ) as error:  # a directory that cannot be created, below /proc for example
+        # The directory cannot be created, below /proc for example.
+        except FileNotFoundError as error:
             raise probe._make_denial(error) from None
         probe.read(name)
         probe.delete(name)
@@ -111,21 +116,21 @@ class Storage:
         """Put `contents` at `name`, replacing what was there. No reader ever sees a part of it.
 
         Args:
-            contents: a local file's if it is a path. For a local place also a function that writes
-                them to a file: they are never in memory at once, and not in the kernel's cache
-                    afterwards.
+            contents: bytes, or the path of a local file. At a local place also a function that
+                writes the contents to a file, so that they are never in memory as a whole, nor in
+                the kernel's cache afterwards.
         """
         self.retry(lambda: self._write(self.path_of(name), contents), takes_space=True)
 
     def replace(self, name: str, contents: bytes, replaced: bytes) -> None:
-        """Put `contents` at `name` if what is there is still `replaced`; b"" stands for no file.
+        """Put `contents` at `name` if the file still contains `replaced`; b"" stands for no file.
 
-        On a local disk under a lock, on S3, Google's and Azure's stores by a conditional put. A
-        store that has neither leaves the moment between the look and the put, some milliseconds in
-        which the last of two writers wins.
+        A local disk uses a lock. The stores of S3, Google and Azure use a conditional put. On any
+        other store, some milliseconds pass between the read and the put. If two processes write in
+        this time, the last one wins.
 
         Raises:
-            FileChanged: another process has replaced it.
+            FileChanged: another process has replaced the file.
         """
         client = CLIENTS.get(self._kind)
         lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -133,8 +138,10 @@ class Storage:
             os.makedirs(self.root, exist_ok=True)
             lock = lock_file(os.path.join(self.root, ".lock"))
         with lock:
-            # Before the look: if it changes in between, the put fails.
-            tag = self.retry(lambda: self._tag(name, client.tag)) if client else ""
+            # The tag is read before the contents: a change in between makes the put fail.
+            tag = ""
+            if client:
+                tag = self.retry(lambda: self._tag(name, client.tag))
             try:
                 current = self.read(name)
             except FileNotFoundError:
@@ -145,9 +152,9 @@ class Storage:
                 return self.write(name, contents)
         try:
             self.retry(lambda: client.put(self.file_system, self.path_of(name), contents, tag))
-        except Exception as error:  # not all are OSErrors
+        except Exception as error:  # some clients' errors are not OSErrors
             status, code = answer(error)
-            # a store that speaks S3 without this part of it
+            # The store speaks S3, but knows no conditional put.
             if status == 501 or code == "NotImplemented":
                 self.write(name, contents)
             elif not (
@@ -156,9 +163,8 @@ class Storage:
                 or code in ("PreconditionFailed", "ConditionalRequestConflict")
             ):
                 raise
-            elif (
-                self.read(name) != contents
-            ):  # else this put was sent again after its answer was lost on the way
+            # Equal contents mean that this put was repeated after its first answer was lost.
+            elif self.read(name) != contents:
                 raise FileChanged(f"{self.join(name)} was replaced meanwhile") from error
 
     def _tag(self, name: str, field: str) -> str:
@@ -170,14 +176,12 @@ class Storage:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the store has of the file that is being written, in the present try; 0 where
-        that is unknown.
-        """
+        """Bytes that the store has received in the present try of an upload; 0 if unknown."""
         return int(getattr(self.file_system, "stored_bytes", 0))
 
     def _write(self, path: str, contents: bytes | Path | Callable[[BinaryIO], object]) -> None:
         if not self.is_local:
-            # An object store shows an object once it is complete.
+            # An object store shows only complete objects.
             self.file_system.stored_bytes = 0
             try:
                 if isinstance(contents, Path):
@@ -207,7 +211,7 @@ class Storage:
             raise
 
     def read(self, name: str) -> bytes:
-        """Return the contents of `name`. Raises FileNotFoundError if there is none."""
+        """Return the contents of `name`. Raises FileNotFoundError if there is no such file."""
         return bytes(self.retry(lambda: self.file_system.cat_file(self.path_of(name))))
 
     def delete(self, name: str) -> None:
@@ -216,20 +220,20 @@ class Storage:
             self.retry(lambda: self.file_system.rm_file(self.path_of(name)))
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give `name` another name, replacing what has that. Raises FileNotFoundError if there is
-        no `name`.
+        """Rename `name` to `new_name`, replacing any file there. Raises FileNotFoundError if there
+        is no `name`.
         """
         path, new_path = self.path_of(name), self.path_of(new_name)
         if self.is_local:
             self.retry(lambda: os.replace(path, new_path))
             return
-        # Not every store that copies has done so when it answers.
+        # Some stores answer a request to copy before the copy is complete.
         self.write(new_name, self.read(name))
         self.delete(name)
 
     def names(self) -> list[str]:
-        """Return the names of the files directly below, unsorted; none where the directory does not
-        exist.
+        """Return the names of the files directly below, unsorted. Return no names if the directory
+        does not exist.
         """
 
         def list_names() -> list[str]:
@@ -244,17 +248,21 @@ class Storage:
             return []
 
     def find(self) -> dict[str, dict[str, Any]]:
-        """Return the file system's `info` of each file below, by its name relative to `url`; none
-        if nothing is there.
+        """Return the file system's `info` of each file below, by its name relative to `url`. Return
+        an empty dict if the directory does not exist.
 
-        Links to files and directories are followed, but not in a circle. One that leads nowhere has
-        the type "other".
+        Links to files and directories are followed, but not in a circle. A link that leads nowhere
+        has the type "other".
         """
         root = self.root.rstrip("/")
+
+        def list_files() -> Any:
+            if self.is_local:
+                return _walk(root)
+            return self.file_system.find(root, detail=True)
+
         try:
-            found: dict[str, dict[str, Any]] = self.retry(
-                lambda: _walk(root) if self.is_local else self.file_system.find(root, detail=True)
-            )
+            found: dict[str, dict[str, Any]] = self.retry(list_files)
         except FileNotFoundError:
             return {}
         return {
@@ -264,8 +272,8 @@ class Storage:
         }
 
     def read_heads(self, names: Sequence[str], size: int) -> list[bytes]:
-        """Return the first `size` bytes of each file, many requested at once; b"" of one that
-        cannot be read.
+        """Return the first `size` bytes of each file, or b"" if the file cannot be read. Many
+        requests run at once.
         """
 
         def read(path: str) -> bytes:
@@ -276,20 +284,22 @@ class Storage:
 
         paths = [self.path_of(name) for name in names]
         count = len(paths)
-        heads = self.file_system.cat_ranges(paths, [0] * count, [size] * count, on_error="return")
-        return [
-            read(path) if isinstance(head, Exception) else head
-            for path, head in zip(paths, heads, strict=True)
-        ]
+        found = self.file_system.cat_ranges(paths, [0] * count, [size] * count, on_error="return")
+        heads = []
+        for path, head in zip(paths, found, strict=True):
+            if isinstance(head, Exception):
+                head = read(path)
+            heads.append(head)
+        return heads
 
     def retry(self, action: Callable[[], T], takes_space: bool = False) -> T:
         """Return the result of `action`, which uses `file_system`; try it again while the store
         cannot be reached.
 
-        An answer that depends on a condition (HTTP 409, 412 and 501) is raised as it is.
+        The error of a conditional request (HTTP 409, 412 and 501) is raised as it is.
 
         Args:
-            takes_space: `action` writes, so that a disk on which it succeeds is not full.
+            takes_space: True if `action` writes, so that its success shows that the disk has space.
         """
         deadline = time.monotonic() + self.timeout
         pause = FIRST_PAUSE
@@ -300,13 +310,12 @@ class Storage:
                 self._raise_if_final(error)
                 _note_outage(self._store, error)
                 left = deadline - time.monotonic()
-                # A part by chance, so that ranks which failed together do not come back together.
+                # The pause is partly random, so that ranks which failed together retry at
+                # different times.
                 if left <= 0 or self.stop.wait(min(left, pause * _jitter.uniform(0.5, 1.0))):
-                    what = (
-                        "is full"
-                        if is_full(error)
-                        else f"could not be reached for {self.timeout:g} s"
-                    )
+                    what = f"could not be reached for {self.timeout:g} s"
+                    if is_full(error):
+                        what = "is full"
                     raise StorageUnavailable(
                         f"{self.field}: {redact_url(self.url)} {what}: {describe(error)}",
                         is_full(error),
@@ -325,7 +334,7 @@ class Storage:
         return redact_url(f"{scheme}://{rest.partition('/')[0]}")
 
     def _raise_if_final(self, error: Exception) -> None:
-        """Raise what `error` means, if trying again cannot change it."""
+        """Raise the meaning of `error`, if another try cannot change it."""
         meaning = classify(error, has_answered=self._store in _reached)
         if meaning is Meaning.FINAL:
             raise error
@@ -342,11 +351,13 @@ class Storage:
 
 
 def check_name(name: object, field: str) -> str:
-    """Return the name of a file below a directory. It may come from a file that somebody else
-    wrote, so it is a name and never a path to another place.
+    """Return `name` if it is the name of a file below a directory.
+
+    The name may come from a file that somebody else wrote, so it must not lead to another place.
 
     Raises:
-        ConfigError: it is absolute, leads upwards, or is no text; begins with `field`.
+        ConfigError: the name is absolute, leads upwards, or is no text. The message begins with
+            `field`.
     """
     is_text = isinstance(name, str) and name != "" and "\0" not in name
     if not is_text or str(name).startswith("/") or ".." in str(name).split("/"):
@@ -355,10 +366,10 @@ def check_name(name: object, field: str) -> str:
 
 
 def file_below(directory: Path, name: object, field: str) -> Path:
-    """Return the path of file `name` below a local directory, out of which no link leads.
+    """Return the path of file `name` below a local directory.
 
     Raises:
-        ConfigError: as `check_name`.
+        ConfigError: `check_name` refuses the name, or a link leads out of the directory.
     """
     file = directory / check_name(name, field)
     if not file.parent.resolve().is_relative_to(directory.resolve()):
@@ -391,7 +402,9 @@ def compute_sha256(url: str, field: str = "url") -> str:
 def write_file(
     url: str, contents: bytes | Path, field: str = "url", timeout: float = STORE_TIMEOUT
 ) -> None:
-    """Put `contents` at `url`, whole or not at all. Arguments and errors as of `Storage.write`."""
+    """Put `contents` at `url`, whole or not at all. `Storage.write` describes the arguments and the
+    errors.
+    """
     place = Storage(url, field, timeout)
     place.retry(lambda: place._write(place.root, contents))
 
@@ -412,8 +425,10 @@ def fetch_file(
 
 
 def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Return the files below `directory` by their paths. `above`: the real paths of the directories
-    that led here.
+    """Return the files below `directory` by their paths.
+
+    Args:
+        above: the real paths of the directories above.
     """
     found: dict[str, dict[str, Any]] = {}
     if not above and os.path.isfile(directory):
@@ -423,11 +438,13 @@ def _walk(directory: str, above: tuple[str, ...] = ()) -> dict[str, dict[str, An
         for entry in entries:
             try:
                 status = entry.stat()
-            except OSError:  # a link to nothing, or to itself
+            except OSError:  # a link to a missing file, or to itself
                 found[entry.path] = {"type": "other"}
                 continue
             if not stat.S_ISDIR(status.st_mode):
-                kind = "file" if stat.S_ISREG(status.st_mode) else "other"
+                kind = "other"
+                if stat.S_ISREG(status.st_mode):
+                    kind = "file"
                 found[entry.path] = {"type": kind, "size": status.st_size, "mtime": status.st_mtime}
             elif os.path.realpath(entry.path) not in (*above, real):
                 found.update(_walk(entry.path, (*above, real)))
@@ -449,8 +466,10 @@ def _note_outage(store: str, error: BaseException) -> None:
 def _note_answer(store: str, takes_space: bool) -> None:
     _reached.add(store)
     since, was_full = _outages.get(store, (0.0, False))
-    # a full disk is read as any other
+    # Reading works on a full disk too, so only a write shows that it has space again.
     if since and (takes_space or not was_full):
         _outages.pop(store, None)
-        what = "has space again" if was_full else "answers again"
+        what = "answers again"
+        if was_full:
+            what = "has space again"
         logger.warning("%s %s after %.0f s", store, what, time.monotonic() - since)

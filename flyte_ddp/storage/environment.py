@@ -1,9 +1,9 @@
-"""The task's storage configuration, read from and put into environment variables.
+"""The task's storage configuration in environment variables: how to read it and how to pass it on.
 
-Flyte gives a task its storage configuration as FLYTE_AWS_* or FLYTE_AZURE_* variables, which only
-flytekit reads, or by the pod's identity. It is read here and nowhere else, so that driver, worker
-and rank open every URL alike. Variables of the store's own client (AWS_*, AZURE_*) win over
-Flyte's.
+Flyte gives a task its storage configuration by the pod's identity, or as FLYTE_AWS_* or
+FLYTE_AZURE_* variables, which only flytekit reads. This module alone translates them, so that
+driver, worker and rank open every URL alike. Variables of the store's own client (AWS_*, AZURE_*)
+win over Flyte's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from flyte_ddp.storage.limits import LIMITS_VARIABLE
 
-# Variables that belong together, each with Flyte's name for it ("" where it has none). A group is
-# used whole: a key of one source with the secret of another opens nothing.
+# Groups of variables, each variable with Flyte's name for it ("" if Flyte has no name). A group is
+# used whole, because a key from one source and a secret from another open nothing.
 _GROUPS: tuple[dict[str, str], ...] = (
     {
         "AWS_ACCESS_KEY_ID": "FLYTE_AWS_ACCESS_KEY_ID",
@@ -35,18 +35,17 @@ _GROUPS: tuple[dict[str, str], ...] = (
     {"GOOGLE_CLOUD_PROJECT": ""},
     {"STORAGE_EMULATOR_HOST": ""},
     {"FLYTE_AWS_ADDRESSING_STYLE": ""},
-    {LIMITS_VARIABLE: ""},  # what may be opened with all this
+    {LIMITS_VARIABLE: ""},  # the places that the process may open
 )
-# A profile lies in a file of this machine, so it is not passed on; but its keys win over Flyte's.
+# A profile is a file of this machine, so it is not passed on. Its keys still win over Flyte's.
 _PROFILE = "AWS_PROFILE"
 
 
 def storage_environment() -> dict[str, str]:
-    """Return the variables by which another process gets this one's storage configuration.
+    """Return the variables that give another process this process's storage configuration.
 
     They have the names that the stores' own clients know, so that a user's boto3 or pandas reads
-    them too. Files and identities are not among them: a service account works by itself in a pod
-    that has it.
+    them too. Files and identities are not included. A pod's service account works by itself.
     """
     found = {}
     for group in _GROUPS:
@@ -62,8 +61,7 @@ def storage_environment() -> dict[str, str]:
 def adopt_storage_environment(given: Mapping[str, str]) -> None:
     """Put `given`, another process's `storage_environment()`, in this process's environment.
 
-    What this process has been given itself stays, whole groups of variables at a time. Limits are
-    those of the run.
+    A group of variables that this process already has stays as it is. The run's limits always win.
     """
     own = storage_environment()
     for group in _GROUPS:
@@ -76,9 +74,9 @@ def flyte_storage_environment() -> dict[str, str]:
     of Flyte's.
     """
     found = storage_environment()
-    return {
-        flyte: found[name]
-        for group in _GROUPS
-        for name, flyte in group.items()
-        if flyte and name in found and not os.environ.get(flyte)
-    }
+    named = {}
+    for group in _GROUPS:
+        for name, flyte in group.items():
+            if flyte and name in found and not os.environ.get(flyte):
+                named[flyte] = found[name]
+    return named

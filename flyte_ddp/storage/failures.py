@@ -1,7 +1,7 @@
-"""Classification of errors of the stores' clients. Every kind of file system has its own.
+"""Classification of the errors that the stores' clients raise. Each client has its own classes.
 
-They become one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's mistake)
-or `StorageUnavailable` (the store may come back).
+Each error becomes one of three: FileNotFoundError (proven missing), `StorageDenied` (the user's
+mistake) or `StorageUnavailable` (the store may come back).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from flyte_ddp.errors import CheckpointError, ConfigError
 from flyte_ddp.storage.urls import redact_url
 
-# Classes of errors that mean "no usable credentials", of any store's client; by name, so that none
-# is imported here.
+# Classes of errors that mean "no usable credentials", of any store's client. They are compared by
+# name, so that this module imports no client.
 _NO_CREDENTIALS = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -29,7 +29,7 @@ _NO_CREDENTIALS = {
     "RefreshError",
     "ClientAuthenticationError",
 }
-# Codes of answers whose HTTP status does not tell enough.
+# Error codes that say more than the HTTP status of the answer.
 _BUCKETS = {
     "ContainerNotFound",
     "InvalidBucketName",
@@ -49,20 +49,20 @@ _REFUSALS = {
     "SignatureDoesNotMatch",
 }
 _CONDITIONS = {"ConditionalRequestConflict", "NotImplemented", "PreconditionFailed"}
-MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses requests whose clock is 15 minutes from its own
-# The clock of a machine was set, or will be.
+MAX_CLOCK_SKEW = 840.0  # seconds; S3 refuses a request with a date 15 minutes off
+# Refusals that pass when a machine's clock is set right.
 _PASSING_REFUSALS = {"RequestTimeTooSkewed", "RequestExpired"}
 # Mistakes in a program or in a machine: to wait for another result would hide them.
 _NOT_OF_THE_STORE = (
     *(TypeError, AttributeError, NameError, NotImplementedError, ImportError, MemoryError),
-    CheckpointError,  # what was to be written cannot be
-    ConfigError,  # ours, which is a ValueError
+    CheckpointError,  # contents that cannot be written
+    ConfigError,  # a ValueError of this package
 )
 
 
 MAX_TEXT = 300  # characters of an error in one line
-# The permission that a request to S3 needs. A file that is not there is "forbidden" to who may not
-# list.
+# The permission that a request to S3 needs. Without the right to list, S3 answers "forbidden" for a
+# missing file.
 _PERMISSIONS = {
     **dict.fromkeys(("ListObjectsV2", "ListObjects", "HeadBucket"), "s3:ListBucket"),
     **dict.fromkeys(("DeleteObject", "DeleteObjects"), "s3:DeleteObject"),
@@ -100,34 +100,40 @@ def classify(error: Exception, has_answered: bool) -> Meaning:
         return Meaning.FINAL
     if status == 404:
         return Meaning.MISSING
-    # The service that issues credentials may be away. A ValueError is at first an address that is
-    # none, later an answer that cannot be read.
+    # Once the store has answered, the service that issues credentials may be away, and a ValueError
+    # is an unreadable answer. Before that, a ValueError is a wrong address.
     if _lacks_credentials(error) or isinstance(error, ValueError):
-        return Meaning.AWAY if has_answered else Meaning.DENIED
+        if has_answered:
+            return Meaning.AWAY
+        return Meaning.DENIED
     if code in _PASSING_REFUSALS or (status == 403 and _clocks_differ(error)):
         return Meaning.AWAY
-    if (
-        status == 401
-        or _is_forbidden(error, status)
-        or isinstance(error, (IsADirectoryError, NotADirectoryError))
-        or (isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG))
-        or "CERTIFICATE_VERIFY_FAILED" in str(error)
-    ):
+    if status == 401 or _is_forbidden(error, status) or _is_wrong_place(error):
         return Meaning.DENIED
     return Meaning.AWAY
 
 
+def _is_wrong_place(error: Exception) -> bool:
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+        return True
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)
+
+
 def is_full(error: BaseException) -> bool:
-    """Return whether `error` says that a disk, or what its user may take of it, is full."""
+    """Return whether `error` says that a disk or a user's quota on it is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_of_machine(error: BaseException | None) -> bool:
-    """Return whether `error` says nothing about the sample that was made: it is of this machine,
-    such as too many open files, or of its network.
+    """Return whether `error` comes from this machine or its network, such as too many open files,
+    and not from the sample that was being made.
     """
     for cause in _causes(error):
-        if isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):  # torch's
+        if isinstance(cause, MemoryError) or "can't allocate memory" in str(
+            cause
+        ):  # torch's message
             return True
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             # Decoders raise OSError without a number for damaged bytes.
@@ -136,7 +142,7 @@ def is_of_machine(error: BaseException | None) -> bool:
 
 
 def remedy_for(error: Exception, is_local: bool) -> str:
-    """Return what a user can do about `error`, which means DENIED.
+    """Return what a user can do about an `error` that means DENIED.
 
     Args:
         is_local: True if the place is a directory on a disk.
@@ -160,8 +166,8 @@ def remedy_for(error: Exception, is_local: bool) -> str:
 
 
 def answer(error: BaseException) -> tuple[int, str]:
-    """Return (HTTP status, error code) of the store's answer that `error` stands for; 0 and ""
-    where it has none.
+    """Return the HTTP status and the error code of the answer behind `error`; 0 and "" if there was
+    no answer.
     """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
@@ -170,23 +176,26 @@ def answer(error: BaseException) -> tuple[int, str]:
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or code
         else:  # azure, aiohttp, gcsfs
             code = getattr(cause, "error_code", None) or ""
-            code = str(getattr(code, "value", code))  # an enum, of azure
+            code = str(getattr(code, "value", code))  # azure's code is an enum
             values = (getattr(cause, name, None) for name in ("status_code", "status", "code"))
             status = next((value for value in values if value is not None), "")
-        if str(status).isdigit() or code:
-            return int(status) if str(status).isdigit() else 0, code
+        if str(status).isdigit():
+            return int(status), code
+        if code:
+            return 0, code
     return 0, ""
 
 
 def _clocks_differ(error: BaseException) -> bool:
-    """Return whether the store's clock is too far from this machine's, as the date of its answer
-    shows.
+    """Return whether the store's clock, by the date of its answer, is too far from this machine's.
 
-    The answer to a HEAD request has no body that could say so.
+    The answer to a HEAD request has no body with an error code.
     """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
-        metadata = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
+        if not isinstance(response, Mapping):
+            continue
+        metadata = response.get("ResponseMetadata", {})
         with contextlib.suppress(KeyError, ValueError, TypeError):
             theirs = email.utils.parsedate_to_datetime(metadata["HTTPHeaders"]["date"])
             return abs(theirs.timestamp() - time.time()) > MAX_CLOCK_SKEW
@@ -196,22 +205,23 @@ def _clocks_differ(error: BaseException) -> bool:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        cause = error.__cause__
+        if cause is None and not error.__suppress_context__:
+            cause = error.__context__
+        error = cause
 
 
 def describe(error: BaseException) -> str:
-    """Return class and message of `error` in one line that ends, without secrets."""
-    # Without azure's whole answer, after what it says.
+    """Return the class and the message of `error` in one short line without secrets."""
+    # azure appends the whole answer to its message.
     message = redact_url(str(error).partition("Content: <")[0])
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
     return textwrap.shorten(text, MAX_TEXT, placeholder=" ...")
 
 
 def _is_forbidden(error: Exception, status: int) -> bool:
-    # of gcsfs
-    return (
-        status == 403 or isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
-    )
+    is_refused_by_gcsfs = str(error).startswith("Forbidden: ")
+    return status == 403 or isinstance(error, PermissionError) or is_refused_by_gcsfs
 
 
 def _lacks_credentials(error: Exception) -> bool:

@@ -1,8 +1,8 @@
-"""Exclusive locks of files, which end with their holder. Imports no torch.
+"""Exclusive locks of files. A lock ends with its holder. Imports no torch.
 
-A lock belongs to the open file, which a forked process inherits, such as a loader process that
-starts while a thread of its parent holds a lock. So a lock is released by name before its file is
-closed, and a forked process closes its copies at once.
+A lock belongs to the open file, and a forked process inherits open files. A loader process, for
+example, may start while a thread of its parent holds a lock. So a lock is released explicitly
+before its file is closed, and a forked process closes its copies at once.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ import os
 import threading
 from collections.abc import Iterator
 
-# held while the set below and the open files differ; a fork waits for it
+# lock that is held while the set below and the open files differ; a fork waits for it
 _guard = threading.RLock()
-_descriptors: set[int] = set()  # of the files that are locked, or will be
+_descriptors: set[int] = set()  # files that are locked, or are about to be
 
 
 @contextlib.contextmanager
 def lock_file(path: str, waits: bool = True) -> Iterator[int]:
-    """Lock a file for the length of the block, and yield its descriptor. It is made if it is
-    missing.
+    """Lock a file during the block, and yield its descriptor. Create the file if it is missing.
 
     Args:
-        waits: for another holder. Without it BlockingIOError is raised if there is one.
+        waits: True to wait while another process holds the lock; False to raise BlockingIOError.
     """
     owner = os.getpid()
+    mode = fcntl.LOCK_EX
+    if not waits:
+        mode |= fcntl.LOCK_NB
     with _guard:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         _descriptors.add(descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, mode)
         yield descriptor
     finally:
-        # a forked process that ends this block too has closed the file
+        # A forked process may leave this block too, and it has closed the file.
         if os.getpid() == owner:
             _unlock(descriptor)
 

@@ -26,25 +26,25 @@ from flyte_ddp.storage.urls import redact_url
 def open_filesystem(
     url: str, field: str = "url", *, anonymous: bool = False, **options: Any
 ) -> tuple[Any, str]:
-    """Return (fsspec file system, path in it) of the path or URL `url`, with the task's storage
-    configuration.
+    """Return the fsspec file system of the path or URL `url`, and the path in this file system.
 
-    Each request is tried once: `Storage.retry` is what tries again.
+    The file system has the task's storage configuration. It sends each request once, because
+    `Storage.retry` repeats requests.
 
     Args:
-        field: named in errors.
-        anonymous: do without credentials, for public buckets.
-        options: for fsspec, over those made here.
+        field: the name of the URL's field, for error messages.
+        anonymous: True to send no credentials, for public buckets.
+        options: arguments of the file system, which win over the arguments made here.
 
     Raises:
-        ConfigError: no such kind of URL is known here, its package is missing, or the task's
-            registration does not allow it (`limits`).
+        ConfigError: the kind of URL is unknown, its package is missing, or the task's
+            registration does not allow the URL (`limits`).
     """
     check_url(url, field)
     check_place(url, field)
     client = CLIENTS.get(fsspec.utils.get_protocol(url))
     try:
-        # fsspec takes two colons in a path for a chain of file systems
+        # fsspec would read two colons in a path as a chain of file systems.
         if _is_local(url):
             file_system = LocalFileSystem(**options)
             return file_system, file_system._strip_protocol(url)
@@ -52,27 +52,28 @@ def open_filesystem(
             file_system, path = fsspec.url_to_fs(url, **options)
             return file_system, path
         cls = pkgutil.resolve_name(client.file_system)
-        in_url = cls._get_kwargs_from_urls(url) if client.has_options_in_urls else {}
+        in_url: dict[str, Any] = {}
+        if client.has_options_in_urls:
+            in_url = cls._get_kwargs_from_urls(url)
         file_system = cls(**{**in_url, **client.make_options(anonymous, url), **options})
-    except (
-        ValueError,
-        ImportError,
-    ) as error:  # a protocol that fsspec does not know or has no package for
-        extra = client.extra if client and isinstance(error, ImportError) else ""
-        remedy = f"; pip install 'flyte-ddp[{extra}]'" if extra else ""
+    # fsspec does not know the protocol, or its package is missing.
+    except (ValueError, ImportError) as error:
+        remedy = ""
+        if client and client.extra and isinstance(error, ImportError):
+            remedy = f"; pip install 'flyte-ddp[{client.extra}]'"
         raise ConfigError(
             f"{field}: expected a path or a URL that fsspec knows, got {redact_url(url)!r}: "
             f"{describe(error)}{remedy}"
         ) from error
     if not hasattr(file_system, "stored_bytes"):  # fsspec shares its instances
-        file_system.stored_bytes = 0  # of the file that is being uploaded
+        file_system.stored_bytes = 0  # progress of the present upload
         client.limit_requests(file_system)
     return file_system, file_system._strip_protocol(url)
 
 
 def check_url(url: str, field: str) -> None:
-    """Raise ConfigError for a URL without its host, bucket or path, such as one made of an empty
-    variable.
+    """Raise ConfigError for a URL without a host, bucket or path. An empty variable in a URL causes
+    this.
     """
     scheme, _, rest = url.rpartition("::")[2].partition(":")
     is_remote = scheme in fsspec.available_protocols() and scheme not in ("file", "local", "memory")
@@ -85,20 +86,23 @@ def check_url(url: str, field: str) -> None:
 
 
 def check_place(url: str, field: str, *own: str) -> None:
-    """Refuse a place that this process may not open, as `limits.check_opening`. Called by all that
-    opens one.
+    """Refuse a place that this process may not open, as `limits.check_opening` does. All code that
+    opens a place calls this function.
     """
-    check_opening(url, field, LocalFileSystem._strip_protocol(url) if _is_local(url) else None, own)
+    path = None
+    if _is_local(url):
+        path = LocalFileSystem._strip_protocol(url)
+    check_opening(url, field, path, own)
 
 
 def _is_local(url: str) -> bool:
     if "://" in url:
         return url.startswith(("file://", "local://"))
-    # else a chain, such as simplecache::/path
+    # A protocol before two colons begins a chain, such as simplecache::/path.
     return url.partition("::")[0] not in fsspec.available_protocols()
 
 
-# Never what is registered under these names: another library, such as Flyte 2's SDK, may have put
+# These protocols do not use fsspec's registry: another library, such as Flyte 2's SDK, may have put
 # its own class there.
 CLIENTS = {
     **dict.fromkeys(("s3", "s3a"), S3),
@@ -108,10 +112,10 @@ CLIENTS = {
 
 
 def _close_sessions() -> None:
-    """Close the connections of all file systems that this process has shared.
+    """Close the connections of all file systems that fsspec shares in this process.
 
-    flytekit opens some whose loop is its own; s3fs does not close those, and their client ends a
-    healthy process with an error message ("Unclosed client session").
+    flytekit opens file systems with an event loop of its own, which s3fs does not close. Their
+    client would end a healthy process with an error message ("Unclosed client session").
     """
     for client in (S3, GOOGLE):
         for path, session in client.sessions.items():
@@ -121,7 +125,7 @@ def _close_sessions() -> None:
 def _close_sessions_of(path: str, session: str) -> None:
     if path.partition(":")[0] not in sys.modules:
         return
-    # The process is ending: nothing is left that could fail.
+    # The process is ending, so an error here could only hide its result.
     with contextlib.suppress(Exception):
         for file_system in list(pkgutil.resolve_name(path)._cache.values()):
             with contextlib.suppress(Exception):
@@ -131,5 +135,5 @@ def _close_sessions_of(path: str, session: str) -> None:
                     asyncio.run_coroutine_threadsafe(close, loop).result(timeout=2)
 
 
-# Not `atexit.register`: flytekit's own handler, which ends its loop, would come first.
+# `atexit.register` would be too late: flytekit's own handler, which ends its loop, would run first.
 getattr(threading, "_register_atexit", atexit.register)(_close_sessions)

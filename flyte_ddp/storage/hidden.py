@@ -1,8 +1,8 @@
-"""The config in a record: shown without secrets, and compared by its true values.
+"""The config in a record: it is shown without secrets, and compared by its true values.
 
-A checkpoint, a run card or a manifest holds a config in the form for showing (`redact_values`).
-Nothing is compared with that form where it hides something, and nothing is built from it. Beside it
-stands a salted, slow hash of each hidden value.
+A checkpoint, a run card or a manifest holds a redacted config (`redact_values`). A redacted value
+is never compared, and nothing is built from it. The record also holds a salted, slow hash of each
+hidden value, and values are compared by these hashes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.urls import HIDDEN, drop_signatures, redact_values
 
 OPTIONS = "recipe_options"
-COST = {"n": 2**14, "r": 8, "p": 1}  # of scrypt: 40 ms and 16 MiB for a value
+COST = {"n": 2**14, "r": 8, "p": 1}  # scrypt's cost: 40 ms and 16 MiB for a value
 SALT_BYTES = 16
 
-# Name, salt and hash of each hidden value. A list, because names such as api_key are themselves
-# keys whose values are hidden.
+# Name, salt and hash of each hidden value. This is a list, because `redact_values` would hide the
+# value of a key such as api_key.
 Hashes = list[dict[str, str]]
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config by name, each option of the recipe as recipe_options.NAME."""
+    """Return a config's values by name. An option of the recipe is called recipe_options.NAME."""
     values = dict(config)
     options = values.pop(OPTIONS, {})
     return values | {f"{OPTIONS}.{name}": value for name, value in options.items()}
@@ -49,11 +49,12 @@ def _hash(value: Any, salt: str) -> str:
 
 
 class RecordedConfig:
-    """A config that a record has.
+    """The config in a record.
 
     Args:
         shown: the config as the record shows it.
-        hashes: of what it hides; None in the record of an earlier version, which had none.
+        hashes: the hashes of the hidden values; None if an earlier version, without hashes, wrote
+            the record.
     """
 
     def __init__(self, shown: Mapping[str, Any], hashes: Sequence[Mapping[str, str]] | None):
@@ -68,11 +69,11 @@ class RecordedConfig:
         return HIDDEN in json.dumps(self.shown.get(name))
 
     def is_comparable(self, name: str) -> bool:
-        """Return whether the record tells if a value is the one that it has."""
+        """Return whether a value can be compared with the recorded value."""
         return self._has_hashes or not self.is_hidden(name)
 
     def is_same(self, name: str, value: Any) -> bool:
-        """Return whether the record has this value; False where that cannot be told."""
+        """Return whether the record has this value. Return False if they cannot be compared."""
         if not self.is_comparable(name):
             return False
         if not self.is_hidden(name):
@@ -81,7 +82,7 @@ class RecordedConfig:
         return _hash(value, found["salt"]) == found["scrypt"]
 
     def is_all(self, config: Mapping[str, Any]) -> bool:
-        """Return whether the record has the values of `config`, and no others."""
+        """Return whether the record has exactly the values of `config`."""
         values = flatten(config)
         if values.keys() != self.shown.keys():
             return False
@@ -93,9 +94,9 @@ class RecordedConfig:
         """Raise ConfigError if one of these values is not the recorded one.
 
         Args:
-            where: what is said after the expected value.
-            old_record: what is said if the record of an earlier version hides the value; "" lets
-                the given value count.
+            where: text to put after the expected value.
+            old_record: text for the record of an earlier version that hides the value; "" to accept
+                the given value then.
         """
         for name, value in values.items():
             if not self.is_comparable(name):

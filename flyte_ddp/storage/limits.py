@@ -1,7 +1,8 @@
-"""The URLs and paths that this process may open, where a task's registration limits them.
+"""The URLs and paths that this process may open, if a task's registration limits them.
 
-The list travels in the environment with the storage configuration, from a task to its agents and
-ranks. What opens a URL asks here, so nothing depends on where a URL came from. Opens nothing.
+The list travels with the storage configuration in the environment, from a task to its agents and
+ranks. All code that opens a URL asks this module first, wherever the URL came from. The module
+opens nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _PLACE = re.compile(
 
 @contextlib.contextmanager
 def limit_urls(allowed: Sequence[str], own: Sequence[str]) -> Iterator[None]:
-    """Limit what this process, and those that get its storage configuration, open in the block.
+    """Limit the URLs that this process opens in the block. The limits also apply to processes that
+    get its storage configuration.
 
     Args:
-        allowed: patterns of URLs, as of the table `allowed`.
+        allowed: patterns of URLs, as in the table `allowed`.
         own: URLs and directories that belong to the task itself.
     """
     before = os.environ.get(LIMITS_VARIABLE)
@@ -51,21 +53,22 @@ def limit_urls(allowed: Sequence[str], own: Sequence[str]) -> Iterator[None]:
 
 
 def permit(*places: str) -> None:
-    """Let this process open places that its own code has made or chosen, if it is limited."""
+    """Let a process with limits also open places that its own code has made or chosen."""
     limits = _read()
     if limits:
         _set({**limits, "own": [*limits["own"], *places]})
 
 
 def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | None = None) -> None:
-    """Compare URLs and paths that a user named, each with its name, before anything is opened. URLs
-    of the task's own are allowed too.
+    """Check URLs and paths that a user gave, before anything is opened. The task's own URLs are
+    always allowed.
 
     Args:
-        allowed: patterns; by default those of this process, if it is limited.
+        places: pairs of a field's name and a URL or path.
+        allowed: patterns; by default this process's patterns, if it has limits.
 
     Raises:
-        ConfigError: some are not allowed; names all of them.
+        ConfigError: some places are not allowed. The message names all of them.
     """
     limits = _read()
     if allowed is None:
@@ -73,11 +76,10 @@ def check_places(places: Iterable[tuple[str, str]], allowed: Sequence[str] | Non
             return
         allowed = limits["allowed"]
     own = limits.get("own", [])
-    findings = [
-        _describe(name, url, allowed)
-        for name, url in places
-        if url and not _is_listed(url, allowed) and not _is_own_url(url, own)
-    ]
+    findings = []
+    for name, url in places:
+        if url and not _is_listed(url, allowed) and not _is_own_url(url, own):
+            findings.append(_describe(name, url, allowed))
     if findings:
         raise ConfigError(f"{'; '.join(findings)} {WHERE}")
 
@@ -86,11 +88,11 @@ def check_opening(url: str, field: str, path: str | None, own: Sequence[str] = (
     """Refuse a place that this process may not open.
 
     Args:
-        path: what `url` means on this machine's disks; None for a URL of another file system.
+        path: the path of `url` on this machine's disks; None for a URL of another file system.
         own: more places that belong to the task.
 
     Raises:
-        ConfigError: it is neither allowed nor the task's own; names `field`.
+        ConfigError: the place is neither allowed nor the task's own. The message names `field`.
     """
     limits = _read()
     if not limits:
@@ -110,7 +112,9 @@ def looks_like_place(text: str) -> bool:
 
 
 def covers(rule: Sequence[str], parts: Sequence[str]) -> bool:
-    """Compare part by part: a part may have any character in it."""
+    """Return whether each part of a rule matches the part at the same position. Further parts are
+    covered too.
+    """
     return len(rule) <= len(parts) and all(
         fnmatchcase(part, pattern) for part, pattern in zip(parts, rule, strict=False)
     )
@@ -118,7 +122,10 @@ def covers(rule: Sequence[str], parts: Sequence[str]) -> bool:
 
 def _read() -> dict[str, Any]:
     text = os.environ.get(LIMITS_VARIABLE)
-    return json.loads(text) if text else {}
+    limits: dict[str, Any] = {}
+    if text:
+        limits = json.loads(text)
+    return limits
 
 
 def _set(limits: dict[str, Any]) -> None:
@@ -126,8 +133,9 @@ def _set(limits: dict[str, Any]) -> None:
 
 
 def _describe(name: str, url: str, allowed: Sequence[str]) -> str:
-    listed = f"one of allowed.urls ({', '.join(allowed)})"
-    expected = listed if allowed else "none, because allowed.urls is empty"
+    expected = "none, because allowed.urls is empty"
+    if allowed:
+        expected = f"one of allowed.urls ({', '.join(allowed)})"
     return f"{name}: expected {expected}, got {redact_url(url)!r}"
 
 
@@ -136,7 +144,7 @@ def _is_listed(url: str, allowed: Sequence[str]) -> bool:
 
 
 def _is_listed_path(path: str, allowed: Sequence[str]) -> bool:
-    """Return whether the path, and what it is a link to, are both below an allowed directory."""
+    """Return whether the path and the target of its links are both below an allowed directory."""
     parts = _split_url(os.path.abspath(path))
     for rule in _rules(allowed):
         if covers(rule, parts):
@@ -169,13 +177,18 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _rules(allowed: Sequence[str]) -> list[tuple[str, ...]]:
-    # A * at the end stands for all below, with which each pattern is read.
-    split = [_split_url(pattern) for pattern in allowed]
-    return [parts[:-1] if parts[-1] == "*" else parts for parts in split]
+    # Each pattern covers everything below it, so a * at its end adds nothing.
+    rules = []
+    for pattern in allowed:
+        parts = _split_url(pattern)
+        if parts[-1] == "*":
+            parts = parts[:-1]
+        rules.append(parts)
+    return rules
 
 
 def _decodings(text: str) -> Iterator[str]:
-    """Yield a text, and what it becomes when its %-encoding is undone, as often as there is any."""
+    """Yield a text, and the results of decoding its %-encoding until nothing is left to decode."""
     yield text
     decoded = urllib.parse.unquote(text)
     if decoded != text:
@@ -183,8 +196,8 @@ def _decodings(text: str) -> Iterator[str]:
 
 
 def _is_ambiguous(url: str) -> bool:
-    """Return whether a URL may open another place than it seems to: stores and servers normalize it
-    in their own ways.
+    """Return whether a URL may open another place than it seems to. Stores and servers normalize
+    URLs in their own ways.
 
     A chain such as filecache::dask://host opens more than the URL that it begins with.
     """
@@ -196,8 +209,8 @@ def _is_ambiguous(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, ...]:
-    """Return scheme, host and names of a path, in one form for all URLs of the same place. A path
-    has no host.
+    """Return the scheme, the host and the path's names, alike for all URLs of the same place. A
+    local path has no host.
     """
     scheme, separator, rest = url.partition("://")
     if not separator and url != "*":
@@ -206,4 +219,6 @@ def _split_url(url: str) -> tuple[str, ...]:
     if scheme in DEFAULT_PORTS:
         host, slash, path = re.split("[?#]", rest)[0].partition("/")
         rest = host.rpartition("@")[2].lower().removesuffix(DEFAULT_PORTS[scheme]) + slash + path
-    return (scheme, *rest.rstrip("/").split("/")) if rest else (scheme,)
+    if not rest:
+        return (scheme,)
+    return scheme, *rest.rstrip("/").split("/")

@@ -1,8 +1,8 @@
 """A local file that is written directly to the disk, past the kernel's page cache (O_DIRECT).
 
-A checkpoint is written often and hardly ever read. Writing 1.2 GB through the cache takes 1.7 to
-2.3 s of a core that trains. Directly it takes 0.2 to 0.4 s, most of it to copy each block to memory
-that begins where a page does.
+A checkpoint is written often and hardly ever read. To write 1.2 GB through the cache takes 1.7 to
+2.3 s of a core that trains. To write it directly takes 0.2 to 0.4 s, mostly for copying each block
+to memory that begins at a page boundary.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import mmap
 import os
 from typing import Any
 
-BLOCK = 4 << 20  # bytes of a write: a multiple of every disk's unit
+BLOCK = 4 << 20  # bytes per write: a multiple of every disk's unit
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
 def copy_bytes(data: Any, target: mmap.mmap, begin: int) -> None:
     """Copy `data` into `target` from `begin` on, while other threads run.
 
-    Assigning to a slice of `target` would keep them from it: on a GPU, steps with a writer beside
-    them took twice their time.
+    An assignment to a slice of `target` would hold the interpreter lock. On a GPU, steps beside
+    such a writer took twice their time.
     """
     import numpy
 
@@ -32,19 +32,20 @@ def copy_bytes(data: Any, target: mmap.mmap, begin: int) -> None:
 
 
 class UncachedFile(io.FileIO):
-    """A new file to write to from its beginning to its end, in a `with` block, at whose end all is
-    on the disk.
+    """A new file that is written from beginning to end in a `with` block. At the end of the block
+    all bytes are on the disk.
 
-    What is not a whole block is written as usual; so is all where the file system has no direct
-    writes (tmpfs, some network disks). Not for two threads. Raises OSError, the file's.
+    An incomplete last block is written through the cache. So is the whole file if the file system
+    has no direct writes (tmpfs, some network disks). Only one thread may use the file. Raises the
+    file's OSError.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "wb")
         with contextlib.suppress(OSError):  # some file systems refuse the first write instead
             fcntl.fcntl(self, fcntl.F_SETFL, DIRECT)
-        self._block = mmap.mmap(-1, BLOCK)  # begins where a page does
-        self._used = 0  # bytes of it
+        self._block = mmap.mmap(-1, BLOCK)  # memory that begins at a page boundary
+        self._used = 0  # bytes in the block
 
     def write(self, data: Any) -> int:
         view, done = memoryview(data).cast("B"), 0
@@ -62,7 +63,7 @@ class UncachedFile(io.FileIO):
         while block:
             try:
                 block = block[os.write(self.fileno(), block) :]
-            except OSError as error:  # also of the rest of a block that was written in part
+            except OSError as error:  # the rest of a partly written block fails too
                 if error.errno != errno.EINVAL or not fcntl.fcntl(self, fcntl.F_GETFL) & DIRECT:
                     raise
                 fcntl.fcntl(self, fcntl.F_SETFL, 0)

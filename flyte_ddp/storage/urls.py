@@ -1,7 +1,7 @@
-"""Text without passwords, signatures and keys, in the form in which it may leave a run.
+"""Removal of passwords, signatures and keys from text that leaves a run.
 
-There are two doors. Records, such as events, cards, manifests and checkpoints, pass
-`redact_values`. Messages, such as lines of ranks and errors, pass `redact_url` or `redact_errors`.
+Records, such as events, cards, manifests and checkpoints, pass through `redact_values`. Messages,
+such as errors and lines that ranks print, pass through `redact_url` or `redact_errors`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HIDDEN = "..."
-# Before their @, a name alone is part of the place, as in abfs://container@account. Elsewhere it is
-# a token.
+# Schemes in which a name before the @ is part of the place, as in abfs://container@account. In
+# other schemes a name there is a token.
 _SCHEMES_WITH_USERS = re.compile(
     r"abfss?|adl|az|dask|git|(git\+)?ssh|hdfs|s?ftp|smb|wasbs?|webhdfs"
 )
-# The ends of names whose values are secrets, as in api_key, X-Api-Key, AWS_SECRET_ACCESS_KEY.
+# The ends of secret values' names, as in api_key, X-Api-Key, AWS_SECRET_ACCESS_KEY.
 _SECRET = (
     r"(?:passw(?:or)?d|passphrase|secret|(?:access|account|api|private|secret|shared)[_-]?key(?:[_-]?id)?|"
     r"googleaccessid|sharedaccesssignature|x-(?:amz|goog)-(?:credential|signature)|"
     r"(?:access|api|auth|bearer|github|hf|id|refresh|sas|security|session|tracking)[_-]?token)"
 )
-# words with other meanings: see `_LONG`
+# Words with other meanings. Only a value as in `_LONG` after them is a secret.
 _AMBIGUOUS = r"(?<![a-z])(?:token|signature|sig|credential|pwd)"
 _VALUE = r"(?!none\b|null\b|true\b|false\b|\.\.\.)(?:[^\s\"'&,;()\[\]{}<>]+)"
-# no word of a sentence
+# A long value that is no word in a sentence.
 _LONG = r"(?=[^\s\"'&,;]*[a-z])(?=[^\s\"'&,;]*\d)[^\s\"'&,;()\[\]{}<>]{6,}|[\w+/=-]{32,}"
 _QUOTED = r"\"(?!\.\.\.\")[^\"\n]+\"|'(?!\.\.\.')[^'\n]+'"
 _URL = re.compile(r"\b[a-zA-Z][\w+.-]{0,30}://[^\s'\"<>]+")
 _SECRET_NAME = re.compile(rf".*{_SECRET}|token|pwd|(?:proxy-)?authorization", re.I | re.S)
 _SIGNED = re.compile(r"\b(?:x-(?:amz|goog)-\w+|sig|signature|awsaccesskeyid|googleaccessid)=", re.I)
-# The parts of a query that a store has signed, of S3, Google Cloud Storage, CloudFront and Azure.
+# Parts of a signed URL's query, for S3, Google Cloud Storage, CloudFront and Azure.
 _SIGNATURE_PART = re.compile(
     r"x-(?:amz|goog)-[\w-]+|sig|signature|awsaccesskeyid|googleaccessid|expires|key-pair-id|policy|"
     r"s[ersvi]|s[ps]|spr|sip|srt|ses|sks|skt|ske|skv|skoid|sktid|sdd|st|scid|rsc[cdelt]",
@@ -44,10 +44,10 @@ _SECRET_IN_QUERY = re.compile(
     rf".*{_SECRET}|auth|code|jwt|key|pass|sas|session_?id|ticket|(?:.*[_.-])?(?:token|sig|signature|credentials?|pwd)",
     re.I | re.S,
 )
-# a value of a query that no person writes
+# A random value in a query.
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*\d)[a-z\d+/=%]{24,}", re.I)
 _QUERY = re.compile(r"(?<=\?)[^\s'\"<>?#]+")
-_RULES = [  # the first group stays
+_RULES = [  # the first group of a match stays in the text
     re.compile(r"(private key-----)(?!\.\.\.).+?(?=-----END|\Z)", re.I | re.S),
     re.compile(
         r"(authorization[\"']?\s*[:=,]\s*b?[\"']?)(?:(?:basic|bearer|digest|token|apikey|sharedkey\w*|aws|goog4)\S*\s+"
@@ -59,7 +59,7 @@ _RULES = [  # the first group stays
     ),
     re.compile(
         r"(\blogin\s+\S+\s+password\s+|\bwandb login\s+(?:--\S+\s+)*)(?!-|\.\.\.)\S{8,}", re.I
-    ),  # also of .netrc
+    ),  # also matches .netrc
     re.compile(rf"({_SECRET}[\"']?\s*(?:=|(?<=[\"'])\s*[:,])\s*b?)(?:{_QUOTED})", re.I),
     re.compile(rf"({_SECRET}\s*=\s*){_VALUE}", re.I),
     re.compile(rf"((?:{_SECRET}|{_AMBIGUOUS})[\"']?\s*[:=]\s*b?[\"']?)(?:{_LONG})", re.I),
@@ -70,74 +70,52 @@ _RULES = [  # the first group stays
         r"sk-[\w-]{20,}|AIza[\w-]{35}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
     ),
 ]
-_HINTS = (  # one of these is in every text that a rule changes
-    *(
-        "://",
-        "key",
-        "secret",
-        "passw",
-        "passphrase",
-        "token",
-        "sig",
-        "pwd",
-        "credential",
-        "googleaccessid",
-        "authoriz",
-    ),
-    *(
-        "bearer",
-        "login",
-        "akia",
-        "asia",
-        "ghp_",
-        "gho_",
-        "ghs_",
-        "ghu_",
-        "ghr_",
-        "github",
-        "glpat-",
-        "hf_",
-        "wandb",
-    ),
+_HINT_WORDS = (
+    *("://", "key", "secret", "passw", "passphrase", "token", "sig", "pwd", "credential"),
+    *("googleaccessid", "authoriz", "bearer", "login"),
+)
+_HINT_PREFIXES = (
+    *("akia", "asia", "ghp_", "gho_", "ghs_", "ghu_", "ghr_", "github", "glpat-", "hf_", "wandb"),
     *("local-", "xox", "sk-", "aiza", "ya29.", "eyj"),
 )
+_HINTS = _HINT_WORDS + _HINT_PREFIXES  # every text that a rule changes contains a hint
 
 
 def redact_url(text: str) -> str:
-    """Return `text`, a URL or a message, without passwords, signatures, tokens and keys; any other
-    text unchanged.
+    """Return a URL or a message without its passwords, signatures, tokens and keys. Other text
+    stays as it is.
     """
     lowered = text.lower()
-    if not any(hint in lowered for hint in _HINTS):  # as in most of the many lines that ranks print
+    # Most of the many lines that ranks print have no hint.
+    if not any(hint in lowered for hint in _HINTS):
         return text
     if "://" in text:
         text = _redact_urls(text)
     if "?" in text:
-        text = re.sub(
-            r"(?<=\?)[^\s'\"<>?]+",
-            lambda match: _hide(match[0]) if _SIGNED.search(match[0]) else match[0],
-            text,
-        )
+        text = re.sub(r"(?<=\?)[^\s'\"<>?]+", lambda match: _hide_if_signed(match[0]), text)
     for rule in _RULES:
         text = rule.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
     return text
 
 
 def redact_values(value: Any) -> Any:
-    """Return plain values, or a dataclass of such, with every string in them redacted, and what
-    secret names have.
+    """Return plain values, or a dataclass of plain values, with every string redacted. Strings with
+    a secret's name are hidden as a whole.
     """
     if isinstance(value, str):
         return redact_url(value)
     if isinstance(value, Mapping):
-        return {
-            key: HIDDEN
-            if isinstance(each, str) and each and _SECRET_NAME.fullmatch(str(key))
-            else redact_values(each)
-            for key, each in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(map(redact_values, value))
+        shown = {}
+        for key, each in value.items():
+            if isinstance(each, str) and each and _SECRET_NAME.fullmatch(str(key)):
+                shown[key] = HIDDEN
+            else:
+                shown[key] = redact_values(each)
+        return shown
+    if isinstance(value, list):
+        return [redact_values(each) for each in value]
+    if isinstance(value, tuple):
+        return tuple(redact_values(each) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{name: redact_values(each) for name, each in vars(value).items()}
@@ -147,8 +125,8 @@ def redact_values(value: Any) -> Any:
 
 @contextlib.contextmanager
 def redact_errors() -> Iterator[None]:
-    """Redact, in place, the text of an exception that the block raises, and of those that led to
-    it.
+    """Redact, in place, the text of an exception that the block raises, and the text of its
+    causes.
     """
     try:
         yield
@@ -159,10 +137,13 @@ def redact_errors() -> Iterator[None]:
 
 def _redact_error(error: BaseException | None) -> None:
     while error is not None:
-        error.args = tuple(
-            redact_url(each) if isinstance(each, str) else each for each in error.args
-        )
-        # Such as the message that a class keeps beside the arguments, and notes.
+        arguments = []
+        for each in error.args:
+            if isinstance(each, str):
+                each = redact_url(each)
+            arguments.append(each)
+        error.args = tuple(arguments)
+        # Some classes keep a message beside the arguments, and an error may have notes.
         vars(error).update(
             {
                 name: redact_values(each)
@@ -181,28 +162,39 @@ def _redact_urls(text: str) -> str:
 
 def _redact(url: str) -> str:
     scheme, _, rest = url.partition("://")
-    # such as zip://inner.csv::https://host/outer.zip
-    if chain := re.search(r"::(?=[\w+.-]+(://|::))", rest):
-        return (
-            f"{_redact(f'{scheme}://{rest[: chain.start()]}')}::{_redact_urls(rest[chain.end() :])}"
-        )
+    # A chain of URLs, such as zip://inner.csv::https://host/outer.zip.
+    chain = re.search(r"::(?=[\w+.-]+(://|::))", rest)
+    if chain:
+        inner = _redact(f"{scheme}://{rest[: chain.start()]}")
+        return f"{inner}::{_redact_urls(rest[chain.end() :])}"
     authority = re.split("[/?#]", rest)[0]
-    # A password may have an unquoted / ? # or @ in it: it ends at the last @.
-    user, at, place = rest.rpartition("@") if ":" in authority else authority.rpartition("@")
-    if ":" not in authority:
+    if ":" in authority:
+        # A password may contain an unquoted / ? # or @. It ends at the last @.
+        user, at, place = rest.rpartition("@")
+    else:
+        user, at, _ = authority.rpartition("@")
         place = rest[len(user) + len(at) :]
     if at and (":" in user or not _SCHEMES_WITH_USERS.fullmatch(scheme.lower())):
         user = HIDDEN
     is_in_query = "?" in rest[: len(rest) - len(place)] and "?" not in place
     place, sharp, fragment = place.partition("#")
-    address, mark, query = place.partition("&" if is_in_query else "?")
+    separator = "?"
+    if is_in_query:
+        separator = "&"
+    address, mark, query = place.partition(separator)
     if mark:
         mark = "?"
     return f"{scheme}://{user}{at}{address}{mark}{_hide(query)}{sharp}{_hide(fragment)}"
 
 
+def _hide_if_signed(query: str) -> str:
+    if _SIGNED.search(query):
+        return _hide(query)
+    return query
+
+
 def _hide(query: str) -> str:
-    """Return a query, or a fragment of its form, with its secrets and its signature hidden."""
+    """Return a query, or a fragment in the same form, with its secrets and signature hidden."""
     if "=" not in query:
         return query
     is_signed = bool(_SIGNED.search(query))
@@ -217,8 +209,8 @@ def _hide(query: str) -> str:
 
 
 def drop_signatures(value: Any) -> Any:
-    """Return plain values without the signatures in their URLs: a store signs a URL anew each time,
-    and it is the same URL.
+    """Return plain values without the signatures in their URLs. A store signs the same URL anew
+    each time.
     """
     if isinstance(value, str):
         return _QUERY.sub(lambda match: _drop_signature(match[0]), value)

@@ -1,9 +1,8 @@
 """A state dict as a file: torch's own format, or safetensors, which many programs read.
 
-A safetensors file has tensors only. What else a state dict has, such as the sizes that a model
-writes into its extra state, is JSON in the file's metadata, under `VALUES`. In both formats the
-names of the classes travel with a state: equal shapes do not tell a model of cats and dogs from one
-of dogs and cats. Imports torch when it is called.
+A safetensors file holds tensors only. Other values of a state dict, such as a model's extra state,
+are JSON in the file's metadata, under `VALUES`. In both formats the names of the classes travel
+with a state, because shapes do not show the order of the classes. Imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from flyte_ddp.errors import ConfigError
 from flyte_ddp.storage.directory import compute_sha256
 from flyte_ddp.storage.urls import redact_url
 
-TORCHVISION = "torchvision:"  # the beginning of an initial state that torchvision publishes
+TORCHVISION = "torchvision:"  # beginning of the name of a state that torchvision publishes
 PINNED = re.compile(r"(.+) \(sha256 ([0-9a-f]{64})\)", re.S)
 VALUES, CLASS_NAMES = "flyte_ddp.values", "flyte_ddp.class_names"  # keys in the metadata
 
 
 def pin_state(url: str) -> str:
-    """Return the path or URL of a state with the checksum of its contents, which are what counts:
-    names are reused.
+    """Return the path or URL of a state with the checksum of its contents, as one text.
 
-    As text, such as "s3://bucket/model_state.pt (sha256 ...)", so that whatever is compared or
-    stored by it has both.
-
-    One that has its checksum stays as it is, and one without a file: a run that resumes does not
-    need it.
+    For example "s3://bucket/model_state.pt (sha256 ...)". Names are reused, so states are compared
+    by their contents. A state that has its checksum stays as it is. So does a state without a file,
+    because a run that resumes does not need the file.
     """
     if not url or url.startswith(TORCHVISION) or split_pin(url)[1]:
         return url
-    url = url if "://" in url else os.path.abspath(url)
+    if "://" not in url:
+        url = os.path.abspath(url)
     with contextlib.suppress(FileNotFoundError):
         return f"{url} (sha256 {compute_sha256(url, 'initial_model_state')})"
     return url
 
 
 def describe_missing(state: str) -> str:
-    """Return the error if `pin_state` has found no file; "" if it has, or none is needed."""
+    """Return the error text if `pin_state` found no file; "" if it did, or no file is needed."""
     if not state or state.startswith(TORCHVISION) or split_pin(state)[1]:
         return ""
     return (
@@ -56,30 +53,34 @@ def describe_missing(state: str) -> str:
 
 
 def split_pin(state: str) -> tuple[str, str]:
-    """Return URL and checksum of what `pin_state` returned; "" for no checksum."""
+    """Return the URL and the checksum of a state from `pin_state`; "" for no checksum."""
     match = PINNED.fullmatch(state)
-    return (match[1], match[2]) if match else (state, "")
+    if match:
+        return match[1], match[2]
+    return state, ""
 
 
 def identify_state(state: str) -> str:
-    """Return the checksum of what `pin_state` returned, or its URL, without secrets, if it has
-    none.
+    """Return the checksum of a state from `pin_state`, or its URL without secrets if it has no
+    checksum.
     """
     url, sha256 = split_pin(state)
     return sha256 or redact_url(url)
 
 
 def is_same_state(one: str, other: str) -> bool:
-    """Compare two states by their checksums, or by their URLs where one has none. Both without
-    secrets, or none.
+    """Compare two states by their checksums, or by their URLs if a checksum is missing. Give both
+    URLs with their secrets, or both without.
     """
     (url, sha256), (other_url, other_sha256) = split_pin(one), split_pin(other)
-    return sha256 == other_sha256 if sha256 and other_sha256 else url == other_url
+    if sha256 and other_sha256:
+        return sha256 == other_sha256
+    return url == other_url
 
 
 def with_class_names(state: Mapping[str, Any], names: Sequence[str]) -> OrderedDict[str, Any]:
-    """Return `state` with the names of its classes as an attribute: torch.save keeps it,
-    load_state_dict ignores it.
+    """Return `state` with the names of its classes as an attribute. torch.save keeps the attribute,
+    and load_state_dict ignores it.
     """
     named = OrderedDict(state)
     vars(named)["class_names"] = list(names)
@@ -87,26 +88,27 @@ def with_class_names(state: Mapping[str, Any], names: Sequence[str]) -> OrderedD
 
 
 def class_names_of(state: Any) -> list[str]:
-    """Return the names that `with_class_names` gave to `state`; none where they are not known."""
+    """Return the names that `with_class_names` gave to `state`; an empty list if it has none."""
     found = getattr(state, "class_names", None)
-    return [str(name) for name in found] if isinstance(found, list) else []
+    if not isinstance(found, list):
+        return []
+    return [str(name) for name in found]
 
 
 def is_safetensors(contents: bytes) -> bool:
-    """Return whether a file begins as safetensors does: the size of a header, and its JSON.
+    """Return whether a file begins as safetensors does, with the size of a header and its JSON.
 
-    The first byte alone decides nothing: that of a header of 2,688 bytes is a pickle's.
+    The first byte alone decides nothing: the size 2,688 begins with the first byte of a pickle.
     """
     return contents[8:9] == b"{" and 8 + int.from_bytes(contents[:8], "little") <= len(contents)
 
 
 def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
-    """Write a state dict of contiguous tensors on the CPU in the format safetensors, from where
-    they are in memory.
+    """Write a state dict of contiguous CPU tensors in the format safetensors, without copying them.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: it has something that the format cannot hold; names the key.
+        ValueError: the format cannot hold a value. The message names its key.
     """
     import safetensors.torch
     import torch
@@ -120,7 +122,7 @@ def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> 
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(f"{name} is no dense tensor")
-        if tensor.data_ptr() in addresses:  # tied to another one: the format has no such thing
+        if tensor.data_ptr() in addresses:  # a tied tensor, which the format cannot express
             tensors[name] = tensor.clone()
         addresses.add(tensor.data_ptr())
     found = {VALUES: values, CLASS_NAMES: class_names_of(state)}
@@ -129,14 +131,14 @@ def save_safetensors(state: Mapping[str, Any], file: str | os.PathLike[str]) -> 
 
 
 def from_bytes(contents: bytes) -> Any:
-    """Return the state dict in a file of either format, or one that `pickle.dumps` has made,
-    tensors on the CPU. Unpickles tensors and plain values alone.
+    """Return the state dict in a file of either format or in a plain pickle, with tensors on the
+    CPU. Only tensors and plain values are unpickled.
 
     Raises:
-        pickle.UnpicklingError, RuntimeError, EOFError: it is no such file.
+        pickle.UnpicklingError, RuntimeError, EOFError: the file holds no state dict.
     """
     if not is_safetensors(contents):
-        if contents[:1] == pickle.PROTO:  # of torch's older format the first object is a number
+        if contents[:1] == pickle.PROTO:  # torch's older format begins with a pickled number
             found = _StateUnpickler(io.BytesIO(contents)).load()
             if not isinstance(found, int):
                 return found
@@ -154,7 +156,7 @@ def from_bytes(contents: bytes) -> Any:
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Reads a pickle of tensors and plain values. torch's own reads no protocol above 2."""
+    """Unpickler of tensors and plain values. torch's own unpickler reads no protocol above 2."""
 
     def find_class(self, module: str, name: str) -> Any:
         from torch import _utils
@@ -165,7 +167,8 @@ class _StateUnpickler(pickle.Unpickler):
             "torch._utils._rebuild_parameter": _utils._rebuild_parameter,
             "torch.storage._load_from_bytes": _load,
         }
-        if (full := f"{module}.{name}") not in known:
+        full = f"{module}.{name}"
+        if full not in known:
             raise pickle.UnpicklingError(_describe_other(full))
         return known[full]
 
@@ -175,8 +178,9 @@ def _load(contents: bytes) -> Any:
 
     try:
         return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose first line advises to trust the file
-        if match := re.search(r"Unsupported (?:global|class)\W.*?(\w+(?:\.\w+)+)", str(error)):
+    except pickle.UnpicklingError as error:  # torch's text begins with the advice to trust the file
+        match = re.search(r"Unsupported (?:global|class)\W.*?(\w+(?:\.\w+)+)", str(error))
+        if match:
             raise pickle.UnpicklingError(_describe_other(match[1])) from None
         raise
 
@@ -186,15 +190,15 @@ def _describe_other(name: str) -> str:
 
 
 def load_torchvision_state(name: str) -> Any:
-    """Return the published weights called `name`, from torch's own cache on this machine or
-    downloaded.
+    """Return the published weights called `name`. They are downloaded unless torch's cache on this
+    machine has them.
 
     Args:
-        name: `torchvision:` and a model, such as resnet50, whose default weights they are, or
+        name: `torchvision:` and a model, such as resnet50 for its default weights, or
             resnet50.IMAGENET1K_V1.
 
     Raises:
-        ConfigError: there are none of this name, or they cannot be downloaded.
+        ConfigError: no weights have this name, or they cannot be downloaded.
     """
     from torchvision import models
 

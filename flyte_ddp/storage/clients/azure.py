@@ -1,4 +1,4 @@
-"""The client of Azure Blob Storage, adlfs, and the private names of its library that are used."""
+"""The client of Azure Blob Storage. It uses some private names of its library, adlfs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flyte_ddp.storage.environment import storage_environment
 
 
 def make_options(anonymous: bool, url: str) -> dict[str, Any]:
-    """Return the options for the account that `url` names, or for the environment's. Keys of one
-    account are not sent to another one.
+    """Return the options for the account in `url`, or else for the account in the environment. Keys
+    of one account are never sent to another account.
     """
     prefix = "AZURE_STORAGE_"
     found = storage_environment()
@@ -24,22 +24,25 @@ def make_options(anonymous: bool, url: str) -> dict[str, Any]:
     }
     named = re.match(r"[^/?#]*@([^./?#]+)", url.partition("://")[2])
     in_connection = re.search("AccountName=([^;]*)", options.get("connection_string", ""))
-    own = options.get("account_name") or (in_connection[1] if in_connection else "")
+    own = options.get("account_name")
+    if not own and in_connection:
+        own = in_connection[1]
     if named and named[1] != own:
         options["account_name"] = named[1]
-        for name in ("account_key", "sas_token", "connection_string") if own else ():
-            options.pop(name, None)
+        if own:
+            for name in ("account_key", "sas_token", "connection_string"):
+                options.pop(name, None)
     limits = {"connection_timeout": timeouts.CONNECT_TIMEOUT, "read_timeout": timeouts.READ_TIMEOUT}
-    # parts of 4 MB; by default some thousands, which share the time that each may take
+    # A part has 4 MB. By default some thousands of parts would share the time that one may take.
     limits["max_concurrency"] = 8
     return {**options, **limits, "use_listings_cache": False, "anon": anonymous}
 
 
 def limit_requests(file_system: Any) -> None:
-    """Let an adlfs file system try once, with its timeouts for all requests, and end those that get
-    no answer.
+    """Let an adlfs file system try each request once, with timeouts, and end requests without an
+    answer.
     """
-    # its error says what its ten lines of warning say
+    # The library's error repeats its ten lines of warning.
     logging.getLogger("azure.identity").setLevel(logging.ERROR)
     try:
         retries = file_system.service_client._config.retry_policy
@@ -63,11 +66,9 @@ def limit_requests(file_system: Any) -> None:
 def put(file_system: Any, path: str, contents: bytes, tag: str) -> None:
     from azure.core import MatchConditions
 
-    condition = (
-        {"etag": tag, "match_condition": MatchConditions.IfNotModified}
-        if tag
-        else {"overwrite": False}
-    )
+    condition: dict[str, Any] = {"overwrite": False}
+    if tag:
+        condition = {"etag": tag, "match_condition": MatchConditions.IfNotModified}
     file_system.pipe_file(path, contents, **condition)
 
 

@@ -1,4 +1,4 @@
-"""What tells the clients of object stores apart."""
+"""The differences between the clients of object stores."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Client:
-    """How a kind of store is opened, and how it puts a file on a condition."""
+    """How to open a kind of store, and how to put a file there on a condition."""
 
-    file_system: str  # its class
-    make_options: Callable[[bool, str], dict[str, Any]]  # whether anonymous, and the URL
+    file_system: str  # module and class of the fsspec file system
+    make_options: Callable[[bool, str], dict[str, Any]]  # arguments: whether anonymous, and the URL
     limit_requests: Callable[[Any], None]
-    tag: str  # what every put changes in a file's `info`
-    # contents, if `tag` is still the given one, or there is no file for ""
+    tag: str  # key in a file's `info`; every put changes its value
+    # function that puts contents at a path if the file still has the given tag; "" for no file
     put: Callable[[Any, str, bytes, str], None]
-    has_options_in_urls: bool = True  # such as Azure's account
-    extra: str = ""  # the extra of this package that installs the client
-    # classes that may have opened a session, and the attribute of a file system that has it
+    has_options_in_urls: bool = True  # True if URLs contain options, such as Azure's account
+    extra: str = ""  # extra of this package that installs the client
+    # file systems' classes that may have opened a session, each with the session's attribute
     sessions: Mapping[str, str] = field(default_factory=dict)

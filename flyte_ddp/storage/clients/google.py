@@ -1,4 +1,4 @@
-"""The client of Google Cloud Storage, gcsfs, and the private names of it that are used."""
+"""The client of Google Cloud Storage. It uses some private names of its library, gcsfs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def make_options(anonymous: bool, url: str) -> dict[str, Any]:
 
 
 def limit_requests(file_system: Any) -> None:
-    """Let a gcsfs file system try once, in silence, end uploads without an answer, and name a
+    """Let a gcsfs file system try each request once, end uploads without an answer, and report a
     missing bucket.
     """
-    # gcsfs' own retries, which wrap this function, log a traceback each.
+    # gcsfs' own retries wrap this function, and each of them logs a traceback.
     send = getattr(getattr(type(file_system), "_request", None), "__wrapped__", None)
     if send is None:
         return
 
     async def request(method: str, path: str, *args: Any, data: Any = None, **kwargs: Any) -> Any:
         call = send(file_system, method, path, *args, data=data, **kwargs)
-        # else the client's own timeout, which begins when all is sent, is enough
+        # The client's own timeout begins when the request is sent, which is too late for an upload.
         if data is not None:
             call = timeouts.limit_request(
                 file_system, method, call, len(data), timeouts.READ_TIMEOUT
@@ -40,11 +40,15 @@ def limit_requests(file_system: Any) -> None:
         try:
             return await call
         except FileNotFoundError as error:
-            # Of a file or of its bucket? A listing tells.
+            # Either the file or its bucket is missing. Listing the bucket shows which.
             if method == "GET" and path.endswith("/o"):
                 error.error_code = "NoSuchBucket"  # type: ignore[attr-defined]
-            elif named := re.search(r"(?:^|/)b/([^/?]+)", path):
-                bucket = args[0] if named[1] == "{}" else named[1]
+                raise
+            named = re.search(r"(?:^|/)b/([^/?]+)", path)
+            if named:
+                bucket = named[1]
+                if bucket == "{}":
+                    bucket = args[0]
                 await request("GET", "b/{}/o", bucket, maxResults=1)
             raise
 
@@ -60,8 +64,8 @@ def put(file_system: Any, path: str, contents: bytes, tag: str) -> None:
     )
 
 
-# gcsfs' own choice of a class asks another service for the kind of each bucket, and warns if that
-# service cannot be reached.
+# The class is named because gcsfs' own choice asks another service about each bucket, and warns if
+# this service cannot be reached.
 GOOGLE = Client(
     "gcsfs:core.GCSFileSystem",
     make_options,
@@ -70,6 +74,6 @@ GOOGLE = Client(
     put,
     has_options_in_urls=False,
     extra="gcs",
-    # flytekit's class, and ours
+    # flytekit's class, and the class above
     sessions={"gcsfs:GCSFileSystem": "_session", "gcsfs:core.GCSFileSystem": "_session"},
 )

@@ -1,4 +1,4 @@
-"""The client of S3, s3fs, and the private name of it that is used."""
+"""The client of S3. It uses a private name of its library, s3fs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from flyte_ddp.storage.environment import storage_environment
 
 
 def make_options(anonymous: bool, url: str) -> dict[str, Any]:
-    # As arguments, not by the client's environment: fsspec shares file systems with equal
-    # arguments, and one that was opened before the keys changed would keep the old ones.
+    # The keys are arguments, because fsspec shares file systems with equal arguments. A file system
+    # with keys from the environment would keep its old keys when they change.
     found = storage_environment()
     config: dict[str, Any] = {
         "connect_timeout": timeouts.CONNECT_TIMEOUT,
         "read_timeout": timeouts.READ_TIMEOUT,
         "retries": {"mode": "standard", "total_max_attempts": 1},
     }
-    if style := found.get("FLYTE_AWS_ADDRESSING_STYLE"):
+    style = found.get("FLYTE_AWS_ADDRESSING_STYLE")
+    if style:
         config["s3"] = {"addressing_style": style.lower()}
     options: dict[str, Any] = {"config_kwargs": config, "use_listings_cache": False}
-    if endpoint := found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL"):
+    endpoint = found.get("AWS_ENDPOINT_URL_S3") or found.get("AWS_ENDPOINT_URL")
+    if endpoint:
         options["endpoint_url"] = endpoint
     if anonymous:
         options["anon"] = True
@@ -33,28 +35,27 @@ def make_options(anonymous: bool, url: str) -> dict[str, Any]:
 
 
 def limit_requests(file_system: Any) -> None:
-    """End each request of an s3fs file system that gets no answer, and count the bytes that are
-    stored.
+    """End each request of an s3fs file system that gets no answer, and count the stored bytes.
 
-    The client's own timeout begins when the whole request is sent. It never ends one to a silent
-    store: the client waits for permission to send the body ("100-continue") or for room in the
+    The client's own timeout begins when the whole request is sent, so a silent store is never
+    noticed: the client waits for permission to send the body ("100-continue") or for room in the
     connection.
     """
     call = getattr(file_system, "_call_s3", None)
     if call is None:
         return
-    file_system.retries = 1  # s3fs has tries of its own, around those of its client
+    file_system.retries = 1  # s3fs repeats requests, besides its client
 
     async def call_within_limit(method: str, *args: Any, **kwargs: Any) -> Any:
         limit = timeouts.READ_TIMEOUT
-        if method == "complete_multipart_upload":  # the longer, the larger the file is
+        if method == "complete_multipart_upload":  # takes longer for larger files
             limit = timeouts.SERVER_WORK_TIMEOUT
             await file_system.set_session()
             client = await file_system.get_s3(kwargs.get("Bucket"))
             event = "before-call.s3.CompleteMultipartUpload"
             client.meta.events.register(
                 event,
-                # in place of the client's own timeout, for this request
+                # This replaces the client's own timeout for this request.
                 lambda context, **_: context.update(read_timeout=timeouts.SERVER_WORK_TIMEOUT),
                 unique_id=event,
             )
@@ -67,7 +68,9 @@ def limit_requests(file_system: Any) -> None:
 
 
 def put(file_system: Any, path: str, contents: bytes, tag: str) -> None:
-    condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+    condition = {"IfNoneMatch": "*"}
+    if tag:
+        condition = {"IfMatch": tag}
     file_system.pipe_file(path, contents, **condition)
 
 
