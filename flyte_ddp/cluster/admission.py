@@ -1,10 +1,9 @@
-"""Admission policy: the limits of what the inputs of a launch may name, part of the registered
-version. Opens nothing.
+"""Admission policy: limits for the inputs of a launch. They are part of the registered version.
 
-These inputs name machines, images, service accounts, secrets, parts of pods and URLs. Whoever
-creates a DaskCluster creates any pod; ranks in a driver's pod find what only the driver may have; a
+The inputs name machines, images, service accounts, secrets, parts of pods and URLs, and some are
+powerful. A DaskCluster can create any pod. Ranks in a driver's pod can read the driver's secrets. A
 Dask scheduler's answers are unpickled. So the inputs are compared with a list before anything is
-opened.
+opened. This module opens nothing itself.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,7 +41,7 @@ OF_PODS = (
 IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # the image of this task, as registered
 
 
-# Others can load code into a worker.
+# Other variables can load code into a worker.
 VARIABLES = (
     *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_*", "NCCL_IB_*", "NCCL_P2P_*", "NCCL_ALGO"),
     *("NCCL_PROTO", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTORCH_*ALLOC_CONF"),
@@ -53,16 +52,17 @@ VARIABLES = (
 POD_TEMPLATE = (
     *("affinity", "nodeSelector", "tolerations", "topologySpreadConstraints"),
     "terminationGracePeriodSeconds",
-    *(f"containers.{name}.resources.*.cpu" for name in ("worker", "scheduler")),
-    *(f"containers.{name}.resources.*.memory" for name in ("worker", "scheduler")),
-    *(f"containers.{name}.resources.*.ephemeral-storage" for name in ("worker", "scheduler")),
+    *("containers.worker.resources.*.cpu", "containers.scheduler.resources.*.cpu"),
+    *("containers.worker.resources.*.memory", "containers.scheduler.resources.*.memory"),
+    "containers.worker.resources.*.ephemeral-storage",
+    "containers.scheduler.resources.*.ephemeral-storage",
 )
 
 
 @dataclass(frozen=True)
 class Allowed(Checked):
-    """Patterns of what a run may name. `*` matches any text, in URLs up to the next slash. Defaults
-    are always allowed.
+    """Patterns for the values that a run may name. `*` matches any text, in URLs up to the next
+    slash. Default values are always allowed.
 
     Raises:
         ConfigError: a value is not a list of strings.
@@ -103,36 +103,40 @@ class Allowed(Checked):
 
 
 def load_allowed(given: Mapping[str, Any] | None = None) -> Allowed:
-    """Return `given` over the table of the project's settings.toml.
+    """Return the table of the project's settings.toml with the values of `given` in place of its
+    own.
 
-    Where there is none, this is a library in somebody's own project: the pods that a task names are
-    its author's code, and only what its launch could choose is limited, the kind and address of a
-    cluster and the files among the inputs.
+    A project without settings.toml uses this package as a library. There the author of a task also
+    chooses its pods, so only the choices of a launch are limited: the cluster's kind and address,
+    and the files among the inputs.
 
     Raises:
         ConfigError: an unknown field, or a value that is not a list of strings.
     """
     settings = read_settings()
-    table = (
-        settings.get("allowed", {})
-        if settings
-        else {**dict.fromkeys(OF_PODS, ("*",)), "urls": (*URLS, "https://*")}
-    )
+    table: Mapping[str, Any]
+    if settings:
+        table = settings.get("allowed", {})
+    else:
+        table = {**dict.fromkeys(OF_PODS, ("*",)), "urls": (*URLS, "https://*")}
     allowed: Allowed = check("allowed", {**table, **(given or {})}, Allowed)
     return allowed
 
 
 def check_allowed(config: ClusterConfig, allowed: Allowed, own_namespace: str = "") -> None:
-    """Compare the cluster of a run with `allowed`: in a pod its kind and address; its pods wherever
-    this process runs.
+    """Check that `allowed` permits the cluster of a run. Its kind and address are checked only in a
+    pod, its own pods everywhere.
 
     Args:
-        own_namespace: of this process's pod; "" outside Kubernetes.
+        own_namespace: the namespace of this process's pod; "" outside Kubernetes.
 
     Raises:
-        ConfigError: a value is not allowed; names all of them, and where they are allowed.
+        ConfigError: a value is not allowed. The message names all such values, and where to allow
+            them.
     """
-    findings = [*_check_place(config, allowed)] if os.environ.get("KUBERNETES_SERVICE_HOST") else []
+    findings: list[str] = []
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        findings += _check_place(config, allowed)
     if config.resolved_kind == "kubernetes":
         findings += _check_pods(config, allowed, own_namespace)
     _refuse(findings)
@@ -150,11 +154,14 @@ def places_of_config(config: TrainingConfig) -> list[tuple[str, str]]:
 
 
 def list_places(options: Any, name: str) -> list[tuple[str, str]]:
-    """Return the URLs, and the paths that lead out of a directory, in `options`: a JSON value, at
-    any depth, keys included. Each has its name, for `check_places`.
+    """Return the URLs and outward paths in a JSON value, each with its name, for `check_places`.
+
+    Keys and values at any depth are searched. An outward path leads out of a directory.
     """
     if isinstance(options, str):
-        return [(name, options)] if looks_like_place(options) else []
+        if looks_like_place(options):
+            return [(name, options)]
+        return []
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(options, Mapping):
         items = options.items()
@@ -168,7 +175,8 @@ def list_places(options: Any, name: str) -> list[tuple[str, str]]:
 
 
 def _refuse(findings: Iterable[str]) -> None:
-    if text := "; ".join(findings):
+    text = "; ".join(findings)
+    if text:
         raise ConfigError(f"{text} {WHERE}")
 
 
@@ -191,17 +199,33 @@ def _check_pods(config: ClusterConfig, allowed: Allowed, own_namespace: str) -> 
         if not table or value in (getattr(defaults, name), own.get(name)):
             continue
         if table == "pod_template":
-            rules = [tuple(pattern.split(".")) for pattern in allowed.pod_template]
-            paths = [
-                path for path in _paths(value) if not any(covers(rule, path) for rule in rules)
-            ]
-            refused = [".".join(path) for path in paths]
+            refused = _refused_paths(value, allowed.pod_template)
         else:
-            values = list(value) if isinstance(value, (dict, list)) else [value]
-            texts = [json.dumps(each) if isinstance(each, bool) else each for each in values]
-            refused = [repr(text) for text in texts if not _matches(text, getattr(allowed, table))]
+            refused = _refused_values(value, getattr(allowed, table))
         for text in refused:
             yield f"cluster.kubernetes.{name}: expected {_list(allowed, table)}, got {text}"
+
+
+def _refused_paths(template: Any, patterns: Iterable[str]) -> list[str]:
+    rules = [tuple(pattern.split(".")) for pattern in patterns]
+    refused = []
+    for path in _paths(template):
+        if not any(covers(rule, path) for rule in rules):
+            refused.append(".".join(path))
+    return refused
+
+
+def _refused_values(given: Any, patterns: Sequence[str]) -> list[str]:
+    values = [given]
+    if isinstance(given, (dict, list)):
+        values = list(given)
+    refused = []
+    for value in values:
+        if isinstance(value, bool):
+            value = json.dumps(value)
+        if not _matches(value, patterns):
+            refused.append(repr(value))
+    return refused
 
 
 def _matches(value: str, patterns: Iterable[str]) -> bool:
@@ -210,20 +234,22 @@ def _matches(value: str, patterns: Iterable[str]) -> bool:
 
 def _list(allowed: Allowed, table: str) -> str:
     patterns = ", ".join(getattr(allowed, table))
-    return (
-        f"one of allowed.{table} ({patterns})"
-        if patterns
-        else f"none, because allowed.{table} is empty"
-    )
+    if patterns:
+        return f"one of allowed.{table} ({patterns})"
+    return f"none, because allowed.{table} is empty"
 
 
 def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every value that a pod template sets, with the names of named things in a
-    list.
+    """Yield the path of every value that a pod template sets. An item of a list with names has its
+    name in the path.
     """
-    items = list(value.items()) if isinstance(value, Mapping) else []
-    if isinstance(value, list) and all(isinstance(x, Mapping) and "name" in x for x in value):
-        items = [(str(x["name"]), {key: x[key] for key in x if key != "name"}) for x in value]
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list) and all(isinstance(x, Mapping) and "name" in x for x in value):
+        for named in value:
+            others = dict(named)
+            items.append((str(others.pop("name")), others))
     for key, each in items:
         yield from _paths(each, (*path, key))
     if path and not items:

@@ -13,24 +13,24 @@ from typing import Any
 from flyte_ddp.config.fields import Limits, check, check_names, field, validate
 from flyte_ddp.errors import ConfigError
 
-# of a worker's or a task's pod: seconds from SIGTERM until it is killed
+# variable in a worker's or a task's pod: seconds from SIGTERM until the pod is killed
 GRACE_VARIABLE = "FLYTE_DDP_TERMINATION_GRACE"
-DEFAULT_GRACE = 30.0  # seconds, as Kubernetes has it
-MAX_GRACE = 86_400.0  # seconds; a drain waits for it
+DEFAULT_GRACE = 30.0  # seconds; the default of Kubernetes
+MAX_GRACE = 86_400.0  # seconds; a drain waits so long
 MAX_IDLE_TIMEOUT = 604_800.0  # seconds for which the pods of a lost driver cost money
 GRACE_IN_TEMPLATE = "terminationGracePeriodSeconds"
-# set by Dask's own tools, and in a task by Flyte's Dask plugin
+# variable that Dask's own tools set, and Flyte's Dask plugin in a task
 ADDRESS_VARIABLE = "DASK_SCHEDULER_ADDRESS"
 
-# Dask settings that a gang needs, for every kind of cluster; for dask.config.set and for the
-# environment.
+# Dask settings that a gang needs on every kind of cluster. They are passed to dask.config.set and
+# to the environment.
 DASK_CONFIG: dict[str, Any] = {
-    # A task of a dead worker fails at once: the gang restarts as a whole, never one task of it.
+    # A task of a dead worker fails at once, because the gang restarts only as a whole.
     "distributed.scheduler.allowed-failures": 0,
-    # A task pinned to a worker that has gone would otherwise wait for it forever.
+    # Without this timeout a task would wait forever for a lost worker.
     "distributed.scheduler.no-workers-timeout": "10s",
-    # A daemonic process, as Dask's nanny makes them, may not have children, and a worker's are its
-    # ranks.
+    # Dask's nanny makes daemonic processes by default. They may not have children, and the ranks
+    # are a worker's children.
     "distributed.worker.daemon": False,
     # The ranks need the cores. By default Dask's processes profile their own threads a hundred
     # times a second, and look at the event loop 50 times and at the machine twice.
@@ -47,8 +47,10 @@ _MEMORY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class KubernetesConfig:
-    """The pods of a Dask cluster on Kubernetes. Raises ConfigError for a value of the wrong type or
-    out of bounds.
+    """The pods of a Dask cluster on Kubernetes.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of bounds.
     """
 
     image: str = field(
@@ -147,24 +149,23 @@ class KubernetesConfig:
 
     @property
     def worker_grace(self) -> float:
-        """Seconds from SIGTERM until a worker's pod is killed: `termination_grace`, or what
-        `pod_template` has.
+        """Seconds from SIGTERM until a worker's pod is killed: `pod_template`'s value, or
+        `termination_grace`.
         """
         if GRACE_IN_TEMPLATE not in self.pod_template:
             return self.termination_grace
         given = self.pod_template[GRACE_IN_TEMPLATE]
-        return DEFAULT_GRACE if given is None else float(given)
+        if given is None:
+            return DEFAULT_GRACE
+        return float(given)
 
     def __post_init__(self) -> None:
         validate(self)
-        # Flyte's console turns every number of a struct into a float, and no number in a pod's
-        # specification is one.
+        # Flyte's console turns every number of a struct into a float. A pod's specification has
+        # whole numbers only.
         for name in ("pod_template", "scheduler_pod_template"):
             text = json.dumps(getattr(self, name))
-            parsed = json.loads(
-                text,
-                parse_float=lambda each: int(float(each)) if float(each) % 1 == 0 else float(each),
-            )
+            parsed = json.loads(text, parse_float=_parse_number)
             object.__setattr__(self, name, parsed)
             grace = parsed.get(GRACE_IN_TEMPLATE)
             if grace is not None:
@@ -179,8 +180,10 @@ class KubernetesConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines of one run. Raises ConfigError for a value of the wrong type or out of
-    bounds.
+    """The machines of one run.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of bounds.
     """
 
     kind: str = field(
@@ -277,27 +280,38 @@ class ClusterConfig:
             return self.kind
         if self.resolved_address:
             return "existing"
-        return "kubernetes" if os.environ.get("KUBERNETES_SERVICE_HOST") else "local"
+        if os.environ.get("KUBERNETES_SERVICE_HOST"):
+            return "kubernetes"
+        return "local"
 
     @property
     def resolved_address(self) -> str:
-        """Return the address of an existing scheduler, here or in the environment; "" if there is
-        none.
+        """Return the address of an existing scheduler, from here or the environment; "" without
+        one.
         """
         return self.scheduler_address or os.environ.get(ADDRESS_VARIABLE, "")
+
+
+def _parse_number(text: str) -> float:
+    number = float(text)
+    if number % 1 == 0:
+        return int(number)
+    return number
 
 
 def _num_bytes(quantity: str) -> float:
     """Return the bytes of a quantity that matches `_MEMORY`."""
     number = quantity.rstrip("kKMGTPi")
     unit = quantity.removeprefix(number)
-    base = 1024.0 if unit.endswith("i") else 1000.0
+    base = 1000.0
+    if unit.endswith("i"):
+        base = 1024.0
     return float(number) * base ** " KMGTP".index(unit[:1].upper() or " ")
 
 
 def cluster_config(values: Mapping[str, Any]) -> ClusterConfig:
-    """Return the config with `values` for its defaults. Raises ConfigError for an unknown field or
-    a bad value.
+    """Return the config with `values` in place of its defaults. Raises ConfigError for an unknown
+    field or a bad value.
     """
     check_names(ClusterConfig, values, "cluster")
     return ClusterConfig(**values)
@@ -307,12 +321,12 @@ def termination_grace() -> float:
     """Return the seconds from SIGTERM until this process is killed, as its environment says."""
     text = os.environ.get(GRACE_VARIABLE, "")
     try:
-        return float(text) if text else DEFAULT_GRACE
+        return float(text or DEFAULT_GRACE)
     except ValueError:
         raise ConfigError(f"{GRACE_VARIABLE}: expected a number of seconds, got {text!r}") from None
 
 
 def dask_config(config: ClusterConfig) -> dict[str, Any]:
-    """Return the settings of scheduler and workers, by their name in Dask's configuration."""
-    # Dask checks once in this time, so it drops a silent worker after one to two of them.
+    """Return the settings of scheduler and workers, by their names in Dask's configuration."""
+    # Dask checks once per timeout, so it drops a silent worker after one to two timeouts.
     return {**DASK_CONFIG, "distributed.scheduler.worker-ttl": f"{config.node_timeout:g}s"}

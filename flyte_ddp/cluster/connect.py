@@ -1,7 +1,7 @@
 """The life of a run's Dask cluster as a `with` block. Knows neither recipes nor ranks.
 
-A worker starts one node's agent: it has one thread, and child processes. The three kinds of
-cluster differ in who starts the workers; the holder of the client cannot distinguish them.
+A worker runs one node's agent, in one thread and with child processes. The kinds of cluster differ
+in who starts the workers. The client is used in the same way with all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flyte_ddp.errors import ClusterError, ConfigError
 if typing.TYPE_CHECKING:
     from distributed import Client, LocalCluster, Security
 
-# Run by each local worker. A terminal sends Ctrl-C to its foreground process group, which must be
-# the driver alone: it asks the ranks for a last checkpoint. A worker that is closed with a task in
-# hand warns of that alone by this logger.
+# Code that each local worker runs. A terminal sends Ctrl-C to its foreground process group. This
+# must be the driver alone, which asks the ranks for a last checkpoint. A worker that is closed
+# during a task logs a warning, with this logger.
 WORKER_PRELOAD = """
 import logging, os
 os.setpgrp()
@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
-    """Yield a client of a cluster whose workers have connected, each with one thread.
+    """Yield a client of a cluster after its workers have connected. Each worker has one thread.
 
-    These are `num_nodes` workers, or at least `min_nodes` where the time ran out. A cluster that
-    was made for the run is deleted after the block, however that is left; SIGTERM leaves it with
-    SystemExit. An existing one stays.
+    There are `num_nodes` workers, or at least `min_nodes` if the time ran out. A cluster that was
+    made for the run is deleted after the block, also after an error or SIGTERM, which raises
+    SystemExit in the block. An existing cluster stays.
 
     Args:
-        run_name: unique in a namespace, as of `manifest.cluster_name`; used by the kind
-            "kubernetes" alone.
+        run_name: a name that is unique in its namespace (`manifest.cluster_name`). Only the kind
+            "kubernetes" uses it.
 
     Raises:
-        ConfigError: the user's mistake: kind "existing" without an address; as PreflightError, each
-            thing that a Kubernetes cluster lacks.
-        ClusterError: another attempt may succeed: not enough workers within `start_timeout`
-            seconds, with the reason, or a scheduler or an API server that does not answer.
+        ConfigError: the user made a mistake, such as kind "existing" without an address. A
+            PreflightError lists everything that a Kubernetes cluster lacks.
+        ClusterError: too few workers connected within `start_timeout` seconds, or a scheduler or an
+            API server does not answer. Another attempt may succeed.
     """
     import dask
-    import distributed  # noqa: F401 - before its settings are changed: it adds its defaults to them, which must stay
+    import distributed  # noqa: F401 - adds its defaults to Dask's settings, so it comes before they are changed
 
     deadline = time.monotonic() + config.start_timeout
     with contextlib.ExitStack() as stack:
@@ -63,22 +63,22 @@ def open_cluster(config: ClusterConfig, run_name: str) -> Iterator[Client]:
         stack.enter_context(dask.config.set(dask_config(config)))
         dask_logger = logging.getLogger("distributed")
         stack.callback(dask_logger.setLevel, dask_logger.level)
-        # informative lines would hide the epochs that `pyflyte run` shows
+        # Dask's informative lines would hide the epochs that `pyflyte run` shows.
         dask_logger.setLevel(logging.WARNING)
-        security = None  # as Dask's own configuration has it
+        security = None  # None: Dask's own configuration decides
         if kind == "kubernetes":
             address, security = stack.enter_context(
                 lifecycle.kube_cluster(config, run_name, deadline)
             )
         elif kind == "local":
-            # After it Dask gives a lost worker up for good, also one that came back and is lost
-            # again just then.
+            # After this timeout Dask drops a lost worker for good, even if it came back and was
+            # lost again.
             patience = {"distributed.deploy.lost-worker-timeout": f"{config.start_timeout:g}s"}
             stack.enter_context(dask.config.set(patience))
             nanny_logger = logging.getLogger("distributed.nanny")
             stack.callback(nanny_logger.setLevel, nanny_logger.level)
             address = stack.enter_context(_local_cluster(config)).scheduler_address
-            # The end of the cluster kills workers that are slow to end, which concerns nobody.
+            # When the cluster ends, Dask kills slow workers. Its lines about that help nobody.
             stack.callback(nanny_logger.setLevel, logging.ERROR)
         else:
             address = config.resolved_address
@@ -103,11 +103,11 @@ def _local_cluster(config: ClusterConfig) -> LocalCluster:
             n_workers=config.num_nodes,
             threads_per_worker=1,
             processes=True,
-            # a worker supervises ranks; Dask must not pause or kill it for the memory that they use
+            # A worker supervises ranks. Dask must not pause or kill it for their memory.
             memory_limit=0,
             dashboard_address=None,
-            # There is an HTTP server all the same: at any free port, else it warns of the usual
-            # one. By default others on the network reach it.
+            # There is an HTTP server all the same. It uses any free port, because Dask warns if its
+            # usual port is taken. By default the whole network could reach it.
             scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
             silence_logs=logging.WARNING,
             preload=[*dask.config.get("distributed.worker.preload", []), WORKER_PRELOAD],
@@ -139,20 +139,20 @@ def connect(address: str, deadline: float, security: Security | None) -> Client:
         _wait_for_dask(address, deadline, security)
         timeout = max(1.0, deadline - time.monotonic())
         return Client(address, timeout=timeout, security=security, set_as_default=False)
-    except OSError as error:  # Dask's TimeoutError is one as well
+    except OSError as error:  # Dask's TimeoutError is an OSError too
         raise ClusterError(f"the Dask scheduler at {address} cannot be reached: {error}") from error
 
 
 def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
     """Wait until a Dask server answers at `address`.
 
-    A Client that any other server answers, such as the dashboard's, fails in a way that keeps this
-    process from ending. And another server may answer at the address of a new Service, until every
-    node knows that Service.
+    If a Client connects to any other server, such as the dashboard's, it fails in a way that keeps
+    this process from ending. Another server may also answer at the address of a new Service, until
+    every node knows the Service.
 
     Raises:
-        ClusterError: what answers is not Dask.
-        OSError: nothing answers until `deadline`.
+        ClusterError: the server that answers is not Dask.
+        OSError: no server answers until `deadline`.
     """
     from distributed.comm import connect
     from distributed.comm.core import FatalCommClosedError
@@ -163,12 +163,12 @@ def _wait_for_dask(address: str, deadline: float, security: Security) -> None:
         await comm.close()
 
     foreign_until = min(deadline, time.monotonic() + API_PATIENCE)
-    # In a thread of its own, because the caller's may have an event loop that runs.
+    # The connection has its own thread, because the caller's thread may run an event loop.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         while True:
             try:
                 return executor.submit(asyncio.run, connect_once()).result()
-            # Its first bytes, read as a length or a protocol's version, or no TLS of ours.
+            # Dask reads the other server's first bytes as a length or a version, or TLS fails.
             except (MemoryError, ValueError, FatalCommClosedError) as error:
                 if time.monotonic() > foreign_until:
                     message = f"the server at {address} is not a Dask scheduler: {error!r}"

@@ -1,8 +1,8 @@
-"""Requests to the API server, and what their answers show of a cluster's pods. Creates nothing.
+"""Requests to the API server, and the state of a cluster's pods by its answers. Creates nothing.
 
-`kubernetes` is the one client for requests: each has a timeout of its own. kr8s, which
-dask-kubernetes brings along, forwards the scheduler's port to a driver outside the cluster; the
-other client has only sockets for that.
+The client `kubernetes` sends all requests, because it takes a timeout for each. kr8s, a dependency
+of dask-kubernetes, forwards the scheduler's port to a driver outside the cluster. The client
+`kubernetes` offers only sockets for that.
 """
 
 from __future__ import annotations
@@ -34,41 +34,43 @@ from flyte_ddp.cluster.kubernetes.resources import sum_requests
 from flyte_ddp.config.waits import ANSWER_TIMEOUT, BEAT_INTERVAL
 from flyte_ddp.errors import OUT_OF_MEMORY, ClusterError
 
-REQUEST_TIMEOUT = 10.0  # seconds, of one request to the API server, which may ask a webhook
+REQUEST_TIMEOUT = 10.0  # seconds for one request to the API server, which may ask a webhook
 # seconds for an API server or an operator that restarts, and for each node to know a new Service
 API_PATIENCE = 60.0
-POLL_INTERVAL = 0.25  # seconds between two questions for what starts or ends: each is a request
+POLL_INTERVAL = 0.25  # seconds between two requests while something starts or ends
 AWAY = (429, 500, 502, 503, 504)  # HTTP statuses that say nothing about the request itself
-# mounted into every pod that may use the API
+# directory that is mounted into every pod that may use the API
 POD_IDENTITY = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 logger = logging.getLogger(__name__)
 
 
 class ApiRefused(ClusterError):
-    """The API server refuses a request, or this process has no access to one. The text is the
-    server's message.
+    """The API server refuses a request, or this process has no access to an API server. The text
+    is the server's message.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP; 0 without access
+        self.status = status  # HTTP status; 0 without access
 
 
 @dataclass(frozen=True)
 class PodEnd:
-    # as in the pod's status, such as OOMKilled or Error; "" where no container has ended
+    # reason in the pod's status, such as OOMKilled or Error; "" if no container has ended
     reason: str = ""
-    log: str = ""  # the last lines of a worker and its successor; "" where there is no pod
+    log: str = ""  # last lines of a worker's container and its successor; "" without a pod
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Return whether the kernel killed it for exceeding its memory limit."""
+        """Return whether the kernel killed the container for exceeding its memory limit."""
         return self.reason == OUT_OF_MEMORY
 
     def __str__(self) -> str:
-        remedy = ": it exceeded its memory limit; raise kubernetes.worker_memory"
-        return f"its container ended ({self.reason}){remedy if self.is_out_of_memory else ''}"
+        text = f"its container ended ({self.reason})"
+        if self.is_out_of_memory:
+            text += ": it exceeded its memory limit; raise kubernetes.worker_memory"
+        return text
 
 
 def call(
@@ -79,15 +81,14 @@ def call(
     ignored: Sequence[int] = (),
     **kwargs: Any,
 ) -> Any:
-    """Send one request; repeat it every second for `patience` seconds while the API server is
-    away.
+    """Send one request. Repeat it every second for `patience` seconds while the API server is away.
 
     Args:
-        ignored: statuses of HTTP for which None is returned.
+        ignored: HTTP statuses for which None is returned.
 
     Raises:
-        ClusterError: no answer within that time.
-        ApiRefused: the server refuses, or there is no access to one.
+        ClusterError: the API server did not answer within that time.
+        ApiRefused: the server refuses, or this process has no access to a server.
     """
     from kubernetes.client import ApiException
     from kubernetes.config import ConfigException
@@ -122,13 +123,14 @@ def call(
 
 
 def find(api: str, method: str, *args: Any, patience: float = API_PATIENCE) -> Any:
-    """Send one request as `call`; return None where the API server has no such object."""
+    """Send one request as `call` does. Return None if the API server has no such object."""
     return call(api, method, *args, patience=patience, ignored=(404,))
 
 
 def explain(config: ClusterConfig, run_name: str) -> str:
-    """Return what the cluster's unready pods wait for, and which could not be created, in
-    sentences; "" for other kinds of cluster.
+    """Return sentences about the pods that are not ready or could not be created, with the reasons.
+
+    For other kinds of cluster the result is "".
     """
     if config.resolved_kind != "kubernetes":
         return ""
@@ -143,46 +145,52 @@ def explain(config: ClusterConfig, run_name: str) -> str:
     waiting: dict[str, list[str]] = {}
     for pod in pods:
         waiting.setdefault(_pending_reason(pod, warnings), []).append(pod.metadata.name)
-    parts = [
-        names[0]
-        + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        + f": {reason.rstrip('.')}."
-        for reason, names in waiting.items()
-    ]
-    refusals = [
-        f"A pod could not be created: {each.message}."
-        for each in events
-        if (each.reason, each.involved_object.kind) == ("FailedCreate", "ReplicaSet")
-        and each.involved_object.name.startswith(f"{name}-")
-    ]
+    parts = []
+    for reason, names in waiting.items():
+        others = ""
+        if len(names) > 1:
+            others = f" and {len(names) - 1} more"
+        parts.append(f"{names[0]}{others}: {reason.rstrip('.')}.")
+    refusals = []
+    for event in events:
+        owner = event.involved_object
+        is_refusal = (event.reason, owner.kind) == ("FailedCreate", "ReplicaSet")
+        if is_refusal and owner.name.startswith(f"{name}-"):
+            refusals.append(f"A pod could not be created: {event.message}.")
     return " ".join([*parts, *refusals[-1:]])
 
 
 def pod_end(config: ClusterConfig, name: str, began_at: float, num_lines: int = 0) -> PodEnd:
-    """Return how the container of a lost worker, or of an earlier attempt, ended, and its last
-    lines.
+    """Return how the container of a lost worker or an earlier attempt ended, with its last lines.
 
-    Takes a moment, for the kubelet reports a container's end later than Dask notices it.
+    This takes a moment, because the kubelet reports a container's end later than Dask notices it.
 
     Args:
-        config: of the cluster; for kinds other than kubernetes nothing is known.
-        name: of the pod. A worker's name is that of its pod.
-        began_at: when the attempt began, in seconds since the epoch. A container that ended before,
-            such as a worker's that found no scheduler yet, is not the one that was lost.
-        num_lines: of a worker's log.
+        config: the cluster's config. For kinds other than kubernetes nothing is known.
+        name: the name of the pod, which is also the worker's name.
+        began_at: start of the attempt, in seconds since the epoch. A container that ended earlier,
+            for example because there was no scheduler yet, is not the lost container.
+        num_lines: number of lines of a worker's log to return.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT
     try:
-        namespace = target_namespace(config) if config.resolved_kind == "kubernetes" else ""
+        namespace = ""
+        if config.resolved_kind == "kubernetes":
+            namespace = target_namespace(config)
         while namespace:
             pod = find("CoreV1Api", "read_namespaced_pod", name, namespace, patience=0)
-            reason = _end_reason(pod, began_at) if pod else ""
+            reason = ""
+            if pod:
+                reason = _end_reason(pod, began_at)
             # A deleted pod's container reports no end.
             is_deleted = not pod or pod.metadata.deletion_timestamp is not None
             if reason or is_deleted or time.monotonic() > deadline:
-                return PodEnd(reason, _last_lines(pod, namespace, num_lines) if pod else "")
+                lines = ""
+                if pod:
+                    lines = _last_lines(pod, namespace, num_lines)
+                return PodEnd(reason, lines)
             time.sleep(POLL_INTERVAL)
-    except Exception as error:  # any error is possible: a diagnosis must not hide what it is about
+    except Exception as error:  # any error is possible; a diagnosis must not hide the failure
         logger.debug("how pod %s ended is unknown: %s", name, error)
     return PodEnd()
 
@@ -194,16 +202,18 @@ def is_in_pod() -> bool:
 
 def own_namespace() -> str:
     """Return the namespace of the pod that this process runs in; "" outside Kubernetes."""
-    return (POD_IDENTITY / "namespace").read_text(encoding="utf-8").strip() if is_in_pod() else ""
+    if not is_in_pod():
+        return ""
+    return (POD_IDENTITY / "namespace").read_text(encoding="utf-8").strip()
 
 
 def target_namespace(config: ClusterConfig) -> str:
-    """Return the namespace in which the cluster is, or would be, created."""
+    """Return the namespace for the cluster."""
     return config.kubernetes.namespace or own_namespace() or context_namespace() or "default"
 
 
 def context_namespace() -> str:
-    """Return the namespace of the kubeconfig's context; "" where it names none."""
+    """Return the namespace of the kubeconfig's context; "" if the context has no namespace."""
     from kubernetes.config import ConfigException, list_kube_config_contexts
 
     with contextlib.suppress(ConfigException):  # preflight reports that there is no kubeconfig
@@ -212,8 +222,8 @@ def context_namespace() -> str:
 
 
 def driver_pod() -> Driver | None:
-    """Return the pod that this process runs in; None outside Kubernetes, or where the pod cannot be
-    read.
+    """Return the pod that this process runs in. Return None outside Kubernetes, or if the pod
+    cannot be read.
     """
     from kubernetes.client import ApiClient
 
@@ -236,10 +246,9 @@ def driver_pod() -> Driver | None:
 
 
 def _own_image(pod: Any) -> str:
-    """Return the image of the container that this process runs in. A sidecar may stand before it.
+    """Return the image of the container that this process runs in. The pod may have sidecars.
 
-    That is the container with the task's registered image, or the one that Flyte marks or names
-    after the pod.
+    The container has the task's registered image, or Flyte marks it, or it has the pod's name.
     """
     image = os.environ.get(IMAGE_VARIABLE)
     name = (pod.metadata.annotations or {}).get("primary_container_name", pod.metadata.name)
@@ -248,15 +257,18 @@ def _own_image(pod: Any) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Return the API server's message of a kubernetes.client.ApiException, or what happened to the
-    request.
+    """Return the API server's message in a kubernetes.client.ApiException, or describe another
+    failure of the request.
     """
     with contextlib.suppress(TypeError, ValueError, KeyError):
         return str(json.loads(getattr(error, "body", ""))["message"])
-    if status := getattr(error, "status", 0):
+    status = getattr(error, "status", 0)
+    if status:
         return f"HTTP {status} {getattr(error, 'reason', '')}"
-    cause = getattr(error, "reason", None)  # of urllib3's MaxRetryError
-    return repr(cause if isinstance(cause, Exception) else error)
+    cause = getattr(error, "reason", None)  # urllib3's MaxRetryError has one
+    if isinstance(cause, Exception):
+        return repr(cause)
+    return repr(error)
 
 
 def pods_of(name: str, namespace: str) -> list[Any]:
@@ -283,7 +295,9 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
     ]:
         waiting, ended = status.state.waiting, status.last_state.terminated
         if ended is not None and not status.ready:
-            then = " and is started again" if waiting is None else f": {waiting.message}"
+            then = " and is started again"
+            if waiting is not None:
+                then = f": {waiting.message}"
             return f"its container ended with code {ended.exit_code} ({ended.reason}){then}"
         if waiting is not None and waiting.message:
             return f"{waiting.reason}: {waiting.message}"
@@ -294,12 +308,13 @@ def _pending_reason(pod: Any, events: Mapping[str, str]) -> str:
 
 
 def _end_reason(pod: Any, began_at: float) -> str:
-    """Return why a container of the pod failed after `began_at`; "" where none did."""
+    """Return why a container of the pod failed after `began_at`; "" if no container failed."""
     oldest = datetime.datetime.fromtimestamp(int(began_at), datetime.timezone.utc)
     statuses = pod.status.container_statuses or []
-    for status in sorted(statuses, key=lambda each: each.name != "worker"):  # a sidecar's last
+    for status in sorted(statuses, key=lambda each: each.name != "worker"):  # sidecars come last
         ended, previous = status.state.terminated, status.last_state.terminated
-        ended = ended or (previous if previous and previous.finished_at >= oldest else None)
+        if not ended and previous and previous.finished_at >= oldest:
+            ended = previous
         if ended and ended.exit_code:
             return str(ended.reason or f"exit code {ended.exit_code}")
     return ""
@@ -308,9 +323,9 @@ def _end_reason(pod: Any, began_at: float) -> str:
 def _last_lines(pod: Any, namespace: str, num_lines: int) -> str:
     request = ("CoreV1Api", "read_namespaced_pod_log", pod.metadata.name, namespace)
     options: dict[str, Any] = {"container": "worker", "tail_lines": num_lines, "patience": 0}
-    options["ignored"] = (400, 403, 404)  # there is no such container yet, or no more
+    options["ignored"] = (400, 403, 404)  # the container does not exist yet, or no longer
     logs = [call(*request, previous=each, **options) for each in (True, False)]
-    return "".join(filter(None, logs))  # the client makes None of an empty one
+    return "".join(filter(None, logs))  # the client returns None for an empty log
 
 
 @functools.cache
@@ -319,11 +334,11 @@ def _api(name: str) -> Any:
     from urllib3 import Retry
 
     configuration = client.Configuration()
-    # Not config.load_config: it prints a line about its choice.
+    # config.load_config is not used, because it prints a line about its choice.
     if is_in_pod():
         config.load_incluster_config(configuration)
     else:
         config.load_kube_config(client_configuration=configuration)
-    # `call` repeats requests; urllib3 would log a warning for each try
+    # `call` repeats requests. urllib3 would log a warning for each try.
     configuration.retries = Retry(0, redirect=3)
     return getattr(client, name)(client.ApiClient(configuration))

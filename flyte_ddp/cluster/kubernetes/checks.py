@@ -1,9 +1,9 @@
-"""Checks of a Kubernetes cluster for a run, before anything is created: one list, for the preflight
-and the doctor.
+"""Checks of a Kubernetes cluster before a run creates anything there. The preflight and the doctor
+use the same list of checks.
 
-Each check yields findings, whose text ends in the remedy; where it yields none, nothing is wrong. A
-check that this process has no right to make raises the API server's refusal, which `run_checks`
-collects. An API server that does not answer is no finding: ClusterError.
+A check yields a finding for each problem. The text of a finding ends with the remedy. Without RBAC
+permission a check raises the API server's refusal, and `run_checks` notes that the check was
+skipped. An API server that does not answer raises ClusterError.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from flyte_ddp.cluster.kubernetes.resources import (
 )
 from flyte_ddp.errors import ConfigError
 
-# All requests of this folder, as (verb, API group, resource, subresource), which deploy/rbac.yaml
-# grants.
+# All requests of this folder, as (verb, API group, resource, subresource). deploy/rbac.yaml grants
+# them.
 NEEDED_EVERYWHERE = [
     ("create", GROUP, PLURAL, ""),
     ("get", GROUP, PLURAL, ""),
@@ -52,36 +52,36 @@ NEEDED_EVERYWHERE = [
 ]
 NEEDED_OUTSIDE = [
     ("list", "", "services", ""),
-    ("get", "", "pods", "portforward"),  # by a WebSocket before Kubernetes 1.35
+    ("get", "", "pods", "portforward"),  # a WebSocket uses this before Kubernetes 1.35
     ("create", "", "pods", "portforward"),
 ]
 KINDS = {PLURAL, "daskworkergroups"}
 
 GOOD, WARNING, BAD, UNKNOWN = "ok", "warning", "FAILED", "unknown"
 STARTING, NODES = "starting", "nodes"
-# conditions of a node that pass, which Kubernetes expresses as taints too
+# beginning of the taints by which Kubernetes marks a node's temporary conditions
 TEMPORARY_TAINTS = "node.kubernetes.io/"
-# in its image upstream, and by the labels of its Helm chart and of deploy/
+# the operator's name in its upstream image, and in the labels of its Helm chart and of deploy/
 OPERATOR_NAME = "dask-kubernetes-operator"
-OPERATOR_MODULE = "dask_kubernetes"  # that its container runs, whatever its labels are
+OPERATOR_MODULE = "dask_kubernetes"  # module that the operator's container runs
 INSTALLED_VERSION = "app.kubernetes.io/version"  # a label that deploy/operator/install.sh sets
 UPGRADE = "upgrade it with its CRDs as deploy/RUNBOOK.md describes (Upgrades)"
 PSA = "pod-security.kubernetes.io/enforce"
-# of the cluster that the doctor asks about; its secret has the same one, which policies compare
+# name of the cluster that the doctor pretends to create, and of its secret; policies compare them
 DOCTOR_NAME = "ddp-doctor-00000000"
 ENDED = ("Succeeded", "Failed")  # phases of a pod
-# stands for the image of a task's pod that this process does not know
+# placeholder for a task's image that this process does not know
 UNKNOWN_IMAGE = "unknown.invalid/image"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, with its remedy if it is not good."""
+    """The result of a check, with the remedy of a problem."""
 
     text: str
     level: str = BAD  # or GOOD, WARNING, UNKNOWN
-    # STARTING: the operator may be there in a minute; NODES: they may be others when Flyte tries
-    # again
+    # STARTING if the operator may be there in a minute; NODES if other nodes may be there at
+    # Flyte's next attempt
     passes: str = ""
 
     def __str__(self) -> str:
@@ -90,16 +90,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Setup:
-    """The cluster of a run that is checked, and what is known of the tasks that start it."""
+    """The cluster to check, and the known facts about the tasks that start it."""
 
     config: ClusterConfig
-    spec: Mapping[str, Any]  # of the DaskCluster
+    spec: Mapping[str, Any]  # the DaskCluster's specification
     namespace: str
-    # the service account of tasks whose rights are checked; "": this process's own
+    # service account of the tasks, for the check of rights; "" for this process's own account
     account: str = ""
-    # requests of the driver's pod; none where it is not in `namespace`
+    # requests of the driver's pod; empty if the pod is not in `namespace`
     driver: Mapping[str, Decimal] = field(default_factory=dict)
-    # the table of settings.toml; None: not known, or checked by the task itself
+    # table of settings.toml; None if it is unknown or the task itself checks it
     allowed: Allowed | None = None
 
 
@@ -107,11 +107,10 @@ Check = Callable[[Setup], Iterator[Finding]]
 
 
 def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
-    """Return the findings of all checks, and the names of those that this process has no right to
-    make.
+    """Return the findings of all checks, and the names of the checks that lack RBAC permission.
 
     Raises:
-        PreflightError: a quantity that is none.
+        PreflightError: a resource in the pods is not a quantity.
         ClusterError: the API server does not answer.
     """
     findings: list[Finding] = []
@@ -119,7 +118,7 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
     for what, check in CHECKS:
         found: list[Finding] = []
         try:
-            found.extend(check(setup))  # keeps what was found before an exception
+            found.extend(check(setup))  # keeps findings that came before an exception
             found = found or [Finding(what, GOOD)]
         except ApiRefused as error:
             if error.status != 403:
@@ -132,10 +131,13 @@ def run_checks(setup: Setup) -> tuple[list[Finding], list[str]]:
 
 
 def _check_access(setup: Setup) -> Iterator[Finding]:
+    patience = API_PATIENCE
+    if setup.account:
+        patience = 0  # a person waits for the doctor
     try:
-        # a person waits for the doctor
-        call("VersionApi", "get_code", patience=0 if setup.account else API_PATIENCE)
-    except ApiRefused as error:  # it refuses, has no valid certificate, or is not named
+        call("VersionApi", "get_code", patience=patience)
+    # The server refuses, has no valid certificate, or is unknown.
+    except ApiRefused as error:
         yield Finding(
             f"this process has no access to a Kubernetes API server ({error}); set KUBECONFIG to "
             "a valid kubeconfig, or run in a pod whose service account's token is mounted"
@@ -162,7 +164,10 @@ def _check_config(setup: Setup) -> Iterator[Finding]:
 
 def _check_kinds(setup: Setup) -> Iterator[Finding]:
     known = find("CustomObjectsApi", "get_api_resources", GROUP, VERSION)
-    if missing := KINDS - {each.name for each in (known.resources if known else ())}:
+    missing = set(KINDS)
+    if known:
+        missing -= {each.name for each in known.resources}
+    if missing:
         yield Finding(
             "the Dask operator is not installed, or too old: this Kubernetes cluster does not know "
             f"{', '.join(sorted(missing))} of {GROUP}; install it as in deploy/README.md, or "
@@ -171,7 +176,7 @@ def _check_kinds(setup: Setup) -> Iterator[Finding]:
 
 
 def _check_operator(setup: Setup) -> Iterator[Finding]:
-    """Find the operator's Deployment by what it runs: its labels may be others."""
+    """Find the operator's Deployment by its image and command. Its labels may differ."""
     deployments = call("AppsV1Api", "list_deployment_for_all_namespaces").items
     operators = [each for each in deployments if _is_operator(each.spec.template)]
     if not operators:
@@ -184,11 +189,13 @@ def _check_operator(setup: Setup) -> Iterator[Finding]:
         name, namespace = operator.metadata.name, operator.metadata.namespace
         pod, pinned = operator.spec.template, version("dask-kubernetes")
         image = pod.spec.containers[0].image
-        upstream = image.rpartition(":")[2] if f"dask/{OPERATOR_NAME}" in image else ""
-        installed = upstream or (pod.metadata.labels or {}).get(INSTALLED_VERSION)
+        installed = (pod.metadata.labels or {}).get(INSTALLED_VERSION)
+        if f"dask/{OPERATOR_NAME}" in image:
+            installed = image.rpartition(":")[2] or installed
         if not operator.status.available_replicas:
-            start = f"scale deployment {name} --replicas=1"
-            remedy = f"describe deployment {name}" if operator.spec.replicas else start
+            remedy = f"scale deployment {name} --replicas=1"
+            if operator.spec.replicas:
+                remedy = f"describe deployment {name}"
             yield Finding(
                 f"the Dask operator does not run: {name} has no available pod of "
                 f"{operator.spec.replicas}, so nothing makes pods of a DaskCluster; find out why, "
@@ -196,19 +203,25 @@ def _check_operator(setup: Setup) -> Iterator[Finding]:
                 passes=STARTING,
             )
         elif installed != pinned:
+            level = UNKNOWN
+            if installed:
+                level = WARNING
             yield Finding(
                 f"the operator {image} in namespace {namespace} has version "
                 f"{installed or 'unknown'}, and this package pins {pinned}; {UPGRADE}",
-                WARNING if installed else UNKNOWN,
+                level,
             )
 
 
 def _is_operator(pod: Any) -> bool:
-    return (pod.metadata.labels or {}).get("app.kubernetes.io/name") == OPERATOR_NAME or any(
-        OPERATOR_NAME in (each.image or "")
-        or OPERATOR_MODULE in " ".join([*(each.command or []), *(each.args or [])])
-        for each in pod.spec.containers
-    )
+    labels = pod.metadata.labels or {}
+    if labels.get("app.kubernetes.io/name") == OPERATOR_NAME:
+        return True
+    for container in pod.spec.containers:
+        words = [*(container.command or []), *(container.args or [])]
+        if OPERATOR_NAME in (container.image or "") or OPERATOR_MODULE in " ".join(words):
+            return True
+    return False
 
 
 def _check_namespace(setup: Setup) -> Iterator[Finding]:
@@ -228,18 +241,23 @@ def _check_namespace(setup: Setup) -> Iterator[Finding]:
 
 def _check_rights(setup: Setup) -> Iterator[Finding]:
     account, namespace = setup.account, setup.namespace
-    method = "create_subject_access_review" if account else "create_self_subject_access_review"
-    user = {"user": f"system:serviceaccount:{namespace}:{account}"} if account else {}
+    method, user = "create_self_subject_access_review", {}
+    needed = NEEDED_EVERYWHERE
+    if account:
+        method = "create_subject_access_review"
+        user = {"user": f"system:serviceaccount:{namespace}:{account}"}
+    elif not is_in_pod():
+        needed = NEEDED_EVERYWHERE + NEEDED_OUTSIDE
     missing = []
-    for verb, group, resource, subresource in NEEDED_EVERYWHERE + (
-        [] if account or is_in_pod() else NEEDED_OUTSIDE
-    ):
+    for verb, group, resource, subresource in needed:
         right = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
         review = {"spec": {**user, "resourceAttributes": {"namespace": namespace, **right}}}
         if not call("AuthorizationV1Api", method, review).status.allowed:
             what = "/".join(filter(None, (resource, subresource)))
             missing.append(f"{verb} {'.'.join(filter(None, (what, group)))}")
-    who = "this pod's service account" if is_in_pod() else "the kubeconfig's user"
+    who = "the kubeconfig's user"
+    if is_in_pod():
+        who = "this pod's service account"
     remedy = "have deploy/rbac.yaml applied to that namespace and bound to it"
     if account:
         who = f"service account {account}"
@@ -250,17 +268,19 @@ def _check_rights(setup: Setup) -> Iterator[Finding]:
 
 
 def _check_quotas(setup: Setup) -> Iterator[Finding]:
-    """Compare with the whole of each quota, because what other runs have used of it comes back."""
-    who = "this run with its driver" if setup.driver else "this run"
+    """Compare the run with the whole of each quota, because other runs will return their share."""
+    who = "this run"
+    if setup.driver:
+        who = "this run with its driver"
     scheduler, worker = (sum_requests(setup.spec[role]["spec"]) for role in ("scheduler", "worker"))
     needs = add([scheduler, *[worker] * setup.config.enough_nodes, setup.driver])
     needs[f"count/{PLURAL}.{GROUP}"] = Decimal(1)
     for quota in call("CoreV1Api", "list_namespaced_resource_quota", setup.namespace).items:
-        # one with scopes may not be about these pods
-        is_scoped = quota.spec.scopes or quota.spec.scope_selector
-        hard = {} if is_scoped else quota.spec.hard or {}
-        for resource, limit in hard.items():
-            # requests and limits of all pods are the same
+        # A quota with scopes may not apply to these pods.
+        if quota.spec.scopes or quota.spec.scope_selector:
+            continue
+        for resource, limit in (quota.spec.hard or {}).items():
+            # The requests and limits of a run's pods are equal.
             amount = needs.get(re.sub(r"^(requests|limits)\.", "", resource), Decimal(0))
             if amount > quantity(limit):
                 yield Finding(
@@ -289,12 +309,11 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
                 passes=NODES,
             )
             return
-    num_workers, requests = setup.config.enough_nodes, sum_requests(pod)  # of a worker, the last
-    places = sum(
-        min(int(room[resource] / amount) for resource, amount in requests.items() if amount)
-        for room, reason in zip(rooms, reasons, strict=True)
-        if not reason
-    )
+    num_workers, requests = setup.config.enough_nodes, sum_requests(pod)  # the last pod is a worker
+    places = 0
+    for room, reason in zip(rooms, reasons, strict=True):
+        if not reason:
+            places += min(int(room[each] / amount) for each, amount in requests.items() if amount)
     if places < num_workers:
         yield Finding(
             f"the nodes that may run workers have room for {places} of {num_workers} workers of "
@@ -304,7 +323,9 @@ def _check_nodes(setup: Setup) -> Iterator[Finding]:
 
 
 def _list_obstacles(pod: Mapping[str, Any], node: Any) -> Iterator[str]:
-    """Yield why the pod can never run on the node, as phrases after a number of nodes."""
+    """Yield the reasons why the pod can never run on the node, as phrases that follow a number of
+    nodes.
+    """
     labels, has = node.metadata.labels or {}, quantities(node.status.allocatable or {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
@@ -322,19 +343,18 @@ def _list_obstacles(pod: Mapping[str, Any], node: Any) -> Iterator[str]:
 def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
     """Return whether the toleration, as in a pod's specification, covers the taint of a node."""
     exists = toleration.get("operator") == "Exists"
-    return (
-        toleration.get("effect") in (None, "", taint.effect)
-        and (toleration.get("key") == taint.key or (exists and not toleration.get("key")))
-        and (exists or (toleration.get("value") or "") == (taint.value or ""))
-    )
+    key = toleration.get("key")
+    has_effect = toleration.get("effect") in (None, "", taint.effect)
+    has_key = key == taint.key or (exists and not key)
+    has_value = exists or (toleration.get("value") or "") == (taint.value or "")
+    return has_effect and has_key and has_value
 
 
 def _check_admission(setup: Setup) -> Iterator[Finding]:
-    """Let the API server judge the objects without creating them: Pod Security, limit ranges,
-    policies, quotas.
+    """Ask the API server whether Pod Security, limit ranges, policies and quotas admit the objects.
 
-    For the doctor alone: a run's own service account may create no pods, and its DaskCluster is
-    judged at its creation.
+    Nothing is created. Only the doctor makes this check: a run's own service account may create no
+    pods, and its DaskCluster is checked when it is created.
     """
     if not setup.account:
         return
@@ -342,17 +362,19 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
     meta = {"metadata": {"name": DOCTOR_NAME}}
     for role in ("scheduler", "worker"):
         body = {"apiVersion": "v1", "kind": "Pod", **meta, "spec": setup.spec[role]["spec"]}
-        if refusal := _dry_run(*create, body):
+        refusal = _dry_run(*create, body)
+        if refusal:
             yield Finding(
                 f"the API server would refuse a {role}'s pod: {refusal}; request more or less, "
                 "correct `pod_template`, or wait for other runs to end"
             )
     body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "DaskCluster", **meta, "spec": setup.spec}
     request = ("create_namespaced_custom_object", GROUP, VERSION, setup.namespace, PLURAL, body)
-    # whether policies admit an image that is not known cannot be known
-    if setup.config.kubernetes.image != UNKNOWN_IMAGE and (
-        refusal := _dry_run("CustomObjectsApi", *request)
-    ):
+    # Policies may compare images, so a cluster with an unknown image cannot be checked.
+    if setup.config.kubernetes.image == UNKNOWN_IMAGE:
+        return
+    refusal = _dry_run("CustomObjectsApi", *request)
+    if refusal:
         yield Finding(
             f"the API server would refuse the DaskCluster: {refusal}; correct the cluster's "
             "configuration, or the lists in deploy/admission-policy.yaml and apply it"
@@ -360,15 +382,16 @@ def _check_admission(setup: Setup) -> Iterator[Finding]:
 
 
 def _dry_run(*request: Any) -> str:
-    """Return the API server's refusal to create an object; "" if it would."""
+    """Return the API server's refusal to create an object; "" if the server would create it."""
     try:
         call(*request, dry_run="All")
     except ApiRefused as error:
-        # by RBAC; quotas, Pod Security and policies refuse with the same status
+        # Only RBAC's refusal has this text. Quotas, Pod Security and policies use the same status.
         if error.status == 403 and "cannot" in str(error) and "User " in str(error):
             raise
-        # another check is about missing kinds
-        return "" if error.status == 404 else " ".join(str(error).split())
+        # Another check reports missing kinds.
+        if error.status != 404:
+            return " ".join(str(error).split())
     return ""
 
 
@@ -384,18 +407,20 @@ def _check_policies(setup: Setup) -> Iterator[Finding]:
 
 
 def _check_orphans(setup: Setup) -> Iterator[Finding]:
-    """Look in all namespaces for clusters that outlived their driver's pod. For the doctor: a run's
-    account may list none.
+    """Look in all namespaces for clusters that outlived their driver's pod.
 
-    Kubernetes deletes a cluster with its driver's pod, and the operator one that is idle. Neither
-    does while the operator is away and that pod stays, ended.
+    Only the doctor makes this check, because a run's account may not list clusters. Kubernetes
+    deletes a cluster with its driver's pod, and the operator deletes an idle cluster. A cluster
+    stays if the operator is away and the ended pod is not deleted.
     """
     if not setup.account:
         return
     selector = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
     request = ("list_cluster_custom_object", GROUP, VERSION, PLURAL)
     found = call("CustomObjectsApi", *request, label_selector=selector, ignored=(404,))
-    for cluster in found["items"] if found else ():
+    if not found:
+        return
+    for cluster in found["items"]:
         name, namespace = cluster["metadata"]["name"], cluster["metadata"]["namespace"]
         for owner in cluster["metadata"].get("ownerReferences", []):
             pod = find("CoreV1Api", "read_namespaced_pod", owner["name"], namespace)

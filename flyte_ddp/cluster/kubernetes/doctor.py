@@ -1,7 +1,6 @@
-"""`flyte-ddp doctor`: tell whether a run could start on a Kubernetes cluster. Changes
-nothing.
+"""`flyte-ddp doctor`: check whether a run could start on a Kubernetes cluster. Changes nothing.
 
-For a person with a kubeconfig of wide rights.
+The command is for a person with wide rights in the cluster.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ def diagnose(
     config: ClusterConfig,
     service_account: str,
 ) -> tuple[list[str], int]:
-    """Check the cluster that the kubeconfig names, for runs with this config whose tasks have
-    `service_account`.
+    """Check the kubeconfig's cluster for runs with this config and with `service_account` for their
+    tasks.
 
     Returns:
-        A line for each finding, and an exit status: 0 if a run could start, 1 if not, 2 where this
-            user may not see enough.
+        A line for each finding, and an exit status: 0 if a run could start, 1 if not, 2 if this
+            user's rights are too small to say.
 
     Raises:
         ClusterError: the API server does not answer.
     """
     namespace = config.kubernetes.namespace or context_namespace() or "default"
-    # As the tasks' own settings have it; an image that is given at the registration is not known
+    # The image in the tasks' settings. An image that is only given at the registration is unknown
     # here.
     image = os.environ.get("IMAGE") or read_settings().get("image", "")
     allowed = load_allowed()
-    # a task's own is always allowed
+    # A task's own image is always allowed.
     allowed = dataclasses.replace(allowed, images=(*allowed.images, image or "*"))
     image = config.kubernetes.image or image or UNKNOWN_IMAGE
     config = dataclasses.replace(config, kind="kubernetes")
@@ -81,7 +80,12 @@ def diagnose(
         )
     order = (BAD, WARNING, UNKNOWN, GOOD)
     findings.sort(key=lambda each: order.index(each.level))
-    return [f"{each}\n" for each in (checked, *findings)], 1 if is_bad else 2 if unseen else 0
+    status = 0
+    if is_bad:
+        status = 1
+    elif unseen:
+        status = 2
+    return [f"{each}\n" for each in (checked, *findings)], status
 
 
 def main(arguments: Sequence[str]) -> int:

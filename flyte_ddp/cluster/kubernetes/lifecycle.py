@@ -1,9 +1,8 @@
-"""A Dask cluster on Kubernetes, made by the Dask operator: its life as a `with` block. Knows
-neither recipes nor ranks.
+"""The life of a Dask cluster on Kubernetes as a `with` block. The Dask operator makes the cluster.
 
-dask_kubernetes.operator.KubeCluster is not used: its start has no deadline, it cannot report what
-pods wait for, it may wait an hour for a deletion, and it cleans up at exit only, which SIGTERM
-skips. Without it there is one object to create and one to delete.
+Knows neither recipes nor ranks. dask_kubernetes.operator.KubeCluster is not used: its start has no
+deadline, it cannot report what pods wait for, it may wait an hour for a deletion, and SIGTERM skips
+its cleanup at exit. Without it there is one object to create and one to delete.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp.cluster.config import ClusterConfig
@@ -57,10 +57,10 @@ from flyte_ddp.errors import ClusterError, PreflightError
 if TYPE_CHECKING:
     from distributed import Client, Security
 
-# distinguishes the cluster that this process made from another of the same name
+# annotation that distinguishes this process's cluster from another cluster with the same name
 TOKEN_ANNOTATION = "flyte-ddp/token"
-ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # from 0
-# of a scheduler's pod, and not one of those that its policy opens to the driver
+ATTEMPT_VARIABLE = "FLYTE_ATTEMPT_NUMBER"  # counts from 0
+# port of a scheduler's pod that its policy does not open to the driver
 CLOSED_PORT = DASHBOARD_PORT + 2
 
 logger = logging.getLogger(__name__)
@@ -73,31 +73,34 @@ def kube_cluster(
     """Yield the address of a new cluster's ready scheduler, and the certificate to connect with;
     None without TLS.
 
-    The cluster is deleted however the block is left, also on SIGTERM, which leaves it with
-    SystemExit. A SIGKILL of this process leaves the cluster behind until its pod is deleted, or
-    until `idle_timeout` seconds after its last heartbeat.
+    The cluster is deleted after the block, also after an error or SIGTERM, which raises SystemExit
+    in the block. After a SIGKILL of this process the cluster stays until the process's pod is
+    deleted, or until `idle_timeout` seconds after the last heartbeat.
 
     Args:
-        run_name: the cluster's name is `cluster_name` of it.
-        deadline: on time.monotonic's clock, for the whole start.
+        run_name: a name from which `cluster_name` makes the cluster's name.
+        deadline: end of the whole start, on time.monotonic's clock.
 
     Raises:
-        PreflightError: what the cluster lacks for this run: the user's to mend, and nothing was
-            created.
-        ClusterError: it did not start in time, with what its pods wait for; the API server does not
-            answer; or a cluster of this name exists already.
+        PreflightError: the user has to correct something. Nothing was created.
+        ClusterError: the cluster did not start in time, the API server does not answer, or a
+            cluster with this name exists already.
     """
     from distributed import Security
 
     name = cluster_name(run_name)
-    security = Security.temporary() if config.kubernetes.tls else None
+    security = None
+    if config.kubernetes.tls:
+        security = Security.temporary()
     with terminate_on_sigterm():
         try:
             driver = driver_pod()
             namespace = target_namespace(config)
             if not config.kubernetes.image and driver is not None:
                 config = config.with_pods(image=driver.image)
-            owner = driver if driver is not None and driver.namespace == namespace else None
+            owner = None
+            if driver is not None and driver.namespace == namespace:
+                owner = driver
             spec = cluster_spec(config, name, owner)
             preflight(config, spec, namespace, owner)
         except ApiRefused as error:
@@ -109,9 +112,9 @@ def kube_cluster(
             logger.info("Dask cluster %s is starting in namespace %s", name, namespace)
             scheduler = _wait_for_scheduler(config, name, namespace, deadline)
             if is_in_pod():
-                # a start must not wait for it
+                # The start does not wait for this check.
                 start_thread("policy", warn_if_unenforced, scheduler.status.pod_ip)
-            with _scheduler_address(name, namespace, "tls" if security else "tcp") as address:
+            with _scheduler_address(name, namespace, config.kubernetes.tls) as address:
                 logger.info(
                     "dashboard: http://localhost:8787/status after kubectl --namespace %s "
                     "port-forward service/%s 8787",
@@ -130,16 +133,18 @@ def preflight(
     are skipped.
 
     Args:
-        owner: the pod of this process if it is in `namespace`, whose quotas count it, too.
+        owner: the pod of this process if it is in `namespace`. The quotas there count it too.
 
     Raises:
-        PreflightError: it cannot, with each finding.
-        ClusterError: the API server does not answer; or, at a retry, the nodes are in a state in
-            which it cannot start. Another attempt ran on them, so they may be mended.
+        PreflightError: the cluster cannot start. The message has each finding.
+        ClusterError: the API server does not answer; or, at a retry, the nodes have no room. The
+            nodes had room for an earlier attempt, so they may recover.
     """
-    requests = owner.requests if owner else {}
-    findings, _ = run_checks(Setup(config, spec["spec"], namespace, driver=requests))
-    # An operator that restarts has a minute to react to the new cluster.
+    setup = Setup(config, spec["spec"], namespace)
+    if owner:
+        setup = replace(setup, driver=owner.requests)
+    findings, _ = run_checks(setup)
+    # An operator that is restarting has a minute to react to the new cluster.
     obstacles = [each for each in findings if each.level == BAD and each.passes != STARTING]
     is_retry = os.environ.get(ATTEMPT_VARIABLE, "0") not in ("", "0")
     if obstacles and is_retry and all(each.passes == NODES for each in obstacles):
@@ -152,15 +157,16 @@ def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> None:
     """Probe a closed port of the scheduler's pod, and log a warning if the network policy does not
     block the probe.
 
-    A pod that is reached refuses the connection at once; a policy drops it without an answer.
+    Without a policy the pod refuses the connection at once. A policy drops the connection without
+    an answer.
 
     Args:
-        address: the scheduler pod's IP address. The policy has been there for some seconds.
+        address: the scheduler pod's IP address. The policy has existed for some seconds.
     """
     try:
         with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
             socket.create_connection((address, port), timeout=ANSWER_TIMEOUT).close()
-    except OSError:  # a timeout, or a network that says so: the policy is enforced
+    except OSError:  # a timeout, or a refusal by the network: the policy is enforced
         return
     logger.warning(
         "this Kubernetes seems not to enforce NetworkPolicies: the run's own does not keep other "
@@ -173,14 +179,15 @@ def warn_if_unenforced(address: str, port: int = CLOSED_PORT) -> None:
 def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
     """Keep the operator from deleting the cluster as idle while the block runs.
 
-    To the operator a cluster is idle that waits for nodes, or whose driver saves a checkpoint. Each
-    of these calls starts the scheduler's idle time anew, so that it counts from the driver's end.
+    The operator regards a cluster as idle while it waits for nodes or its driver saves a
+    checkpoint. Each call here restarts the scheduler's idle time, so that the time counts from the
+    driver's end.
     """
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(idle_timeout / 4):
-            # of any kind, while the scheduler is away; the next call may find it back
+            # Any error is possible while the scheduler is away. The next call may succeed.
             with contextlib.suppress(Exception):
                 client.run_on_scheduler(
                     lambda dask_scheduler: setattr(dask_scheduler, "idle_since", None)
@@ -195,10 +202,10 @@ def keep_alive(client: Client, idle_timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminate_on_sigterm() -> Iterator[None]:
-    """SIGTERM, which ends Python at once, raises SystemExit in the block instead, so that `finally`
-    runs.
+    """Let SIGTERM raise SystemExit in the block, so that `finally` runs. By default SIGTERM ends
+    Python at once.
 
-    Signal handlers belong to the main thread; in another one this changes nothing.
+    Signal handlers belong to the main thread. In another thread this function changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -218,9 +225,10 @@ def _create(
     operator_namespace: str,
     security: Security | None,
 ) -> None:
-    """Create the DaskCluster, and before the operator makes any pods of it, what it owns.
+    """Create the DaskCluster, its network policy and its certificate.
 
-    That is the policy that keeps other pods away from them, and the certificate that they wait for.
+    The policy keeps other pods away from the cluster's pods, so it must exist before the operator
+    makes pods. The pods wait for the certificate.
     """
     name = spec["metadata"]["name"]
     create = ("create_namespaced_custom_object", GROUP, VERSION, namespace, PLURAL, spec)
@@ -228,7 +236,7 @@ def _create(
         made = call("CustomObjectsApi", *create, ignored=(409,))
         if made is None:
             made = read_cluster(name, namespace) or {"metadata": {}}
-            # else it is ours: the answer to an earlier try was lost
+            # With an equal token the cluster is ours: the answer to an earlier try was lost.
             if _read_token(made) != _read_token(spec):
                 raise ClusterError(
                     f"a Dask cluster named {name} exists already in namespace {namespace}, and "
@@ -237,7 +245,7 @@ def _create(
                 )
         uid = made["metadata"]["uid"]
         policy = network_policy(name, uid, namespace, operator_namespace, driver)
-        # One that is there already is ours, too.
+        # A policy that exists already is ours too.
         call(
             "NetworkingV1Api", "create_namespaced_network_policy", namespace, policy, ignored=(409,)
         )
@@ -280,8 +288,8 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
         if now > report_at:
             report_at = min(now + LINE_INTERVAL, deadline)
             why = explain(config, name)
-            # An operator that ends after its first look at the cluster makes no pods, and nothing
-            # says why.
+            # If the operator ends after it has seen the cluster, no pods are made and nothing shows
+            # the reason.
             if not pods and not why and now > min(started + API_PATIENCE, deadline):
                 raise ClusterError(
                     f"the Dask operator did not react to cluster {name} within "
@@ -299,10 +307,13 @@ def _wait_for_scheduler(config: ClusterConfig, name: str, namespace: str, deadli
 
 
 @contextlib.contextmanager
-def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str]:
-    """By the Service's name inside the Kubernetes cluster, through a port forwarded by its API
-    server outside.
+def _scheduler_address(name: str, namespace: str, is_tls: bool) -> Iterator[str]:
+    """Yield the scheduler's address: its Service's name inside the Kubernetes cluster, a port that
+    the API server forwards outside.
     """
+    protocol = "tcp"
+    if is_tls:
+        protocol = "tls"
     if is_in_pod():
         yield f"{protocol}://{scheduler_name(name)}.{namespace}:{SCHEDULER_PORT}"
         return
@@ -310,23 +321,22 @@ def _scheduler_address(name: str, namespace: str, protocol: str) -> Iterator[str
 
     service = kr8s.objects.Service.get(scheduler_name(name), namespace=namespace)
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        free_port = probe.getsockname()[1]  # kr8s would guess one, and now and then guess wrong
+        free_port = probe.getsockname()[1]  # kr8s would guess a port, sometimes a taken one
     forward = service.portforward(SCHEDULER_PORT, local_port=free_port)
     forward.__enter__()
     try:
         yield f"{protocol}://127.0.0.1:{free_port}"
     finally:
-        # From Python 3.12 on this waits for connections that are still open; the deletion after it
-        # must not.
+        # From Python 3.12 on this call waits for connections that are still open. The deletion of
+        # the cluster must not wait.
         start_thread("closing", forward.__exit__, None, None, None).join(timeout=1.0)
 
 
 def _delete_own(name: str, namespace: str, token: str) -> None:
-    """Ask for the deletion of the cluster, if it has this token, and let Kubernetes do it. Logs a
-    refusal.
+    """Ask Kubernetes to delete the cluster if it has this token. Log a refusal.
 
-    In the foreground: Kubernetes itself ends the pods, at once. In the background it would wait for
-    the operator's finalizer, and so for an operator that is away, or busy with a check that takes a
+    In a foreground deletion Kubernetes itself ends the pods at once. A background deletion would
+    wait for the operator's finalizer, and the operator may be away, or busy with a check for a
     minute.
     """
     try:
@@ -339,7 +349,7 @@ def _delete_own(name: str, namespace: str, token: str) -> None:
                 *request,
                 body={"propagationPolicy": "Foreground", "preconditions": {"uid": uid}},
                 patience=ANSWER_TIMEOUT,
-                ignored=(404, 409),  # gone, or another's by now
+                ignored=(404, 409),  # the cluster is gone, or another run's by now
             )
             logger.info("Dask cluster %s is being deleted", name)
     except ClusterError as error:

@@ -1,5 +1,6 @@
-"""The objects that a run creates in Kubernetes, as pure functions: the cluster's name, its
-DaskCluster, its policy.
+"""The objects that a run creates in Kubernetes: its DaskCluster, network policy and certificate.
+
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from flyte_ddp.cluster.config import GRACE_VARIABLE, ClusterConfig, dask_config
 
 GROUP, VERSION, PLURAL = "kubernetes.dask.org", "v1", "daskclusters"
 POLICY_GROUP, POLICY_PLURAL = "networking.k8s.io", "networkpolicies"
-CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # in scheduler and workers
+CERTIFICATE_MOUNT = "/etc/flyte-ddp-tls"  # directory in scheduler and workers
 MANAGED_BY = {"app.kubernetes.io/managed-by": "flyte-ddp"}
-# A worker that is moved costs the start of a gang, a scheduler its own besides: an autoscaler is
-# not to pack them.
+# Annotations that keep an autoscaler from moving pods. To move a worker costs the start of a gang,
+# and to move a scheduler also costs its own start.
 KEEP_IN_PLACE = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
 KUEUE = "kueue.x-k8s.io"
-CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels, by the operator
+CLUSTER, COMPONENT = "dask.org/cluster-name", "dask.org/component"  # labels that the operator sets
 SCHEDULER_PORT, DASHBOARD_PORT = 8786, 8787
 PORTS = {"tcp-comm": SCHEDULER_PORT, "http-dashboard": DASHBOARD_PORT}
 MAX_NAME_LENGTH = 53  # the operator appends "-scheduler", and a Service's name ends at 63
 
-# The scheduler's own routes, and the first one, by which the operator asks whether it is idle.
-# Without that route the operator sets an idle timeout inside the scheduler, which then closes
-# itself while it works.
+# The scheduler's own routes, and first a route by which the operator asks whether the scheduler is
+# idle. Without it the operator sets an idle timeout inside the scheduler, which then closes itself
+# while it works.
 SCHEDULER_ROUTES = [
     "distributed.http.scheduler.api",
     "distributed.http.scheduler.prometheus",
@@ -41,7 +42,7 @@ SCHEDULER_ROUTES = [
     "distributed.http.proxy",
     "distributed.http.statics",
 ]
-Object = dict[str, Any]  # of Kubernetes, or a part of one
+Object = dict[str, Any]  # an object of Kubernetes, or a part of an object
 
 # The keys by which lists in a pod's specification are merged; all others are merged by "name".
 MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
@@ -54,21 +55,20 @@ class Driver:
     name: str
     uid: str
     namespace: str
-    image: str  # of the container that this process runs in
+    image: str  # image of the container that this process runs in
     labels: Mapping[str, str] = field(default_factory=dict)
-    # of all its containers, by resource
+    # requests of all the pod's containers, by resource
     requests: Mapping[str, Decimal] = field(default_factory=dict)
 
 
 def cluster_name(run_name: str) -> str:
-    """Return a name for a run's cluster: a DNS-1035 label of at most 53 characters, made of
-    `run_name` alone.
+    """Return a name for a run's cluster, a DNS-1035 label of at most 53 characters.
 
-    A name that this function made stays as it is.
+    The name follows from `run_name` alone. A name that this function returned stays as it is.
 
     Args:
-        run_name: unique among the runs and attempts of a namespace. A Flyte execution may have
-            several training tasks at once, so its own id is not enough.
+        run_name: a name that is unique among the runs and attempts of a namespace. A Flyte
+            execution may have several training tasks at once, so its own id is not enough.
     """
     if (
         re.fullmatch(r"ddp-([a-z0-9-]*-)?[0-9a-f]{8}", run_name)
@@ -84,18 +84,17 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
     """Return the DaskCluster for the operator: one scheduler and `num_nodes` workers, a pod each.
 
     Args:
-        owner: the pod with which Kubernetes deletes the cluster. It must be in the cluster's
-            namespace.
+        owner: a pod in the cluster's namespace. Kubernetes deletes the cluster with this pod.
     """
     metadata: Object = {
         "name": name,
-        # The operator copies both to everything it makes of this, and selects pods by the labels.
+        # The operator copies labels and annotations to all its objects, and selects pods by labels.
         "labels": {**config.kubernetes.labels, "app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
         "annotations": {**KEEP_IN_PLACE, **config.kubernetes.annotations},
     }
     if config.kubernetes.queue:
-        # Kueue lets no pod of a group start before it has seen all and has room for them. The
-        # operator makes the scheduler and the workers at once, so none waits for another.
+        # Kueue starts a group's pods when it has seen all of them and has room for all. The
+        # operator makes the scheduler and the workers at once, so no pod waits for another pod.
         metadata["labels"] |= {
             f"{KUEUE}/queue-name": config.kubernetes.queue,
             f"{KUEUE}/pod-group-name": name,
@@ -105,68 +104,65 @@ def cluster_spec(config: ClusterConfig, name: str, owner: Driver | None = None) 
         metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}
         ]
+    scheduler = _scheduler_pod(config, name)
+    service = {
+        "type": "ClusterIP",
+        "selector": {CLUSTER: name, COMPONENT: "scheduler"},
+        "ports": [
+            {"name": port, "protocol": "TCP", "port": number, "targetPort": port}
+            for port, number in PORTS.items()
+        ],
+    }
+    worker = merge_pod(_worker_pod(config, name), config.kubernetes.pod_template)
+    spec = {
+        "idleTimeout": round(config.kubernetes.idle_timeout),
+        "scheduler": {
+            "spec": merge_pod(scheduler, config.kubernetes.scheduler_pod_template),
+            "service": service,
+        },
+        "worker": {"replicas": config.num_nodes, "spec": worker},
+    }
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "DaskCluster",
         "metadata": metadata,
-        "spec": {
-            "idleTimeout": round(config.kubernetes.idle_timeout),
-            "scheduler": {
-                "spec": merge_pod(
-                    _scheduler_pod(config, name), config.kubernetes.scheduler_pod_template
-                ),
-                "service": {
-                    "type": "ClusterIP",
-                    "selector": {CLUSTER: name, COMPONENT: "scheduler"},
-                    "ports": [
-                        {"name": port, "protocol": "TCP", "port": number, "targetPort": port}
-                        for port, number in PORTS.items()
-                    ],
-                },
-            },
-            "worker": {
-                "replicas": config.num_nodes,
-                "spec": merge_pod(_worker_pod(config, name), config.kubernetes.pod_template),
-            },
-        },
+        "spec": spec,
     }
 
 
 def network_policy(
     name: str, uid: str, namespace: str, operator_namespace: str, driver: Driver | None = None
 ) -> Object:
-    """Return the NetworkPolicy that lets only its own pods, its driver and the operator reach a
-    cluster's pods.
+    """Return the NetworkPolicy of a cluster's pods. It admits the cluster's own pods, the driver
+    and the operator.
 
-    A Dask scheduler runs any code that a client sends. Kubernetes deletes the policy with the
-    cluster.
+    The policy is needed because a Dask scheduler runs any code that a client sends. Kubernetes
+    deletes the policy with the cluster.
 
     Args:
-        uid: of the DaskCluster called `name`, in `namespace`.
-        operator_namespace: in which the operator runs, which asks the scheduler whether it is idle.
-        driver: its labels distinguish its pod; without labels, any pod of the namespace may be the
-            driver. None is a driver outside Kubernetes, which connects through a port that the API
-            server forwards.
+        uid: the uid of the DaskCluster called `name` in `namespace`.
+        operator_namespace: the operator's namespace. The operator asks the scheduler whether it is
+            idle.
+        driver: the driver's pod, which the policy recognizes by its labels. Without labels, any pod
+            in its namespace is admitted. None for a driver outside Kubernetes, which connects
+            through a port that the API server forwards.
     """
     own = {CLUSTER: name}
     ports = [{"protocol": "TCP", "port": port} for port in PORTS.values()]
     callers: list[Object] = [_namespace_selector(operator_namespace)]
     if driver is not None:
-        selector = {"matchLabels": dict(driver.labels)} if driver.labels else {}
+        selector = {}
+        if driver.labels:
+            selector["matchLabels"] = dict(driver.labels)
         callers.append({"podSelector": selector, **_namespace_selector(driver.namespace)})
+    selector_of_own = {"matchLabels": own}
+    # The cluster's own pods reach each other on any port, because the ranks choose their ports.
+    ingress = [{"from": [{"podSelector": selector_of_own}]}, {"from": callers, "ports": ports}]
     return {
         "apiVersion": f"{POLICY_GROUP}/v1",
         "kind": "NetworkPolicy",
         "metadata": _owned_metadata(name, uid),
-        "spec": {
-            "podSelector": {"matchLabels": own},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                # on any port: the ranks choose theirs
-                {"from": [{"podSelector": {"matchLabels": own}}]},
-                {"from": callers, "ports": ports},
-            ],
-        },
+        "spec": {"podSelector": selector_of_own, "policyTypes": ["Ingress"], "ingress": ingress},
     }
 
 
@@ -184,9 +180,7 @@ def certificate_secret(name: str, uid: str, certificate: str, key: str) -> Objec
 
 
 def _owned_metadata(name: str, uid: str) -> Object:
-    """Return the metadata of an object that goes with the DaskCluster called `name`, whose name it
-    has.
-    """
+    """Return the metadata of an object that has the DaskCluster's name and is deleted with it."""
     return {
         "name": name,
         "labels": {"app.kubernetes.io/name": "flyte-ddp", **MANAGED_BY},
@@ -201,15 +195,13 @@ def _namespace_selector(namespace: str) -> Object:
 
 
 def scheduler_name(name: str) -> str:
-    """Return the operator's name for the Service, and the Deployment, of the cluster's
-    scheduler.
-    """
+    """Return the operator's name for the scheduler's Service and Deployment."""
     return f"{name}-scheduler"
 
 
 def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> Object:
-    """Merge `override` over `base`: mappings by key, lists of named items by name; None removes,
-    the rest replaces.
+    """Merge `override` over `base`: mappings by key, lists of named items by name. None removes a
+    key. Other values replace the old ones.
     """
     merged = dict(base)
     for key, value in override.items():
@@ -217,7 +209,9 @@ def merge_pod(base: Mapping[str, Any], override: Mapping[str, Any]) -> Object:
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, Mapping):
-            merged[key] = merge_pod(old if isinstance(old, Mapping) else {}, value)
+            if not isinstance(old, Mapping):
+                old = {}
+            merged[key] = merge_pod(old, value)
         elif isinstance(value, list) and isinstance(old, list):
             merged[key] = _merge_list(old, value, MERGE_KEYS.get(key, "name"))
         else:
@@ -239,56 +233,49 @@ def _worker_pod(config: ClusterConfig, name: str) -> Object:
     resources = _resources(pods.worker_cpus, pods.worker_memory)
     if config.gpus_per_node:
         resources[pods.gpu_resource] = str(config.gpus_per_node)
-    # The operator would set the scheduler's address to a tcp:// one.
-    address = f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"
-    variables = {**({"DASK_SCHEDULER_ADDRESS": address} if pods.tls else {}), **pods.env}
-    # No memory limit of Dask's: Dask would pause or kill a supervisor for the memory of its ranks.
+    variables = {}
+    if pods.tls:
+        # The operator would set a tcp:// address.
+        variables["DASK_SCHEDULER_ADDRESS"] = f"tls://{scheduler_name(name)}:{SCHEDULER_PORT}"
+    variables |= pods.env
+    # Dask's memory limit is off: Dask would pause or kill a supervisor for the memory of its ranks.
     arguments = ["dask", "worker", "--name", "$(DASK_WORKER_NAME)", "--nthreads", "1"]
     pod = _pod(config, name, "worker", [*arguments, "--memory-limit", "0"], variables, resources)
+    # The operator would name a worker after its Deployment. Dask does not accept a second worker
+    # with a name before the first one has left, so a worker has its pod's name.
+    own_name = {"fieldRef": {"fieldPath": "metadata.name"}}
+    container = {
+        "name": "worker",
+        "env": [{"name": "DASK_WORKER_NAME", "valueFrom": own_name}],
+        "envFrom": [{"secretRef": {"name": secret}} for secret in pods.env_from_secrets],
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    shared_memory = {"medium": "Memory", "sizeLimit": pods.shared_memory}
+    # The loss of a node should cost only one worker. If there are few nodes, workers may share one.
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {CLUSTER: name, COMPONENT: "worker"}},
+    }
     own = {
-        "containers": [
-            {
-                "name": "worker",
-                # The operator's is the Deployment's, which Dask gives no second pod until the one
-                # that it replaces has left.
-                "env": [
-                    {
-                        "name": "DASK_WORKER_NAME",
-                        "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
-                    }
-                ],
-                "envFrom": [{"secretRef": {"name": name}} for name in pods.env_from_secrets],
-                "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
-            }
-        ],
-        "volumes": [
-            {
-                "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory},
-            }
-        ],
-        # The loss of a node should cost one worker only. Where nodes are few, workers may share
-        # one.
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": {CLUSTER: name, COMPONENT: "worker"}},
-            }
-        ],
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": shared_memory}],
+        "topologySpreadConstraints": [spread],
     }
     return merge_pod(pod, own)
 
 
 def _scheduler_pod(config: ClusterConfig, name: str) -> Object:
-    """Return the scheduler's pod: small and without a GPU."""
+    """Return the scheduler's pod, which is small and has no GPU."""
     pods = config.kubernetes
     arguments = ["dask", "scheduler", "--host", "0.0.0.0"]
-    protocol = ["--protocol", "tls"] if pods.tls else []
+    if pods.tls:
+        arguments += ["--protocol", "tls"]
     routes = _variables({"distributed.scheduler.http.routes": SCHEDULER_ROUTES})
     resources = _resources(pods.scheduler_cpus, pods.scheduler_memory)
     health = {"httpGet": {"port": "http-dashboard", "path": "/health"}}
+    timing = {"initialDelaySeconds": 60, "periodSeconds": 20, "timeoutSeconds": 10}
     container = {
         "name": "scheduler",
         "ports": [
@@ -296,14 +283,9 @@ def _scheduler_pod(config: ClusterConfig, name: str) -> Object:
             for port, number in PORTS.items()
         ],
         "readinessProbe": {**health, "periodSeconds": 1, "timeoutSeconds": 5},
-        "livenessProbe": {
-            **health,
-            "initialDelaySeconds": 60,
-            "periodSeconds": 20,
-            "timeoutSeconds": 10,
-        },
+        "livenessProbe": {**health, **timing},
     }
-    pod = _pod(config, name, "scheduler", [*arguments, *protocol], routes, resources)
+    pod = _pod(config, name, "scheduler", arguments, routes, resources)
     return merge_pod(pod, {"containers": [container]})
 
 
@@ -315,17 +297,18 @@ def _pod(
     variables: Mapping[str, str],
     resources: Mapping[str, str],
 ) -> Object:
-    """Return what the pods of both roles have: one container, which may write to /tmp alone.
+    """Return the common part of a scheduler's and a worker's pod: one container, which may write
+    only to /tmp.
 
-    With TLS it has the run's certificate. That one, which is its own authority, serves all: whoever
-    has its key belongs to the run.
+    With TLS the container has the run's certificate. The certificate is its own authority, so only
+    processes of the run have its key.
 
     Args:
-        variables: of the container, which win over the settings of every gang.
+        variables: environment of the container. They win over the settings of every gang.
     """
     pods = config.kubernetes
     settings = dask_config(config)
-    # The only writable directory, besides a worker's /dev/shm: the root file systems are read-only.
+    # The root file system is read-only. Besides a worker's /dev/shm, only /tmp is writable.
     mounts: list[Object] = [{"name": "temporary", "mountPath": "/tmp"}]
     volumes: list[Object] = [{"name": "temporary", "emptyDir": {}}]
     if pods.tls:
@@ -341,27 +324,32 @@ def _pod(
             }
         mounts.append({"name": "certificate", "mountPath": CERTIFICATE_MOUNT, "readOnly": True})
         volumes.append({"name": "certificate", "secret": {"secretName": name}})
-    # The worker has to know how long it has for a last checkpoint, after which the scheduler ends.
+    # The worker has to know how much time it has for a last checkpoint. The scheduler ends later.
     grace = round(pods.worker_grace)
     given = {"HOME": "/tmp", **_variables(settings), GRACE_VARIABLE: str(grace), **variables}
+    environment = [{"name": key, "value": value} for key, value in given.items()]
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
     container = {
         "name": role,
         "image": pods.image,
         "imagePullPolicy": pods.image_pull_policy,
         "args": arguments,
-        "env": [{"name": key, "value": value} for key, value in given.items()],
+        "env": environment,
         "resources": {"requests": dict(resources), "limits": dict(resources)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": security,
         "volumeMounts": mounts,
     }
+    account = {}
+    if pods.service_account:
+        account["serviceAccountName"] = pods.service_account
     return {
         "automountServiceAccountToken": False,  # neither scheduler nor worker talks to Kubernetes
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        **({"serviceAccountName": pods.service_account} if pods.service_account else {}),
+        **account,
         "terminationGracePeriodSeconds": grace,
         "containers": [container],
         "volumes": volumes,
@@ -374,9 +362,10 @@ def _resources(cpus: float, memory: str) -> dict[str, str]:
 
 def _variables(dask_settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings of Dask as environment variables, which Dask reads as Python literals."""
-    return {
-        "DASK_" + key.upper().replace("-", "_").replace(".", "__"): value
-        if isinstance(value, str)
-        else repr(value)
-        for key, value in dask_settings.items()
-    }
+    variables = {}
+    for key, value in dask_settings.items():
+        if not isinstance(value, str):
+            value = repr(value)
+        name = key.upper().replace("-", "_").replace(".", "__")
+        variables[f"DASK_{name}"] = value
+    return variables

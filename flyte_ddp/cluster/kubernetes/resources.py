@@ -1,4 +1,4 @@
-"""Quantities of CPU, memory and devices, as pods and quotas have them, in numbers. Asks nobody."""
+"""Numbers for the quantities of CPU, memory and devices in pods and quotas. Sends no requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flyte_ddp.errors import PreflightError
 
 
 def sum_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return the pod's requests, by resource, with 1 of `pods`; a limit without a request counts as
-    one.
+    """Return the pod's requests by resource, with `pods` as 1. A limit without a request counts as
+    a request.
     """
     given = [each.get("resources", {}) for each in pod["containers"]]
     return add(
@@ -27,9 +27,9 @@ def quantity(amount: object) -> Decimal:
     """Return a Kubernetes quantity, such as 500m, 2 or 8Gi, as a number of cores, bytes or devices.
 
     Raises:
-        PreflightError: `amount` is not a quantity; only `pod_template` can hold such a thing.
+        PreflightError: `amount` is not a quantity. Only `pod_template` can contain such a value.
     """
-    # imports a second of client, which the requests need anyway
+    # This import takes a second, but the requests need the client anyway.
     from kubernetes.utils import parse_quantity
 
     try:
@@ -39,7 +39,7 @@ def quantity(amount: object) -> Decimal:
 
 
 def quantities(requests: Mapping[str, str]) -> dict[str, Decimal]:
-    """Return requests, such as of a pod's container, as numbers."""
+    """Return the requests of a container, for example, as numbers."""
     return {resource: quantity(amount) for resource, amount in requests.items()}
 
 
@@ -54,7 +54,9 @@ def add(amounts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
 
 def short(amount: Decimal) -> str:
     """Format a number for people: bytes in Gi, everything else as it is."""
-    return f"{float(amount / (1 << 30)):.4g}Gi" if amount >= 1 << 20 else f"{float(amount):g}"
+    if amount >= 1 << 20:
+        return f"{float(amount / (1 << 30)):.4g}Gi"
+    return f"{float(amount):g}"
 
 
 def describe(requests: Mapping[str, Decimal]) -> str:
